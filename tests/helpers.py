@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -80,6 +81,16 @@ def assert_close_weights(found: dict[str, Any], expected: dict[str, Any], *, ato
         assert torch.isfinite(tensor).all()
 
 
+def sets(*keys: str) -> list[str]:
+    """Return the options that set each of `keys`, "ppo.steps=3" for example."""
+    return [part for key in keys for part in ("--set", key)]
+
+
+def models_of(run: Path) -> tuple[str, str]:
+    """Return the keys by which PPO starts from the SFT model and the reward model of another run."""
+    return f"ppo.actor={run / 'sft' / 'model'}", f"ppo.reward_model={run / 'reward' / 'model'}"
+
+
 def start(rlhf: Any, *arguments: object, **options: Any) -> subprocess.Popen[str]:
     """Start the command line with the tiny recipe of the fixture `rlhf`, in a session of its own, and do not wait.
 
@@ -102,3 +113,11 @@ def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = 240) -
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, f"{path} did not appear"
         time.sleep(0.02)
+
+
+def kill_at(path: Path, rlhf: Any, *arguments: object) -> None:
+    """Start the command line as `start` does, and kill it as soon as it has made `path`."""
+    process = start(rlhf, *arguments)
+    wait_for(path, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()

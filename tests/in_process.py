@@ -9,6 +9,7 @@ from typing import Any
 from accelerators import Accelerator, Precision, ShapePolicy
 from rlhf.config.schema import Stage, build_config
 from rlhf.data.records import Message, Row
+from rlhf.data.stage_dataset import load_stage
 from rlhf.engine import distributed
 from rlhf.models.lora import to_plain_name
 from rlhf.reporting.recorder import Recorder
@@ -17,6 +18,7 @@ from rlhf.runs.directory import RunDirectory
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.loop import EvalResult
 from rlhf.trainers.oom import measure_models
+from rlhf.trainers.ppo.trainer import PPOTrainer
 from tests.helpers import llama
 
 ROW = Row((Message("user", "a"),), "a", "b", "b", "c", "")
@@ -76,6 +78,25 @@ def ppo_models(actor: Any, reference: Any, critic: Any, reward: Any) -> Any:
 def one_model(model: Any) -> Any:
     """A `ModelFactory` that gives `model` for every role."""
     return GivenModels(given(model))
+
+
+def build_ppo(
+    accelerator: Accelerator,
+    folder: Path,
+    recipe: dict[str, Any],
+    tokenizer: Any,
+    models: Any,
+    *,
+    engine: dict[str, Any] | None = None,
+    lora: dict[str, Any] | None = None,
+    precision: Precision | None = None,
+    **changes: Any,
+) -> PPOTrainer:
+    """PPO on `models` by a recipe with other settings of `engine`, `lora` and `ppo`; see `stage_context`."""
+    values = {**recipe, "lora": lora or {}, "ppo": {**recipe["ppo"], **changes}}
+    values["engine"] = {**recipe["engine"], **(engine or {})}
+    context = stage_context(accelerator, folder, "ppo", values, precision=precision)
+    return PPOTrainer(context, models, tokenizer, load_stage(context.config.data, "ppo", tokenizer, seed=0))
 
 
 class StubTrainer:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 
 import pytest
 
 from rlhf.reporting.timers import is_machine_dependent
-from tests.helpers import assert_same_weights, start, wait_for
+from tests.helpers import assert_same_weights, kill_at, models_of, sets
 
 KEYS = (
     "engine.zero_stage=3",
@@ -47,22 +45,19 @@ def test_a_killed_run_of_everything_goes_on(rlhf, finished_run, tmp_path):
     functions = tmp_path / "rewards.py"
     functions.write_text("def short(prompt, completion, row):\n    return -len(completion) / 10\n")
     keys = (
-        f"ppo.actor={finished_run / 'sft' / 'model'}",
-        f"ppo.reward_model={finished_run / 'reward' / 'model'}",
+        *models_of(finished_run),
         f"data.pretraining={texts}",
         f"ppo.reward_functions={functions}:short",
         *KEYS,
     )
-    settings = [part for key in keys for part in ("--set", key)]
     whole, killed = (
-        ["ppo", "--ranks", "2", "--output", str(tmp_path / name), *settings] for name in ("whole", "killed")
+        ["ppo", "--ranks", "2", "--output", str(tmp_path / name), *sets(*keys)] for name in ("whole", "killed")
     )
-    rlhf(*whole)
-    often = ("--set", "ppo.checkpoint_every=1")
-    process = start(rlhf, *killed, *often)
-    wait_for(tmp_path / "killed" / "ppo" / "checkpoints" / "step-00000003", process)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    assert "rows of 16 tokens of raw text, of 30 documents; 2 in each update" in rlhf(*whole).stdout
+    assert json.loads((tmp_path / "whole" / "run.json").read_text())["data"]["data.pretraining"]["rows"] == 30
+    often = sets("ppo.checkpoint_every=1")
+    kill_at(tmp_path / "killed" / "ppo" / "checkpoints" / "step-00000003", rlhf, *killed, *often)
+    assert not (tmp_path / "killed" / "ppo" / "model-ema").exists()
     assert "resumed after step" in rlhf(*killed, *often, "--resume").stdout
     for name in ("model", "model-ema"):
         assert_same_weights(tmp_path / "killed" / "ppo" / name, tmp_path / "whole" / "ppo" / name)

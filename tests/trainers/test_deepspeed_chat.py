@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.helpers import build_tokenizer
+from tests.helpers import build_tokenizer, sets
 from tests.models.test_deepspeed_chat import RewardModel, saved
 
 
@@ -39,7 +39,7 @@ def test_ppo_runs_and_scores_alike_however_the_model_is_held(
     for number, keys in enumerate(([], sharded, ["lora.rank=2"])):
         named = [f"ppo.actor={actor}", f"ppo.reward_model={reward}", *keys]
         output = tmp_path / str(number)
-        found = rlhf("ppo", "--output", output, *(part for key in named for part in ("--set", key)))
+        found = rlhf("ppo", "--output", output, *sets(*named))
         assert found.stdout.count("is a reward model of DeepSpeed-Chat") == 1
         summary = json.loads((output / "ppo" / "stage.json").read_text())
         assert summary["steps"] == 3 and summary["before"]["reward_std"] > 0
@@ -51,7 +51,7 @@ def test_the_reward_stage_goes_on_and_leaves_a_model_of_transformers(
     rlhf: Any, models: tuple[Path, Path, RewardModel], tmp_path: Path
 ) -> None:
     named = [f"reward.model={models[1]}", "reward.max_steps=1", "reward.optimizer.learning_rate=1e-9"]
-    rlhf("reward", "--output", tmp_path / "run", *(part for key in named for part in ("--set", key)))
+    rlhf("reward", "--output", tmp_path / "run", *sets(*named))
     left = load_file(tmp_path / "run" / "reward" / "model" / "model.safetensors")
     torch.testing.assert_close(left["score.weight"].float(), models[2].v_head.weight, atol=1e-2, rtol=1e-2)
     assert {name.split(".")[0] for name in left} == {"model", "score"}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from rlhf.runs.directory import RunDirectory
 from rlhf.runs.stage_directory import parse_step
 from rlhf.trainers.dpo import DPOTrainer
 from rlhf.trainers.loop import fit
-from tests.helpers import assert_same_weights, start, wait_for, weights
+from tests.helpers import assert_same_weights, kill_at, models_of, sets, weights
 from tests.in_process import OPTIMIZER, GivenModels, stage_context
 from tests.reference import cases
 from tests.reference.dpo import before
@@ -85,18 +83,16 @@ def test_in_bf16_too_the_policy_begins_at_its_reference(accelerator, tmp_path):
 
 
 def arguments(finished_run: Path, output: Path) -> list[object]:
-    keys = {"dpo.model": finished_run / "sft" / "model", "dpo.max_steps": 6, "dpo.checkpoint_every": 1}
-    return ["dpo", "--output", output, *(part for key, value in keys.items() for part in ("--set", f"{key}={value}"))]
+    keys = (f"dpo.model={finished_run / 'sft' / 'model'}", "dpo.max_steps=6", "dpo.checkpoint_every=1")
+    return ["dpo", "--output", output, *sets(*keys)]
 
 
 @pytest.mark.slow
 def test_a_killed_stage_continues_to_the_weights_of_one_that_was_not(rlhf, finished_run, tmp_path):
     whole = rlhf(*arguments(finished_run, tmp_path / "whole")).stdout
     assert "dpo: reference log-probabilities: " in whole and "DPO" in whole
-    process = start(rlhf, *arguments(finished_run, tmp_path / "killed"))
-    wait_for(tmp_path / "killed" / "dpo" / "checkpoints" / "step-00000002", process)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    checkpoint = tmp_path / "killed" / "dpo" / "checkpoints" / "step-00000002"
+    kill_at(checkpoint, rlhf, *arguments(finished_run, tmp_path / "killed"))
     found = rlhf(*arguments(finished_run, tmp_path / "killed"), "--resume").stdout
     assert "dpo: resumed after step" in found and "reference log-probabilities" not in found
     assert_same_weights(tmp_path / "killed" / "dpo" / "model", tmp_path / "whole" / "dpo" / "model")
@@ -112,6 +108,5 @@ def test_dpo_follows_sft_in_one_folder_and_chat_and_ppo_take_its_model(rlhf, fin
     said = rlhf("dpo", "--output", output, "--ranks", 2, "--set", "dpo.reference=beside").stdout
     assert "this run's sft model" in said
     assert model_folder(output) == output / "dpo" / "model" and model_folder(output, "sft") == output / "sft" / "model"
-    keys = {"ppo.actor": output / "dpo" / "model", "ppo.reward_model": finished_run / "reward" / "model"}
-    sets = [part for key, value in keys.items() for part in ("--set", f"{key}={value}")]
-    assert f"{output}/dpo/model" in rlhf("ppo", "--output", tmp_path / "ppo", *sets, "--dry-run").stdout
+    keys = sets(*models_of(finished_run), f"ppo.actor={output / 'dpo' / 'model'}")
+    assert f"{output}/dpo/model" in rlhf("ppo", "--output", tmp_path / "ppo", *keys, "--dry-run").stdout

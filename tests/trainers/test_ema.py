@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 
 import pytest
 import torch
 
 from rlhf.evaluation.models import model_folder
-from tests.helpers import assert_same_weights, start, wait_for, weights
+from tests.helpers import models_of, sets, weights
 
 
 def arguments(finished_run: Path, output: Path, *keys: str) -> list[str]:
-    keys = (
-        f"ppo.actor={finished_run / 'sft' / 'model'}",
-        f"ppo.reward_model={finished_run / 'reward' / 'model'}",
-        "ppo.ema=0.75",
-        *keys,
-    )
-    return ["ppo", "--output", str(output), *(part for key in keys for part in ("--set", key))]
+    return ["ppo", "--output", str(output), *sets(*models_of(finished_run), "ppo.ema=0.75", *keys)]
 
 
 @pytest.fixture(scope="module")
 def one_update(rlhf, finished_run, tmp_path_factory) -> tuple[Path, str]:
     """The folder of PPO after a single update, and what was printed."""
     output = tmp_path_factory.mktemp("one") / "run"
-    keys = ("ppo.steps=1", "ppo.ppo_epochs=1", "ppo.minibatch_size=4", "ppo.kl_coef=0")
+    keys = ("ppo.steps=1", "ppo.ppo_epochs=1", "ppo.minibatch_size=4", "ppo.kl_coef=0", "ppo.save_critic=false")
     done = rlhf(*arguments(finished_run, output, *keys))
     return output / "ppo", done.stdout
 
@@ -53,6 +45,7 @@ def test_it_is_a_model_with_its_tokenizer(one_update):
     assert len(AutoTokenizer.from_pretrained(folder / "model-ema")) > 0
     assert f"ppo: the moving average of its weights is saved in {folder / 'model-ema'}" in printed
     assert json.loads((folder / "stage.json").read_text())["average"] == ["model-ema"]
+    assert not (folder / "critic").exists(), "ppo.save_critic=false"
 
 
 def test_its_held_out_numbers_are_those_of_a_run_that_starts_from_it(one_update, rlhf, finished_run, tmp_path):
@@ -73,25 +66,6 @@ def test_chat_answers_with_it_on_request(one_update):
     assert model_folder(folder.parent) == folder / "model"
     for named in (folder.parent, folder):
         assert model_folder(named, ema=True) == folder / "model-ema"
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_to_the_average_of_one_that_was_not(rlhf, finished_run, tmp_path):
-    whole, killed = ([*arguments(finished_run, tmp_path / name, "ppo.steps=5")] for name in ("whole", "killed"))
-    rlhf(*whole)
-    often = ("--set", "ppo.checkpoint_every=1")
-    process = start(rlhf, *killed, *often)
-    wait_for(tmp_path / "killed" / "ppo" / "checkpoints" / "step-00000002", process)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    assert not (tmp_path / "killed" / "ppo" / "model-ema").exists()
-    other = rlhf(*arguments(finished_run, tmp_path / "killed", "ppo.steps=5", "ppo.ema=0.5"), "--resume", check=False)
-    assert other.returncode == 2 and "ppo.ema (0.75 there, 0.5 now)" in other.stderr
-    # Where the average lies may change.
-    found = rlhf(*killed, *often, "--set", "ppo.ema_on_host=true", "--resume")
-    assert "resumed after step" in found.stdout
-    for model in ("model", "model-ema"):
-        assert_same_weights(tmp_path / "killed" / "ppo" / model, tmp_path / "whole" / "ppo" / model)
 
 
 @pytest.mark.parametrize("save", ["adapter", "both"])

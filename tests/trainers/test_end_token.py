@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import WORDS, build_tokenizer, llama
+from tests.helpers import WORDS, build_tokenizer, llama, sets
 
 
 @pytest.mark.slow
@@ -28,7 +28,7 @@ def test_three_stages_from_a_tokenizer_without_an_end(rlhf: Any, tmp_path: Path)
         "sft.epochs": 20,
         "sft.optimizer.learning_rate": 1e-2,
     }
-    settings = [part for key, value in keys.items() for part in ("--set", f"{key}={value}")]
+    settings = sets(*(f"{key}={value}" for key, value in keys.items()))
     said = rlhf("--stages", "sft,reward", "--output", output, *settings).stdout
     assert "has no end-of-sequence token; added '<|end|>' (id 300), to be learned" in said
     assert not (output / "ppo").exists()

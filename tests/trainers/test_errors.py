@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from tests.helpers import build_tokenizer
+from tests.helpers import build_tokenizer, sets
 
 
 def refused(rlhf, output, *arguments):
@@ -18,7 +18,7 @@ def refused(rlhf, output, *arguments):
 
 
 def settings(**keys):
-    return [part for key, value in keys.items() for part in ("--set", f"{key.replace('__', '.')}={value}")]
+    return sets(*(f"{key.replace('__', '.')}={value}" for key, value in keys.items()))
 
 
 def contents(folder):
@@ -32,27 +32,6 @@ def test_an_error_of_all_ranks_is_printed_once_and_leaves_nothing(rlhf, tmp_path
     path.write_text(json.dumps({"text": "a", "label": 1}) + "\n")
     line = refused(rlhf, tmp_path / "run", "sft", "--ranks", 2, *settings(data__datasets=f"[{{path: {path}}}]"))
     assert str(path) in line and "label, text" in line
-    assert not (tmp_path / "run").exists()
-
-
-def test_rows_without_preferences_cannot_train_a_reward_model(rlhf, finished_run, tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"p{i}", "response": "r"}) + "\n" for i in range(40)))
-    model = finished_run / "sft" / "model"
-    line = refused(
-        rlhf, tmp_path / "run", "reward", *settings(data__datasets=f"[{{path: {path}}}]", reward__model=model)
-    )
-    assert str(path) in line and "reward" in line
-
-
-def test_a_stage_without_rows_is_named(rlhf, tmp_path):
-    line = refused(rlhf, tmp_path / "run", "sft", *settings(data__stage_split="[0,1,1]"))
-    assert "sft" in line and "stage_split" in line
-
-
-def test_a_batch_that_cannot_be_divided_is_named_before_anything_starts(rlhf, tmp_path):
-    line = refused(rlhf, tmp_path / "run", "sft", *settings(sft__batch_size=6, sft__micro_batch_size=4))
-    assert "sft.batch_size" in line and "sft.micro_batch_size" in line
     assert not (tmp_path / "run").exists()
 
 
@@ -80,9 +59,3 @@ def test_a_finished_run_is_not_written_over(rlhf, finished_run, arguments):
     line = refused(rlhf, finished_run, *arguments)
     assert "--resume" in line and "--overwrite" in line
     assert before == sorted((path, path.stat().st_mtime_ns) for path in finished_run.rglob("*"))
-
-
-def test_an_unknown_accelerator_is_answered_with_the_known(rlhf, tmp_path):
-    line = refused(rlhf, tmp_path / "run", "--accelerator", "tpu9")
-    assert "tpu9" in line and "cpu" in line
-    assert not (tmp_path / "run").exists()

@@ -1,19 +1,16 @@
 """PPO with other advantage estimators than GAE: several completions of a prompt, and no critic anywhere."""
 
 import json
-import shutil
 
 import pytest
 import torch
 
 from rlhf.config.schema import build_config
-from rlhf.data.stage_dataset import load_stage
 from rlhf.memory.advice import plan_stages
 from rlhf.memory.environment import Environment
-from rlhf.trainers.ppo.trainer import PPOTrainer
 from rlhf.trainers.preflight import check
-from tests.helpers import llama
-from tests.in_process import GivenModels, given, ppo_models, scalar_llama, stage_context
+from tests.helpers import llama, models_of, sets
+from tests.in_process import GivenModels, build_ppo, given, ppo_models, scalar_llama
 
 
 def load_nothing(role):
@@ -23,12 +20,11 @@ def load_nothing(role):
 @pytest.fixture
 def build(accelerator, recipe, tokenizer, tmp_path):
     def ppo(critic=load_nothing, **changes):
-        settings = {**recipe["ppo"], "batch_size": 8, "minibatch_size": 4, **changes}
-        context = stage_context(accelerator, tmp_path, "ppo", {**recipe, "ppo": settings})
         size = len(tokenizer)
         others = ppo_models(llama(size), llama(size), None, scalar_llama(size))
         models = GivenModels(lambda role: critic(role) if role == "critic" else others.causal_lm(role))
-        return PPOTrainer(context, models, tokenizer, load_stage(context.config.data, "ppo", tokenizer, seed=0))
+        changes = {"batch_size": 8, "minibatch_size": 4} | changes
+        return build_ppo(accelerator, tmp_path, recipe, tokenizer, models, **changes)
 
     return ppo
 
@@ -103,10 +99,7 @@ def test_a_rank_has_whole_groups(tmp_path, recipe, rows, ranks, ok):
 def test_a_user_s_run_needs_the_name_alone(rlhf, finished_run, tmp_path):
     """All through: the check before it, training, and what it leaves."""
     folder = tmp_path / "run"
-    shutil.copytree(finished_run, folder)
-    shutil.rmtree(folder / "ppo")
-    changes = ["--set", "ppo.estimator=grpo", "--set", "ppo.batch_size=8"]
-    rlhf("ppo", "--output", folder, *changes)
+    rlhf("ppo", "--output", folder, *sets(*models_of(finished_run), "ppo.estimator=grpo", "ppo.batch_size=8"))
     records = [json.loads(line) for line in (folder / "ppo" / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if "policy_loss" in record]
     assert len(steps) == 3 and all(record["kl_loss"] >= 0 and "value_loss" not in record for record in steps)

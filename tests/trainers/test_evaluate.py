@@ -37,9 +37,3 @@ def test_a_language_model_s_perplexity_is_that_of_its_stage(rlhf: Any, finished_
     assert found["rows"] >= 8 and math.exp(nll / tokens) == pytest.approx(then["perplexity"], rel=1e-5)
     policy = heldout(rlhf, finished_run, "--text")
     assert policy["folder"] == str(finished_run / "ppo" / "model") and policy["loss"] != found["loss"]
-
-
-def test_errors_are_one_line(rlhf: Any, finished_run: Path) -> None:
-    found = rlhf("evaluate", finished_run / "sft", "--pairs", "heldout", check=False, recipe=None)
-    assert found.returncode == 2 and found.stdout == ""
-    assert found.stderr.startswith("rlhf: error: ") and found.stderr.count("\n") == 1

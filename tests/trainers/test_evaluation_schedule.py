@@ -18,7 +18,7 @@ from rlhf.reporting.timers import is_machine_dependent
 from rlhf.runs.directory import RunDirectory
 from rlhf.trainers.loop import EvalResult, fit
 from rlhf.trainers.supervised import SFTTrainer
-from tests.helpers import assert_same_weights, user_environment, weights
+from tests.helpers import assert_same_weights, sets, user_environment, weights
 from tests.in_process import StubTrainer, stage_context
 from tests.trainers.test_stage_numbers import HELDOUT, transformers_loss
 from tests.trainers.tuned import BEST, PLACES, STEPS, tune
@@ -168,7 +168,7 @@ def test_evaluation_changes_no_bit_of_training_with_dropout_and_is_without(whole
 
 def test_evaluation_changes_no_bit_of_any_stage(rlhf, finished_run, tmp_path):
     settings = [f"{stage}.eval_every=1" for stage in ("sft", "reward", "ppo")] + ["ppo.keep=best(reward)"]
-    found = rlhf("--output", tmp_path, *(part for setting in settings for part in ("--set", setting)))
+    found = rlhf("--output", tmp_path, *sets(*settings))
     for stage in ("sft", "reward", "ppo"):
         same_training(finished_run, tmp_path, stage)
     for stage in ("sft", "reward"):
@@ -304,9 +304,8 @@ def test_two_ranks_evaluate_and_keep_together(rlhf, tmp_path):
     """At ZeRO-3 each holds a half of the model; what is kept is whole."""
     settings = ["sft.max_steps=6", "sft.eval_every=2", "sft.keep=best(perplexity)", "sft.checkpoint_every=1"]
     settings += ["engine.zero_stage=3", "sft.optimizer.learning_rate=0.05"]
-    settings = [part for setting in settings for part in ("--set", setting)]
     for ranks in (1, 2):
-        rlhf("sft", "--output", tmp_path / str(ranks), "--ranks", ranks, *settings)
+        rlhf("sft", "--output", tmp_path / str(ranks), "--ranks", ranks, *sets(*settings))
     one, two = (measured(tmp_path / str(ranks)) for ranks in (1, 2))
     assert sorted(two) == [0, 2, 4, 6] and two == pytest.approx(one, rel=1e-3)
     kept = [json.loads((tmp_path / str(ranks) / "sft" / "stage.json").read_text())["kept"] for ranks in (1, 2)]

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from accelerators import Memory, Precision
-from rlhf.data.stage_dataset import load_stage
 from rlhf.errors import ConfigError
 from rlhf.trainers import context as stage
+from rlhf.trainers.context import StageContext
 from rlhf.trainers.ppo.trainer import PPOTrainer
 from tests.engine import halves
 from tests.helpers import llama
-from tests.in_process import ppo_models, stage_context
+from tests.in_process import build_ppo, ppo_models
 from tests.trainers.test_ppo import NO_BF16, gpt2, scalar
 
 ONE = {"batch_size": 6, "minibatch_size": None, "micro_batch_size": 2, "ppo_epochs": 1, "kl_target": None}
@@ -27,17 +27,14 @@ def build(accelerator, recipe, tokenizer, tmp_path, monkeypatch):
     def ppo(
         model: Any = llama, *, zero_stage=1, precision="fp32", lora=None, **changes: Any
     ) -> tuple[PPOTrainer, list[str]]:
-        engine = {**recipe["engine"], "zero_stage": zero_stage, "zero_persistence_threshold": 0}
-        settings = {**recipe["ppo"], **ONE, **changes}
-        values = {**recipe, "engine": engine, "lora": lora or {}, "ppo": settings}
-        precision = precision if isinstance(precision, Precision) else accelerator.precision(precision)
-        context, said = stage_context(accelerator, tmp_path, "ppo", values, precision=precision), []
-        monkeypatch.setattr(type(context), "say", lambda _, line: said.append(line))
-        size = len(tokenizer)
+        said, size = [], len(tokenizer)
+        monkeypatch.setattr(StageContext, "say", lambda _, line: said.append(line))
         reference = None if lora else model(size, seed=5)
         models = ppo_models(model(size), reference, scalar(model(size)), scalar(model(size)))
         accelerator.seed(0)
-        return PPOTrainer(context, models, tokenizer, load_stage(context.config.data, "ppo", tokenizer, seed=0)), said
+        precision = precision if isinstance(precision, Precision) else accelerator.precision(precision)
+        options = {"engine": {"zero_stage": zero_stage}, "lora": lora, "precision": precision, **ONE, **changes}
+        return build_ppo(accelerator, tmp_path, recipe, tokenizer, models, **options), said
 
     return ppo
 

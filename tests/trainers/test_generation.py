@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import assert_same_weights
+from tests.helpers import assert_same_weights, models_of, sets
 
 
 @pytest.fixture(scope="module")
@@ -14,18 +14,9 @@ def ppo_on_two_ranks(rlhf, finished_run, tmp_path_factory):
 
     def run(name, *settings: str) -> tuple[Path, str]:
         output = tmp_path_factory.mktemp(name) / "run"
-        models = (f"ppo.actor={finished_run}/sft/model", f"ppo.reward_model={finished_run}/reward/model")
-        changes = (
-            *models,
-            "engine.zero_stage=3",
-            "ppo.eval_rows=5",
-            "ppo.steps=2",
-            "data.max_completion_length=8",
-            *settings,
-        )
-        keys = [part for change in changes for part in ("--set", change)]
-        done = rlhf("ppo", "--output", output, "--ranks", 2, *keys)
-        return output, done.stdout
+        changes = ("engine.zero_stage=3", "ppo.eval_rows=5", "ppo.steps=2", "data.max_completion_length=8")
+        keys = sets(*models_of(finished_run), *changes, *settings)
+        return output, rlhf("ppo", "--output", output, "--ranks", 2, *keys).stdout
 
     return run
 

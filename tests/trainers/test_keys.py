@@ -68,3 +68,4 @@ def test_tensorboard_events_have_the_names_of_the_records(folder_of):
         bookkeeping = {"stage", "step", "time", "tag", "text"}
         expected = {f"{stage}/{key}" for key in keys_of_records(folder_of(stage), stage) - bookkeeping}
         assert set(events.Tags()["scalars"]) == expected
+        assert [event.step for event in events.Scalars(f"{stage}/learning_rate")] == [1, 2, 3]

@@ -1,9 +1,7 @@
 """Training with LoRA: only adapters and heads learn, the actor is its own reference, and what a run leaves is plain."""
 
 import json
-import os
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -11,16 +9,15 @@ import torch
 
 from rlhf.checkpoint import training_state
 from rlhf.config.schema import LoraConfig, ModelConfig, OptimizerConfig
-from rlhf.data.stage_dataset import load_stage
 from rlhf.engine.engine import TrainingEngine
 from rlhf.generation.hybrid_engine import generation_mode
 from rlhf.models.forward import completion_log_probs
 from rlhf.models.loading import load_causal_lm, load_scalar_head
 from rlhf.models.lora import add_adapters
 from rlhf.runs.directory import RunDirectory
-from rlhf.trainers.ppo.trainer import PPOTrainer
-from tests.helpers import assert_close_weights, assert_same_weights, llama, start, wait_for, weights
-from tests.in_process import make_placement, ppo_models, stage_context
+from tests import in_process
+from tests.helpers import assert_close_weights, assert_same_weights, kill_at, llama, sets, weights
+from tests.in_process import make_placement, ppo_models
 from tests.trainers.test_shapes import comparisons_by_step, steps_of_different_lengths
 
 LORA = ("--set", "lora.rank=4")
@@ -135,14 +132,11 @@ def original(folder, tokenizer):
 @pytest.fixture
 def build_ppo(accelerator, recipe, tokenizer, lora_run, tmp_path):
     def build(zero_stage):
-        changes = {"engine": {**recipe["engine"], "zero_stage": zero_stage}, "lora": {"rank": 4}}
-        values = {**recipe, **changes, "ppo": {**recipe["ppo"], "batch_size": 6}}
-        context = stage_context(accelerator, tmp_path, "ppo", values)
-        config = context.config
-        reward = str(lora_run / "reward" / "model")
-        critic, scorer = (load_scalar_head(config.model, tokenizer, attention="sdpa", path=reward) for _ in range(2))
-        models = ppo_models(original(lora_run / "sft" / "model", tokenizer), None, critic, scorer)
-        return PPOTrainer(context, models, tokenizer, load_stage(config.data, "ppo", tokenizer, seed=0))
+        path = str(lora_run / "reward" / "model")
+        critic, reward = (load_scalar_head(ModelConfig(), tokenizer, attention="sdpa", path=path) for _ in range(2))
+        models = ppo_models(original(lora_run / "sft" / "model", tokenizer), None, critic, reward)
+        changes = {"engine": {"zero_stage": zero_stage}, "lora": {"rank": 4}, "batch_size": 6}
+        return in_process.build_ppo(accelerator, tmp_path, recipe, tokenizer, models, **changes)
 
     return build
 
@@ -229,10 +223,8 @@ def test_the_policy_begins_as_the_reference(lora_run):
 
 def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_stopped(rlhf, lora_run, tmp_path):
     output = Path(shutil.copytree(lora_run, tmp_path / "run"))
-    process = start(rlhf, "ppo", "--output", output, *LORA, "--overwrite", "--set", "ppo.checkpoint_every=1")
-    wait_for(output / "ppo" / "checkpoints" / "step-00000001", process)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    arguments = ["ppo", "--output", output, *LORA, "--overwrite", *sets("ppo.checkpoint_every=1")]
+    kill_at(output / "ppo" / "checkpoints" / "step-00000001", rlhf, *arguments)
     said = rlhf("ppo", "--output", output, *LORA, "--resume").stdout
     assert "resumed after step" in said and "actor, reference, critic and reward share one frozen base" in said
     assert_same_weights(output / "ppo" / "model", lora_run / "ppo" / "model")

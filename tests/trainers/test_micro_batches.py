@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from rlhf.data.stage_dataset import load_stage
 from rlhf.trainers.ppo.experience import MicroBatcher
 from rlhf.trainers.ppo.trainer import PPOTrainer
 from tests.helpers import llama
-from tests.in_process import ppo_models, stage_context
+from tests.in_process import build_ppo, ppo_models
 from tests.trainers.test_ppo import scalar
 
 SETTINGS = {"batch_size": 6, "micro_batch_size": 2, "kl_target": None, "kl_coef": 0.1}
@@ -16,12 +15,11 @@ SETTINGS = {"batch_size": 6, "micro_batch_size": 2, "kl_target": None, "kl_coef"
 @pytest.fixture
 def build(accelerator, recipe, tokenizer, tmp_path):
     def ppo(**changes) -> PPOTrainer:
-        engine = {**recipe["engine"], "shapes": "dynamic"}
-        values = {**recipe, "precision": "fp32", "engine": engine, "ppo": {**recipe["ppo"], **SETTINGS, **changes}}
-        context, size = stage_context(accelerator, tmp_path, "ppo", values), len(tokenizer)
+        size = len(tokenizer)
         models = ppo_models(llama(size), llama(size, seed=5), scalar(llama(size)), scalar(llama(size)))
         accelerator.seed(0)
-        built = PPOTrainer(context, models, tokenizer, load_stage(context.config.data, "ppo", tokenizer, seed=0))
+        changes = {"engine": {"shapes": "dynamic"}, **SETTINGS, **changes}
+        built = build_ppo(accelerator, tmp_path, recipe, tokenizer, models, **changes)
         built.decoder.eos_ids = torch.arange(0, size, 6)  # completions of all lengths
         return built
 

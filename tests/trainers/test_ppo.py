@@ -3,12 +3,10 @@
 import pytest
 import torch
 
-from rlhf.data.stage_dataset import load_stage
-from rlhf.trainers.ppo.trainer import PPOTrainer
 from tests.families.table import BY_NAME
 from tests.families.table import build as architecture
 from tests.helpers import llama
-from tests.in_process import ppo_models, stage_context
+from tests.in_process import build_ppo, ppo_models
 
 NO_BF16 = pytest.mark.skipif("not __import__('accelerators.backends.cpu.info', fromlist=['']).native_bf16()")
 
@@ -42,14 +40,11 @@ def scalar(model):
 @pytest.fixture
 def build(accelerator, recipe, tokenizer, tmp_path):
     def ppo(model, *, zero_stage=0, precision="fp32", lora=None, **changes):
-        engine = {**recipe["engine"], "zero_stage": zero_stage}
-        settings = {"batch_size": 8, "minibatch_size": 8, "ppo_epochs": 1, **changes}
-        changed = {"precision": precision, "engine": engine, "lora": lora or {}, "ppo": {**recipe["ppo"], **settings}}
-        context = stage_context(accelerator, tmp_path, "ppo", {**recipe, **changed})
         size = len(tokenizer)
         models = ppo_models(model(size), model(size), scalar(model(size)), scalar(model(size)))
-        data = load_stage(context.config.data, "ppo", tokenizer, seed=0)
-        return PPOTrainer(context, models, tokenizer, data)
+        options = {"engine": {"zero_stage": zero_stage}, "lora": lora, "precision": accelerator.precision(precision)}
+        changes = {"batch_size": 8, "minibatch_size": 8, "ppo_epochs": 1, **changes}
+        return build_ppo(accelerator, tmp_path, recipe, tokenizer, models, **options, **changes)
 
     return ppo
 

@@ -17,7 +17,7 @@ from tests.in_process import given, scalar_llama, stage_context
 STAGES = ("sft", "reward", "ppo")
 
 
-@pytest.fixture(scope="module", params=["int8", "int4"])
+@pytest.fixture(scope="module", params=[pytest.param("int8", marks=pytest.mark.slow), "int4"])
 def quantized_run(request, rlhf, tmp_path_factory) -> tuple[Path, str]:
     """The directory of a complete run of the tiny recipe with LoRA on quantized weights, and what it said."""
     output = tmp_path_factory.mktemp("quantized") / "run"
@@ -43,14 +43,11 @@ def test_a_run_says_what_is_quantized_and_counts_it_among_the_parameters(quantiz
     output, said = quantized_run
     assert "sft: the 15,360 frozen weights of its linear layers are in int" in said
     assert said.count("are in int") == 3  # of PPO's models on one base once
+    assert "share one frozen base" in said
+    assert json.loads((output / "ppo" / "stage.json").read_text())["before"]["kl"] == 0.0
     base = sum(tensor.numel() for tensor in weights(output / "sft" / "model").values())
     counts = json.loads((output / "sft" / "stage.json").read_text())["parameters"]
     assert counts["all"] - counts["trainable"] == base
-
-
-def test_the_policy_begins_as_the_reference(quantized_run):
-    output, _ = quantized_run
-    assert json.loads((output / "ppo" / "stage.json").read_text())["before"]["kl"] == 0.0
 
 
 @pytest.mark.parametrize(("kind", "most"), [("int8", 0.01), ("int4", 0.2)])
@@ -74,11 +71,6 @@ def test_a_stages_loader_packs_each_layer_as_it_is_read(accelerator, tmp_path, m
     put = ModelFactory(context)._parameter_maker(context.placements["sft"])
     model = load_causal_lm(context.config.model, tokenizer, attention="sdpa", put=put)
     assert count_quantized(model) == 15_360
-
-
-def test_a_quantized_base_is_shared_like_any_other(quantized_run):
-    _, said = quantized_run
-    assert "share one frozen base" in said
 
 
 def test_a_reward_model_saved_from_quantized_weights_scores(quantized_run):

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,39 +23,34 @@ from rlhf.engine import distributed
 from rlhf.runs.stage_directory import StageDirectory
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.loop import _restore_generators
-from tests.helpers import assert_same_weights, start, user_environment, wait_for
+from tests.helpers import assert_same_weights, kill_at, models_of, sets, start, user_environment, wait_for
 
 
 def ppo_arguments(finished_run, output, steps=6):
-    keys = {
-        "ppo.actor": finished_run / "sft" / "model",
-        "ppo.reward_model": finished_run / "reward" / "model",
-        "ppo.steps": steps,
-        "ppo.checkpoint_every": 1,
-    }
-    return ["ppo", "--output", output, *(part for key, value in keys.items() for part in ("--set", f"{key}={value}"))]
+    keys = (*models_of(finished_run), f"ppo.steps={steps}", "ppo.checkpoint_every=1")
+    return ["ppo", "--output", output, *sets(*keys)]
 
 
-def kill_at(step, rlhf, finished_run, output, steps):
-    """Run PPO and kill it when it has saved a step."""
-    process = start(rlhf, *ppo_arguments(finished_run, output, steps))
-    wait_for(output / "ppo" / "checkpoints" / f"step-{step:08d}", process)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+@pytest.fixture(scope="module")
+def killed(rlhf, finished_run, tmp_path_factory):
+    """The folder of a PPO of six steps that was killed when it had saved the second."""
+    output = tmp_path_factory.mktemp("killed") / "run"
+    kill_at(output / "ppo" / "checkpoints" / "step-00000002", rlhf, *ppo_arguments(finished_run, output))
+    assert not (output / "ppo" / "stage.json").exists()
+    return output
 
 
-def test_a_killed_run_continues_to_the_weights_of_one_that_was_not(rlhf, finished_run, tmp_path):
-    rlhf(*ppo_arguments(finished_run, tmp_path / "whole"))
-    kill_at(2, rlhf, finished_run, tmp_path / "killed", steps=6)
-    assert not (tmp_path / "killed" / "ppo" / "stage.json").exists()
-    found = rlhf(*ppo_arguments(finished_run, tmp_path / "killed"), "--resume")
-    assert "resumed after step" in found.stdout
-    log = (tmp_path / "killed" / "ppo" / "console.log").read_text()
-    assert {line for line in found.stdout.splitlines() if line.startswith("ppo: ")} <= set(log.splitlines())
+def test_a_killed_run_continues_to_the_weights_of_one_that_was_not(rlhf, finished_run, killed, tmp_path):
+    whole, resumed = tmp_path / "whole", Path(shutil.copytree(killed, tmp_path / "killed"))
+    rlhf(*ppo_arguments(finished_run, whole))
+    output = rlhf(*ppo_arguments(finished_run, resumed), "--resume").stdout
+    assert "resumed after step" in output
+    log = (resumed / "ppo" / "console.log").read_text()
+    assert {line for line in output.splitlines() if line.startswith("ppo: ")} <= set(log.splitlines())
     assert log.count(" rlhf ppo --output") == 2 and log.index("resumed after step") > log.rindex(" rlhf ppo --output")
-    assert_same_weights(tmp_path / "killed" / "ppo" / "model", tmp_path / "whole" / "ppo" / "model")
-    for folder in ("killed", "whole"):
-        lines = (tmp_path / folder / "ppo" / "metrics.jsonl").read_text().splitlines()
+    assert_same_weights(resumed / "ppo" / "model", whole / "ppo" / "model")
+    for folder in (resumed, whole):
+        lines = (folder / "ppo" / "metrics.jsonl").read_text().splitlines()
         assert sum('"policy_loss"' in line for line in lines) == 6
 
 
@@ -141,8 +137,7 @@ def drain(terminal, closing):
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(rlhf, tmp_path):
     output = tmp_path / "run"
     rising = ["optimizer.learning_rate=1e30", "optimizer.warmup=0.9", "max_steps=8", "checkpoint_every=1"]
-    settings = [part for key in rising for part in ("--set", f"sft.{key}")]
-    found = rlhf("sft", "--output", output, *settings, check=False)
+    found = rlhf("sft", "--output", output, *sets(*(f"sft.{key}" for key in rising)), check=False)
     assert found.returncode == 2
     (line,) = found.stderr.strip().splitlines()
     assert "sft: loss became" in line or "sft: grad_norm became" in line
@@ -152,22 +147,20 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
     assert (output / "sft" / "console.log").read_text().splitlines()[-1] == line
 
 
-def test_a_checkpoint_of_another_number_of_ranks_is_refused(rlhf, finished_run, tmp_path):
-    output = tmp_path / "run"
-    kill_at(1, rlhf, finished_run, output, steps=500)
-    found = rlhf(*ppo_arguments(finished_run, output, steps=500), "--resume", "--ranks", 2, check=False)
-    assert found.returncode == 2 and "resume with --ranks 1" in found.stderr
-
-
-def test_a_stage_is_not_resumed_with_fewer_steps_than_are_done(rlhf, finished_run, tmp_path):
-    output = tmp_path / "run"
-    kill_at(3, rlhf, finished_run, output, steps=500)
-    log = (output / "ppo" / "console.log").read_bytes()
-    found = rlhf("ppo", "--output", output, "--resume", "--set", "ppo.steps=2", recipe=None, check=False)
-    assert found.returncode == 2 and "ppo: training" not in found.stdout
-    assert re.search(r"step-\d+: \d+ steps of ppo are done, and 2 are asked for; ask for \d+ or more", found.stderr)
-    assert json.loads((output / "run.json").read_text())["config"]["ppo"]["steps"] == 500
-    assert (output / "ppo" / "console.log").read_bytes() == log, "a run that is refused changes nothing"
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "2"], r"resume with --ranks 1"),
+        (["--set", "ppo.steps=1"], r"step-\d+: \d+ steps of ppo are done, and 1 are asked for; ask for \d+ or more"),
+    ],
+)
+def test_a_refused_resume_changes_nothing(rlhf, killed, arguments, message):
+    log = (killed / "ppo" / "console.log").read_bytes()
+    refused = rlhf("ppo", "--output", killed, "--resume", *arguments, recipe=None, check=False)
+    assert refused.returncode == 2 and "ppo: training" not in refused.stdout
+    assert re.search(message, refused.stderr)
+    assert json.loads((killed / "run.json").read_text())["config"]["ppo"]["steps"] == 6
+    assert (killed / "ppo" / "console.log").read_bytes() == log
 
 
 def test_a_second_run_in_the_same_process_is_like_the_first(rlhf, tmp_path):

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from rlhf.trainers.ppo.metrics import RolloutSample, escape_text, render_sample
-from tests.helpers import user_environment
+from tests.helpers import models_of, sets, user_environment
 
 
 def printed(sample: RolloutSample, **options: Any) -> str:
@@ -61,15 +61,8 @@ def test_a_text_stays_readable(text: str, expected: str) -> None:
 
 
 def test_samples_stand_in_a_log_and_among_the_records(rlhf: Any, finished_run: Path, tmp_path: Path) -> None:
-    keys = {
-        "ppo.actor": finished_run / "sft" / "model",
-        "ppo.reward_model": finished_run / "reward" / "model",
-        "ppo.steps": 4,
-        "ppo.samples_every": 2,
-        "ppo.samples": 2,
-        "output": tmp_path,
-    }
-    settings = [part for key, value in keys.items() for part in ("--set", f"{key}={value}")]
+    keys = ("ppo.steps=4", "ppo.samples_every=2", "ppo.samples=2", f"output={tmp_path}")
+    settings = sets(*models_of(finished_run), *keys)
     command = [sys.executable, "-m", "rlhf", "ppo", "--config", str(rlhf.recipe), *settings]
     environment = user_environment() | {"PYTHONIOENCODING": "ascii"}  # as of a terminal that knows no other letters
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
@@ -93,13 +86,7 @@ def test_samples_and_evaluations_stand_above_the_bar_of_a_terminal(
 ) -> None:
     import pty
 
-    keys = {
-        "ppo.actor": finished_run / "sft" / "model",
-        "ppo.reward_model": finished_run / "reward" / "model",
-        "ppo.eval_every": 2,
-        "output": tmp_path,
-    }
-    settings = [part for key, value in keys.items() for part in ("--set", f"{key}={value}")]
+    settings = sets(*models_of(finished_run), "ppo.eval_every=2", f"output={tmp_path}")
     child, terminal = pty.fork()
     if child == 0:
         os.environ.update(user_environment())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import pytest
 import torch
 
 from tests.families.table import BY_NAME
-from tests.helpers import assert_same_weights, build_tokenizer, start, wait_for, weights
+from tests.helpers import assert_same_weights, build_tokenizer, models_of, sets, weights
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +52,12 @@ def test_the_policy_loads_with_plain_transformers(finished: tuple[Path, str]) ->
     assert not report["missing_keys"] and not report["unexpected_keys"]
 
 
-@pytest.mark.parametrize("keys", [["engine.zero_stage=3"], ["lora.rank=4", "engine.zero_stage=3"]])
+@pytest.mark.parametrize("lora", [pytest.param("lora.rank=0", marks=pytest.mark.slow), "lora.rank=4"])
 def test_a_later_ppo_takes_the_reward_model_by_its_folder(
-    rlhf: Any, finished: tuple[Path, str], tmp_path: Path, keys: list[str]
+    rlhf: Any, finished: tuple[Path, str], tmp_path: Path, lora: str
 ) -> None:
-    run, output = finished[0], tmp_path / "run"
-    named = [f"ppo.actor={run / 'sft' / 'model'}", f"ppo.reward_model={run / 'reward' / 'model'}", *keys]
-    rlhf("ppo", "--output", output, *(part for key in named for part in ("--set", key)))
+    output = tmp_path / "run"
+    rlhf("ppo", "--output", output, *sets(*models_of(finished[0]), "engine.zero_stage=3", lora))
     summary = json.loads((output / "ppo" / "stage.json").read_text())
     assert summary["steps"] == 3 and summary["after"]["response_length"] > 0
 
@@ -68,41 +65,26 @@ def test_a_later_ppo_takes_the_reward_model_by_its_folder(
 def test_zero_and_ranks_change_no_weight_of_the_reward_model(
     rlhf: Any, finished: tuple[Path, str], tmp_path: Path
 ) -> None:
-    named = ["--set", f"reward.model={finished[0] / 'sft' / 'model'}", "--set", "engine.zero_stage=3"]
-    rlhf("reward", "--output", tmp_path / "run", "--ranks", 2, *named)
+    keys = (f"reward.model={finished[0] / 'sft' / 'model'}", "engine.zero_stage=3")
+    rlhf("reward", "--output", tmp_path / "run", "--ranks", 2, *sets(*keys))
     assert_same_weights(tmp_path / "run" / "reward" / "model", finished[0] / "reward" / "model", atol=2e-5)
 
 
+@pytest.mark.slow
 def test_adapters_and_the_head_are_trained_and_merged(rlhf: Any, finished: tuple[Path, str], tmp_path: Path) -> None:
     run = finished[0]
-    named = [f"reward.model={run / 'sft' / 'model'}", "lora.rank=4"]
-    rlhf("reward", "--output", tmp_path / "run", *(part for key in named for part in ("--set", key)))
+    rlhf("reward", "--output", tmp_path / "run", *sets(f"reward.model={run / 'sft' / 'model'}", "lora.rank=4"))
     found, before = weights(tmp_path / "run" / "reward" / "model"), weights(run / "sft" / "model")
     assert found.keys() - before.keys() == {"score.weight"}
     changed = {name for name in before if not torch.equal(before[name], found[name])}
     assert {name.rpartition(".")[0].rpartition("_")[2] for name in changed} == {"proj"}
 
 
-@pytest.mark.slow
-def test_a_reward_model_that_was_killed_continues(rlhf: Any, finished: tuple[Path, str], tmp_path: Path) -> None:
-    named = [f"reward.model={finished[0] / 'sft' / 'model'}", "reward.checkpoint_every=1", "reward.max_steps=12"]
-    settings = [part for key in named for part in ("--set", key)]
-    rlhf("reward", "--output", tmp_path / "whole", *settings)
-    killed = tmp_path / "killed"
-    process = start(rlhf, "reward", "--output", killed, *settings)
-    wait_for(killed / "reward" / "checkpoints" / "step-00000002", process)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    found = rlhf("reward", "--output", killed, "--resume", *settings)
-    assert "resumed after step" in found.stdout
-    assert_same_weights(killed / "reward" / "model", tmp_path / "whole" / "reward" / "model")
-
-
 def test_a_language_model_of_the_family_is_no_reward_model(
     rlhf: Any, finished: tuple[Path, str], model: Path, tmp_path: Path
 ) -> None:
-    named = ["--set", f"ppo.reward_model={model}", "--set", f"ppo.actor={model}"]
-    found = rlhf("ppo", "--output", tmp_path / "run", *named, check=False)
+    keys = (f"ppo.reward_model={model}", f"ppo.actor={model}")
+    found = rlhf("ppo", "--output", tmp_path / "run", *sets(*keys), check=False)
     assert found.returncode == 2 and "its weights lack score.weight" in found.stderr
 
 

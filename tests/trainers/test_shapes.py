@@ -7,10 +7,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rlhf.data.stage_dataset import load_stage
+from rlhf.config.schema import ModelConfig
 from rlhf.models.loading import load_causal_lm, load_scalar_head
 from rlhf.trainers.ppo.trainer import PPOTrainer
-from tests.in_process import ppo_models, stage_context
+from tests.in_process import build_ppo, ppo_models
 
 
 class Operators(TorchDispatchMode):
@@ -29,15 +29,12 @@ class Operators(TorchDispatchMode):
 @pytest.fixture
 def build(accelerator, recipe, tokenizer, model_folder, finished_run, tmp_path: Path):
     def ppo(shapes: str, zero_stage: int = 1, **settings: object) -> PPOTrainer:
-        changes = {"engine": {**recipe["engine"], "shapes": shapes, "zero_stage": zero_stage}}
-        values = {**recipe, **changes, "ppo": {**recipe["ppo"], "batch_size": 6, **settings}}
-        context = stage_context(accelerator, tmp_path, "ppo", values)
-        config = context.config
-        actor, reference = (load_causal_lm(config.model, tokenizer, attention="sdpa") for _ in range(2))
-        reward = str(finished_run / "reward" / "model")
-        critic, scorer = (load_scalar_head(config.model, tokenizer, attention="sdpa", path=reward) for _ in range(2))
-        data = load_stage(config.data, "ppo", tokenizer, seed=0)
-        return PPOTrainer(context, ppo_models(actor, reference, critic, scorer), tokenizer, data)
+        model, path = ModelConfig(path=str(model_folder)), str(finished_run / "reward" / "model")
+        actor, reference = (load_causal_lm(model, tokenizer, attention="sdpa") for _ in range(2))
+        critic, reward = (load_scalar_head(model, tokenizer, attention="sdpa", path=path) for _ in range(2))
+        models = ppo_models(actor, reference, critic, reward)
+        changes = {"engine": {"shapes": shapes, "zero_stage": zero_stage}, "batch_size": 6, **settings}
+        return build_ppo(accelerator, tmp_path, recipe, tokenizer, models, **changes)
 
     return ppo
 

@@ -3,17 +3,26 @@
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+import accelerators
 from accelerators.backends.cpu import info as cpu_info
+from rlhf.config.schema import ModelConfig, OptimizerConfig, build_config
+from rlhf.engine import distributed
+from rlhf.engine.engine import TrainingEngine
 from rlhf.evaluation.models import model_folder
 from rlhf.launchers import local
+from rlhf.models.lora import add_adapters
+from rlhf.models.shared_base import SharedBase, build_on_base
+from rlhf.roles.roles import model_placements
 from rlhf.trainers import pipeline
 from rlhf.trainers.oom import measure_models
+from tests.helpers import llama
 from tests.in_process import stage_context
 
 NO_BF16 = "not __import__('accelerators.backends.cpu.info', fromlist=['']).native_bf16()"
@@ -205,12 +214,66 @@ def test_another_base_is_named(build, lora_run, recipe, model_folder):
     assert f"share one frozen base; the others do not: {line}\n" in said.replace("ppo: ", "")
 
 
+TOKENS = torch.randint(2, 60, (2, 8), generator=torch.Generator().manual_seed(0))
+
+
+def run_rank(folder: str, *precisions: str) -> None:
+    """Save for each rank {(precision, ZeRO stage): (bases are one at first, and after steps, base unchanged)}."""
+    with distributed.start_process_group(accelerators.select("cpu", environ={})) as accelerator:
+        found = {
+            (precision, zero_stage): step_two_engines(accelerator, precision, zero_stage)
+            for precision in precisions
+            for zero_stage in (0, 1, 2)
+        }
+        torch.save(found, Path(folder) / f"rank {distributed.world().rank}")
+
+
+def step_two_engines(accelerator: Any, precision: str, zero_stage: int) -> tuple[bool, bool, bool]:
+    placement = model_placements(build_config({"engine": {"zero_stage": zero_stage}, "lora": {"rank": 4}}), "sft")[
+        "sft"
+    ]
+    model, engines = llama(60), []
+    for _ in range(2):
+        add_adapters(model, placement.lora, seed=0)
+        base = SharedBase(model)
+        engines.append(
+            TrainingEngine(
+                "test",
+                model,
+                accelerator=accelerator,
+                precision=accelerator.precision(precision),
+                placement=placement,
+                optimizer=OptimizerConfig(warmup=0),
+                total_steps=2,
+                micro_batch_size=2,
+                accumulation=1,
+            )
+        )
+        model = build_on_base(base, ModelConfig(), attention="sdpa")
+    first, second = (base_tensors(engine) for engine in engines)
+    before = {name: tensor.clone() for name, tensor in first.items()}
+    at_first = places(first) == places(second)
+    for engine in engines:
+        engine.step([TOKENS], lambda model, ids: (model(input_ids=ids, labels=ids).loss / 2, {}))
+    first, second = (base_tensors(engine) for engine in engines)
+    unchanged = all(torch.equal(tensor, before[name]) for name, tensor in second.items())
+    return at_first, places(first) == places(second), unchanged
+
+
+def base_tensors(engine: TrainingEngine) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in engine.module.state_dict().items() if ".lora_" not in name}
+
+
+def places(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in tensors.items()}
+
+
 @pytest.mark.slow
 def test_two_ranks_keep_one_base_each_at_every_zero_stage_that_shares(tmp_path):
     precisions = ["fp32", *(["bf16"] if cpu_info.native_bf16() else [])]
-    script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.trainers import one_base"
+    script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.trainers import test_shared_base"
     arguments = ", ".join(map(repr, [str(tmp_path), *precisions]))
-    outcome = local.spawn_ranks(2, [sys.executable, "-c", f"{script}; one_base.main({arguments})"])
+    outcome = local.spawn_ranks(2, [sys.executable, "-c", f"{script}; test_shared_base.run_rank({arguments})"])
     assert outcome is None, outcome.line
     for rank in (0, 1):
         found = torch.load(tmp_path / f"rank {rank}")
