@@ -30,7 +30,7 @@ from rlhf.trainers import loop, pipeline
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.loop import EvalResult, record_evaluation
 from rlhf.trainers.oom import translate_stage_errors
-from rlhf.trainers.ppo.experience import Rollout
+from rlhf.trainers.ppo.experience import Rollout, Scores
 from rlhf.trainers.ppo.rewards import RewardFunction
 from rlhf.trainers.ppo.trainer import PPOTrainer
 
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from accelerators import Accelerator
     from rlhf.runs.directory import RunDirectory
 
+
+Conversation = str | Sequence[Mapping[str, str]]
+"""A user's message, or the turns so far as `{"role": "user", "content": "..."}`."""
 
 Reward = Callable[[str, str, dict[str, Any]], float]
 """(prompt, completion, row of the data) -> score, as `ppo.reward_functions` have it, but in this process."""
@@ -91,7 +94,7 @@ class PPOLearner:
             try:
                 yield learner
             finally:
-                learner._end("the session has ended or started another PPO; call session.ppo() to continue")
+                learner._ended = "the session has ended or started another PPO; call session.ppo() to continue"
                 del learner.trainer, learner._texts  # the engines' memory, for what comes next
                 pipeline.release_models(context)
 
@@ -147,13 +150,13 @@ class PPOLearner:
         self._check_open()
         with self._translate_errors():
             if isinstance(prompts, dict):
-                return self._texts.tensors(self.trainer.generate(prompts))
+                return _tensors(self.trainer.generate(prompts))
             examples = [self._texts.prompt(prompt) for prompt in prompts]
-            found: list[str] = []
+            replies: list[str] = []
             for place, batch in self._texts.batches(examples):
-                found += self._texts.completions(self.trainer.generate(batch))[: len(examples[place])]
+                replies += self._texts.completions(self.trainer.generate(batch))[: len(examples[place])]
             self.trainer.decoder.release_if_large()
-            return found
+            return replies
 
     @overload
     def score(self, prompts: Sequence[Conversation], completions: Sequence[str]) -> list[Score]: ...
@@ -175,19 +178,17 @@ class PPOLearner:
         self._check_open()
         with self._translate_errors():
             if isinstance(prompts, dict):
-                scores = self.trainer.score(self._texts.rollout(prompts))
-                tensors = {name: value for name, value in vars(scores).items() if isinstance(value, Tensor)}
-                return {**tensors, "scores": tensors.pop("reward"), **scores.reward_parts}
+                scored = self.trainer.score(self._texts.rollout(prompts))
+                tensors = _tensors(scored)
+                return {**tensors, "scores": tensors.pop("reward"), **scored.reward_parts}
             if len(prompts) != len(completions):
                 raise DataError(f"score: {len(prompts)} prompts and {len(completions)} completions; give one for each")
             examples = [self._texts.prompt(prompt) for prompt in prompts]
             replies = [self._texts.reply(*pair) for pair in zip(examples, completions)]
-            batches = self._texts.batches(examples)
-            return [
-                score
-                for place, batch in batches
-                for score in self._score_replies(batch, examples[place], replies[place])
-            ]
+            scores: list[Score] = []
+            for place, batch in self._texts.batches(examples):
+                scores += self._score_replies(batch, examples[place], replies[place])
+            return scores
 
     def evaluate(self) -> Metrics:
         """Evaluate the policy on held-out prompts, with the same random numbers each time, and record the result.
@@ -223,15 +224,12 @@ class PPOLearner:
         self._saved = True
         return context.directory.model
 
-    def _end(self, why: str) -> None:
-        self._ended = why
-
     def _check_open(self) -> None:
         if self._ended:
             raise RunError(f"this PPO is over: {self._ended}")
 
     def _check(self, index: int | None) -> None:
-        """Raise `RunError` where step `index` cannot be taken now."""
+        """Raise `RunError` if step `index` cannot be taken now."""
         self._check_open()
         if self._saved:
             raise RunError("the policy is saved, and PPO is complete; start again with session.ppo(overwrite=True)")
@@ -244,7 +242,7 @@ class PPOLearner:
             raise RunError(f"step {self.done}: PPO has {self.steps} steps, as have its schedules; set ppo.steps")
 
     def _translate_errors(self) -> AbstractContextManager[None]:
-        """Return a context that turns a lack of memory, disk space or permissions into a one-line error."""
+        """Turn a lack of memory, disk space or permissions within the block into a one-line error."""
         return translate_stage_errors(self._context, self._context.run.path)
 
     def _score_replies(
@@ -285,8 +283,9 @@ def _call_reward(reward: Reward, row: Row, completion: str) -> float:
     return number
 
 
-Conversation = str | Sequence[Mapping[str, str]]
-"""A user's message, or the turns so far as `{"role": "user", "content": "..."}`."""
+def _tensors(fields: Rollout | Scores) -> Batch:
+    """Return the tensors among the fields by name."""
+    return {name: value for name, value in vars(fields).items() if isinstance(value, Tensor)}
 
 
 class Texts:
@@ -354,10 +353,6 @@ class Texts:
         mask = (torch.arange(width) < torch.tensor([len(row) for row in filled])[:, None]).long()
         ids, mask = self._trainer.accelerator.to_device((ids, mask))
         return Rollout.join(prompts, ids, mask, end_ids=None, micro_batcher=self._trainer.micro_batcher)
-
-    def tensors(self, rollout: Rollout) -> Batch:
-        """Return the tensors of a rollout by name."""
-        return {name: value for name, value in vars(rollout).items() if isinstance(value, torch.Tensor)}
 
     def rollout(self, tensors: Batch) -> Rollout:
         """Return the rollout that consists of these `tensors`."""

@@ -84,8 +84,7 @@ class Session:
         self.config, self.output = config, config.output
         self._quiet, self._closed = quiet, False
         self._learner: PPOLearner | None = None
-        self._held = ExitStack()  # what PPO holds
-        self._around = ExitStack()  # and the session
+        self._ppo_resources, self._session_resources = ExitStack(), ExitStack()
         atexit.register(self.close)
 
     @property
@@ -137,13 +136,13 @@ class Session:
         self._ready()
         directory = RunDirectory(self.output)
         resume = not overwrite and directory.stage("ppo").started
-        with ExitStack() as held:
-            found = launch.open_run(self.config, ("ppo",), resume=resume, overwrite=overwrite)
-            config, accelerator = held.enter_context(found)
+        with ExitStack() as resources:
+            run = launch.open_run(self.config, ("ppo",), resume=resume, overwrite=overwrite)
+            config, accelerator = resources.enter_context(run)
             from rlhf.api.ppo_learner import PPOLearner  # imports DeepSpeed, which has been told about the device
 
-            self._learner = held.enter_context(PPOLearner.of(config, accelerator, directory))
-            self._held = held.pop_all()
+            self._learner = resources.enter_context(PPOLearner.of(config, accelerator, directory))
+            self._ppo_resources = resources.pop_all()
             Session._working = self
         return self._learner
 
@@ -175,16 +174,16 @@ class Session:
         try:
             self._leave_ppo(error)
         finally:
-            self._around.close()
+            self._session_resources.close()
             if self._temporary:
                 self._temporary.cleanup()
 
     def _leave_ppo(self, error: BaseException | None) -> None:
-        """End PPO; where it ends by an error, what it was to replace comes back as far as nothing took its place."""
+        """End PPO; after an error, the stage that it was to replace comes back unless one of its steps is recorded."""
         if Session._working is self:
             Session._working = None
-        held, self._held, self._learner = self._held, ExitStack(), None
-        held.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+        resources, self._ppo_resources, self._learner = self._ppo_resources, ExitStack(), None
+        resources.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
     def _ready(self) -> None:
         if self._closed:
@@ -192,7 +191,7 @@ class Session:
         if self._quiet:
             from rlhf.reporting import verbosity as quiet
 
-            self._around.enter_context(quiet.quiet_libraries())
+            self._session_resources.enter_context(quiet.quiet_libraries())
             self._quiet = False
         if Session._working:
             Session._working._leave_ppo(None)

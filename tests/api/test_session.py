@@ -275,9 +275,3 @@ def test_a_session_begins_without_a_heavy_library() -> None:
     environment = user_environment() | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
-
-
-def test_help_teaches() -> None:
-    assert package.session.__doc__ and "session.ppo()" in package.session.__doc__
-    for name in ("run", "ppo", "save", "close"):
-        assert getattr(package.Session, name).__doc__

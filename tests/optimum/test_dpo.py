@@ -96,8 +96,14 @@ def trained(accelerator: Accelerator, folder: Path, **changes: Any) -> tuple[Ten
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"loss": "robust", "label_smoothing": 1 / 3}],
-    ids=["sigmoid", "robust, a third of the labels flipped"],
+    [
+        pytest.param({}, id="sigmoid"),
+        pytest.param(
+            {"loss": "robust", "label_smoothing": 1 / 3},
+            id="robust, a third of the labels flipped",
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 def test_the_policy_becomes_the_one_that_rewards_and_a_penalty_would_make(
     accelerator: Accelerator, tmp_path: Path, changes: dict[str, Any]

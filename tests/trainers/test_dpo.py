@@ -105,7 +105,7 @@ def test_dpo_follows_sft_in_one_folder_and_chat_and_ppo_take_its_model(rlhf, fin
     output = tmp_path / "run"
     rlhf("sft", "--output", output)
     assert model_folder(output) == output / "sft" / "model"
-    said = rlhf("dpo", "--output", output, "--ranks", 2, "--set", "dpo.reference=beside").stdout
+    said = rlhf("dpo", "--output", output, *sets("dpo.reference=beside")).stdout
     assert "this run's sft model" in said
     assert model_folder(output) == output / "dpo" / "model" and model_folder(output, "sft") == output / "sft" / "model"
     keys = sets(*models_of(finished_run), f"ppo.actor={output / 'dpo' / 'model'}")

@@ -163,6 +163,7 @@ def test_a_refused_resume_changes_nothing(rlhf, killed, arguments, message):
     assert (killed / "ppo" / "console.log").read_bytes() == log
 
 
+@pytest.mark.slow
 def test_a_second_run_in_the_same_process_is_like_the_first(rlhf, tmp_path):
     """The second one in a thread, with another wish for the accelerator."""
     script = f"""
