@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from accelerators.discovery import Report, available
 from accelerators.errors import AcceleratorError, CaptureError, PluginError, describe_error, find_out_of_memory
 from accelerators.hookspecs import hookimpl, hookspec
-from accelerators.output import redirect_fd, stdout_to_stderr
+from accelerators.host import redirect_fd, stdout_to_stderr
+from accelerators.kernels import KernelSet
 from accelerators.registry import Selection, select, verify_agreement
 from accelerators.shapes import ShapePolicy
 from accelerators.types import (
@@ -28,7 +29,6 @@ from accelerators.types import (
 
 if TYPE_CHECKING:
     from accelerators.accelerator import Accelerator
-    from accelerators.kernels import KernelSet
     from accelerators.quantized import QuantizedWeights
 
 __all__ = [
@@ -69,11 +69,7 @@ def __getattr__(name: str) -> Any:
         from accelerators.accelerator import Accelerator
 
         return Accelerator
-    if name == "KernelSet":
-        from accelerators.kernels import KernelSet
-
-        return KernelSet
-    if name == "QuantizedWeights":
+    if name == "QuantizedWeights":  # so does this one
         from accelerators.quantized import QuantizedWeights
 
         return QuantizedWeights

@@ -8,6 +8,7 @@ eagerly: its backend writes `bind`, `info` and `precision`, and overrides what d
 from __future__ import annotations
 
 import functools
+import os
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +17,7 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch
 from torch.utils._pytree import tree_map_only
 
-from accelerators import capture, deepspeed_bridge, host_memory, portable
+from accelerators import capture, host, portable
 from accelerators.errors import AcceleratorError, is_out_of_memory, naming_method
 from accelerators.kernels import KernelSet
 from accelerators.shapes import ShapePolicy
@@ -163,8 +164,8 @@ class Accelerator(ABC):
     def memory(self) -> Memory:
         """Return the bytes in use, the maximum since `reset_peak`, and the total."""
         if not self._has_queue():
-            allocated, peak = host_memory.resident_memory()
-            return Memory(allocated, peak, host_memory.total_memory())
+            allocated, peak = host.resident_memory()
+            return Memory(allocated, peak, host.total_memory())
         device = self.device()
         return Memory(
             allocated=torch.accelerator.memory_allocated(device),
@@ -177,7 +178,7 @@ class Accelerator(ABC):
         if self._has_queue():
             torch.accelerator.reset_peak_memory_stats(self.device())
         else:
-            host_memory.reset_peak_memory()
+            host.reset_peak_memory()
 
     def empty_cache(self) -> None:
         """Return memory to the system that is reserved but not in use."""
@@ -238,11 +239,47 @@ class Accelerator(ABC):
         """
         with naming_method(self, "deepspeed_accelerator"):
             accelerator = self.deepspeed_accelerator()
-        return deepspeed_bridge.prepare(self.name, self.deepspeed_name, accelerator)
+        device = self.deepspeed_name
+        wanted = os.environ.setdefault("DS_ACCELERATOR", device) if accelerator is None else device
+        if wanted != device:
+            raise AcceleratorError(
+                f"{self.name}: the environment asks DeepSpeed for another device (DS_ACCELERATOR={wanted}); "
+                f"unset it, or set it to {device}"
+            )
+        import deepspeed
+        from deepspeed.accelerator import get_accelerator, set_accelerator
+        from deepspeed.ops import __compatible_ops__
+
+        # For tensors of a CPU, DeepSpeed would compile a collective through shared memory before the first step. That
+        # takes a minute, even for one rank, and only DeepSpeed's inference uses it.
+        __compatible_ops__["deepspeed_shm_comm"] = False
+        if accelerator is not None:
+            set_accelerator(accelerator)
+        current = get_accelerator()
+        if current.device_name() != device:
+            raise AcceleratorError(
+                f"{self.name}: DeepSpeed was set to {current.device_name()!r} earlier in this process; "
+                f"import it only after prepare_deepspeed(), or start with DS_ACCELERATOR={device}"
+            )
+        return DeepSpeedView(
+            implementation=f"{type(current).__module__}.{type(current).__qualname__}",
+            device=current.device_name(),
+            communication=current.communication_backend_name(),
+            dtypes=tuple(str(dtype).removeprefix("torch.") for dtype in current.supported_dtypes()),
+            version=deepspeed.__version__,
+        )
 
     def deepspeed_operator(self, builder: str) -> Support:
         """Return whether an operator of DeepSpeed, given the name of its builder, can be built for this device."""
-        return deepspeed_bridge.operator(builder)
+        from deepspeed.accelerator import get_accelerator
+
+        operator = get_accelerator().create_op_builder(builder)
+        # For operators that a device lacks, deepspeed 0.19 returns None, or an empty builder that claims to fit.
+        if operator is None or getattr(operator, "NAME", "") in ("", "deepspeed_not_implemented"):
+            return Support(False, f"DeepSpeed has no {builder} for {get_accelerator().device_name()}")
+        if not operator.is_compatible(verbose=False):
+            return Support(False, f"DeepSpeed's {builder} cannot be built here")
+        return Support(True, "it can be built", operator.NAME)
 
     def _has_queue(self) -> bool:
         """Return whether the device is one of torch's accelerators, and not the CPU."""

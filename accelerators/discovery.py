@@ -24,7 +24,7 @@ import pluggy
 
 from accelerators import hookspecs
 from accelerators.errors import AcceleratorError, PluginError, describe_error
-from accelerators.output import stdout_to_stderr
+from accelerators.host import stdout_to_stderr
 from accelerators.types import (
     ALLOWLIST_ENV,
     API_VERSION,

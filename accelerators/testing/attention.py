@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from accelerators.kernels import CHECK_OF_A_MODEL
-from accelerators.testing.reference import assert_close
+from accelerators.testing.reference import assert_close, llama
 
 if TYPE_CHECKING:
     from accelerators.accelerator import Accelerator
@@ -146,18 +146,8 @@ class _Case:
 
 def _llama(accelerator: Accelerator, precision: Precision, attention: str) -> tuple[Tensor, Tensor]:
     """Return logits [real tokens, V] of a small Llama, and the gradient of its embedding [V, H]."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    # Large weights: attention then concentrates on few tokens, so that a padded token among them shows.
-    config = LlamaConfig(vocab_size=64, **sizes, **heads, initializer_range=0.1, pad_token_id=0)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        network = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    network = network.to(accelerator.device(), precision.dtype)
-    lengths = torch.tensor([12, 7, 3])
-    mask = (torch.arange(12) >= 12 - lengths.unsqueeze(1)).long()
+    network = llama(attention).to(accelerator.device(), precision.dtype)
+    mask = (torch.arange(TOKENS) >= TOKENS - torch.tensor(LENGTHS).unsqueeze(1)).long()
     ids = (torch.arange(36).view(3, 12) * 7 % 63 + 1) * mask
     ids, mask = accelerator.to_device((ids, mask))
     with precision.autocast():

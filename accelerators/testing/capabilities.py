@@ -1,18 +1,24 @@
-"""Checks of a backend's description of itself: types, operations and shape policy."""
+"""Checks of a backend's description of itself: types, operations, shape policy and precisions."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
+from accelerators.errors import AcceleratorError, PluginError
 from accelerators.shapes import ShapePolicy
-from accelerators.types import OPERATIONS, DeviceInfo, KernelImpl, Memory, Support
+from accelerators.testing.reference import assert_close, batch, model
+from accelerators.types import OPERATIONS, DeviceInfo, KernelImpl, Memory, Precision, Support
 
 if TYPE_CHECKING:
     from accelerators.accelerator import Accelerator
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+UNKNOWN = "fp12"
 RETURNS: Mapping[str, type | tuple[type, ...]] = {
     "device": torch.device,
     "info": DeviceInfo,
@@ -78,6 +84,25 @@ def check_shapes(accelerator: Accelerator) -> None:
             assert few, f"{what}, expected the bucket, {policy.bucket(longest)}, or the maximum"
 
 
+def check_precision(accelerator: Accelerator) -> None:
+    """Check every wish, and a forward and a backward pass in each precision."""
+    supported = []
+    for wish in DTYPES:
+        precision = _granted(accelerator, wish)
+        if precision:
+            assert precision.name == wish, f"precision({wish!r}) gives {precision.name}, expected {wish} or a refusal"
+            _check_values(precision)
+            supported.append(precision)
+    auto = accelerator.precision("auto")
+    named = next((precision for precision in supported if precision.name == auto.name), None)
+    assert named, f"precision('auto') gives {auto.name}, which precision({auto.name!r}) refuses"
+    same = _values(auto) == _values(named)
+    assert same, f"precision('auto') gives {_values(auto)}, but precision({auto.name!r}) {_values(named)}"
+    assert _granted(accelerator, UNKNOWN) is None, f"precision({UNKNOWN!r}) is granted, expected an AcceleratorError"
+    for precision in supported:
+        _check_training(accelerator, precision)
+
+
 def _check_offer(accelerator: Accelerator, operation: str, support: Support) -> None:
     try:
         kernel = accelerator.kernels.get(operation)
@@ -105,3 +130,54 @@ def _problem(accelerator: Accelerator, operation: str, kernel: Any) -> str:
         if not isinstance(optimizer, torch.optim.Optimizer):
             return f"it makes {optimizer!r}, expected a torch Optimizer"
     return ""
+
+
+def _granted(accelerator: Accelerator, wish: str) -> Precision | None:
+    """Return the precision; None if it is refused correctly."""
+    try:
+        return accelerator.precision(wish)
+    except PluginError as error:
+        raise AssertionError(f"precision({wish!r}) is neither granted nor refused: {error}") from error
+    except AcceleratorError as error:
+        refusal = str(error)
+    assert wish in refusal, f"precision({wish!r}) is refused without naming it: {refusal}"
+    return None
+
+
+def _check_values(precision: Precision) -> None:
+    what = f"precision({precision.name!r})"
+    expected = DTYPES[precision.name]
+    assert precision.dtype == expected, f"{what} has dtype {precision.dtype}, expected {expected}"
+    assert precision.reason, f"{what} has no reason"
+    config = precision.deepspeed_config()
+    json.dumps(config)
+    enabled = [name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled")]
+    fitting = [] if precision.name == "fp32" else [precision.name]
+    assert enabled == fitting, (
+        f"{what}.deepspeed_config() enables {enabled or 'nothing'}, expected {fitting or 'nothing'}"
+    )
+
+
+def _values(precision: Precision) -> tuple[Any, ...]:
+    return precision.dtype, precision.loss_scaling, precision.deepspeed_config()
+
+
+def _check_training(accelerator: Accelerator, precision: Precision) -> None:
+    """Compare logits and gradients with fp32 on the CPU."""
+    tokens, labels = batch()
+    results = []
+    for device, dtype, context in (
+        (torch.device("cpu"), torch.float32, Precision(torch.float32, "fp32", "reference").autocast()),
+        (accelerator.device(), precision.dtype, precision.autocast()),
+    ):
+        network = model().to(device, dtype)
+        with context:
+            logits = network(tokens.to(device))
+            loss = nn.functional.cross_entropy(logits.float(), labels.to(device))
+        loss.backward()
+        results.append((logits.detach(), next(network.parameters()).grad))
+    for what, result, expected in zip(("logits", "gradient"), results[1], results[0]):
+        assert torch.isfinite(result).all(), (
+            f"{precision.name}: the {what} of a forward and backward pass are not finite"
+        )
+        assert_close(f"{precision.name}: the {what} of a forward and backward pass", result, expected, precision)

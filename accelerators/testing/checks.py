@@ -13,12 +13,12 @@ import inspect
 import os
 from dataclasses import dataclass
 from functools import cached_property
-from types import TracebackType
 from typing import TYPE_CHECKING
 from unittest import mock
 
 import accelerators
 from accelerators.registry import ENV
+from accelerators.types import AUTO
 
 if TYPE_CHECKING:
     from accelerators import Accelerator, Selection
@@ -56,25 +56,25 @@ class Check:
 
 CHECKS = (
     # before torch is imported
-    Check("discovery", "subprocess_checks", "discovery imports no torch"),
+    Check("discovery", "processes", "discovery imports no torch"),
     Check(
         "probe",
-        "subprocess_checks",
+        "processes",
         "the probe is quick, imports no torch, opens no device and uses the common names of devices",
     ),
     # in other processes: before this one opens the device, because some devices take one process only
-    Check("collectives", "subprocess_checks", "two ranks exchange tensors and objects"),
-    Check("deepspeed", "subprocess_checks", "DeepSpeed uses the same device"),
+    Check("collectives", "processes", "two ranks exchange tensors and objects"),
+    Check("deepspeed", "processes", "DeepSpeed uses the same device"),
     *(
-        Check("deepspeed-step", "subprocess_checks", "DeepSpeed trains as plain PyTorch does in fp32", stage)
+        Check("deepspeed-step", "processes", "DeepSpeed trains as plain PyTorch does in fp32", stage)
         for stage in range(4)
     ),
-    Check("run", "subprocess_checks", "the three stages run, and compile nothing after two steps"),
+    Check("run", "processes", "the three stages run, and compile nothing after two steps"),
     # the backend's description of itself
     Check("types", "capabilities", "every method returns the type that the interface promises"),
     Check("operations", "capabilities", "every supported operation can be used"),
     Check("shapes", "capabilities", "padded lengths are buckets: idempotent, monotone, never too short"),
-    Check("precision", "precision", "every precision is granted as requested, or refused with a reason"),
+    Check("precision", "capabilities", "every precision is granted as requested, or refused with a reason"),
     # state
     Check("placement", "memory_and_rng", "the device is known after bind, and whole batches move there"),
     Check("random-numbers", "memory_and_rng", "a seed and a saved state reproduce samples"),
@@ -85,9 +85,9 @@ CHECKS = (
     Check("capture", "capture", "a captured function computes the same numbers as the plain one"),
     Check("capture-refusal", "capture", "capture refuses host reads and names the line"),
     # kernels
-    Check("adamw", "precision", "AdamW takes torch's steps"),
-    Check("offload", "offload", "tensors move to the host and back unchanged, and AdamW steps there"),
-    Check("clip-grad-norm", "precision", "gradients are clipped as torch clips them"),
+    Check("adamw", "optimizers", "AdamW takes torch's steps"),
+    Check("offload", "optimizers", "tensors move to the host and back unchanged, and AdamW steps there"),
+    Check("clip-grad-norm", "optimizers", "gradients are clipped as torch clips them"),
     Check("attention", "attention", "attention matches float64, with padding and in a static cache, backward too"),
     Check(
         "quantized-weights",
@@ -96,18 +96,22 @@ CHECKS = (
     ),
     Check(
         "inference-weights",
-        "inference_weights",
+        "layers",
         "weights prepared for reading give the same numbers, and are restored bit for bit",
     ),
-    Check("fused-layers", "fused", "fused layers give float32's logits and gradients, in copies too"),
+    Check("fused-layers", "layers", "fused layers give float32's logits and gradients, in copies too"),
 )
 
 
 class Subject:
-    """The backend under test: selected for the `with` block, created and bound when a check first asks for that."""
+    """The backend under test: selected for the `with` block, created and bound when a check first asks for that.
+
+    Args:
+        name: the backend; auto: the one that a run would take.
+    """
 
     def __init__(self, name: str) -> None:
-        environ = {key: value for key, value in os.environ.items() if key != ENV}
+        environ = {key: value for key, value in os.environ.items() if name == AUTO or key != ENV}
         self.selection: Selection = accelerators.select(name, environ=environ)
         self.selection.export(environ)
         self._environ = mock.patch.dict(os.environ, environ)
@@ -116,9 +120,7 @@ class Subject:
         self._environ.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._environ.stop()
 
     @property
@@ -140,6 +142,6 @@ class Subject:
     @cached_property
     def deepspeed_report(self) -> Outcome:
         """The results of a process with DeepSpeed, as far as it got."""
-        from accelerators.testing import processes
+        from accelerators.testing.processes import worker
 
-        return processes.worker("deepspeed", self.name)
+        return worker("deepspeed", self.name)

@@ -25,6 +25,21 @@ def model() -> nn.Module:
         return nn.Sequential(nn.Embedding(TOKENS, 32), nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8))
 
 
+def llama(attention: str = "eager", **sizes: int) -> Any:
+    """Return a small Llama with the same weights in every process; fp32, on the CPU.
+
+    Weights are large: attention then concentrates on few tokens, so that a padded token among them shows.
+    """
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**small | heads | sizes, initializer_range=0.1, pad_token_id=0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+
+
 def batch() -> tuple[Tensor, Tensor]:
     """Return tokens and their labels, [ROWS]."""
     tokens = torch.arange(ROWS) * 5 % TOKENS

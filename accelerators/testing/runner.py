@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 import traceback
@@ -12,12 +11,10 @@ from dataclasses import dataclass
 from typing import Literal
 from unittest import SkipTest
 
-import accelerators
 from accelerators.errors import AcceleratorError, PluginError
-from accelerators.output import redirect_fd
-from accelerators.registry import ENV
+from accelerators.host import redirect_fd
 from accelerators.testing.checks import CHECKS, Check, Subject
-from accelerators.types import AUTO, nearest, one_line
+from accelerators.types import nearest, one_line
 
 Verdict = Literal["passed", "failed", "skipped"]
 
@@ -58,9 +55,8 @@ def run(
             near = nearest(wanted, known)
             hint = f"did you mean {near!r}? " if near else ""
             raise AcceleratorError(f"no check is named {wanted!r}; {hint}known: {', '.join(known)}")
-    environ = {key: value for key, value in os.environ.items() if name == AUTO or key != ENV}
     results: list[Result] = []
-    with Subject(accelerators.select(name, environ=environ).name) as subject:
+    with Subject(name) as subject:
         for check in CHECKS:
             if not names or check.name in names:
                 started(str(check))

@@ -10,7 +10,7 @@ from collections import namedtuple
 import pytest
 import torch
 
-from accelerators import OPERATIONS, AcceleratorError, KernelImpl, Probe, ShapePolicy, Support, host_memory
+from accelerators import OPERATIONS, AcceleratorError, KernelImpl, Probe, ShapePolicy, Support, host
 from accelerators.backends.cpu import info as cpu_info
 from accelerators.backends.cpu.backend import CPU
 
@@ -250,7 +250,7 @@ def test_memory_of_tensors_stays_for_the_next_ones_until_it_is_asked_for(cpu):
 
 
 def test_without_proc_the_peak_stands_for_both(cpu, monkeypatch, tmp_path):
-    monkeypatch.setattr(host_memory, "STATUS", tmp_path / "missing")
+    monkeypatch.setattr(host, "STATUS", tmp_path / "missing")
     memory = cpu.memory()
     assert memory.allocated == memory.peak > 1 << 20
 
@@ -258,7 +258,7 @@ def test_without_proc_the_peak_stands_for_both(cpu, monkeypatch, tmp_path):
 def test_the_limit_of_a_container_is_the_total(cpu, monkeypatch, tmp_path):
     (tmp_path / "limit").write_text("12345\n")
     (tmp_path / "unlimited").write_text("max\n")
-    monkeypatch.setattr(host_memory, "CGROUP_LIMITS", (tmp_path / "limit", tmp_path / "unlimited"))
+    monkeypatch.setattr(host, "CGROUP_LIMITS", (tmp_path / "limit", tmp_path / "unlimited"))
     assert cpu.memory().total == 12345
 
 

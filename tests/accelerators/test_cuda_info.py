@@ -73,7 +73,7 @@ def test_older_releases_of_pynvml_answer_in_bytes(present):
 
 def test_a_chip_without_memory_of_its_own_has_the_hosts(present, monkeypatch):
     present("GB10")
-    monkeypatch.setattr(cuda_info.host_memory, "total_memory", lambda: 12345)
+    monkeypatch.setattr(cuda_info.host, "total_memory", lambda: 12345)
     assert cuda_info.machine().weakest.memory == 12345
 
 

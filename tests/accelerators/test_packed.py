@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from accelerators import host_memory
+from accelerators import host
 from accelerators.backends.cpu.kernels import packed
 from accelerators.backends.cpu.kernels.packed import prepare, supported
 
@@ -207,10 +207,10 @@ def test_weights_that_are_given_up_are_not_there_twice():
     layers = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24)))  # 96 MiB
     tied = nn.Sequential(layers[0])
     one = layers[0].weight.nbytes
-    host_memory.reset_peak_memory()
-    before = host_memory.resident_memory()[0]
+    host.reset_peak_memory()
+    before = host.resident_memory()[0]
     restore = prepare(layers, keep=False)
-    peak = host_memory.resident_memory()[1]
+    peak = host.resident_memory()[1]
     assert peak - before < 6 * one, f"{(peak - before) / one:.1f} weights more"
     assert tied[0].weight.shape == (1024, 1024) and tied[0].weight.layout != torch.strided
     restore()

@@ -5,7 +5,11 @@ bf16 is used if the processor multiplies it natively; memory figures are those o
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
+import platform
+import sys
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -13,7 +17,7 @@ import torch
 
 from accelerators import portable, quantized
 from accelerators.accelerator import Accelerator
-from accelerators.backends.cpu import attention, malloc
+from accelerators.backends.cpu import attention
 from accelerators.backends.cpu import info as cpu_info
 from accelerators.backends.cpu.kernels import decode, layers, packed
 from accelerators.errors import AcceleratorError
@@ -32,7 +36,7 @@ class CPU(Accelerator):
 
     def bind(self, local_rank: int) -> torch.device:
         """Return the CPU; ranks on one machine share its cores, unless OMP_NUM_THREADS is set."""
-        malloc.keep_freed()
+        _keep_freed_memory()
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, cpu_info.cores() // ranks))
@@ -65,7 +69,29 @@ class CPU(Accelerator):
 
     def empty_cache(self) -> None:
         """Return freed memory, which the process keeps, to the system."""
-        malloc.trim()
+        if library := _glibc():
+            library.malloc_trim(0)
+
+
+def _keep_freed_memory() -> None:
+    """Let freed blocks stay with the process for the next tensor, until `empty_cache`.
+
+    By default glibc maps every large block separately and unmaps it when it is freed. Each tensor of a step then
+    consists of pages that the system clears first, which takes longer than most operators on it.
+    """
+    library = _glibc()
+    if library:
+        trim_threshold, top_pad, mmap_max = -1, -2, -4  # malloc.h
+        library.mallopt(mmap_max, 0)
+        library.mallopt(trim_threshold, -1)  # as an unsigned number, the largest
+        library.mallopt(top_pad, 2**26)  # the heap grows in steps that are small compared with a model
+
+
+@functools.cache
+def _glibc() -> ctypes.CDLL | None:
+    """Return the C library; None if it is another one, which stays unchanged."""
+    glibc = sys.platform.startswith("linux") and platform.libc_ver()[0] == "glibc"
+    return ctypes.CDLL(None) if glibc else None
 
 
 # One step over 31.5M fp32 parameters on two cores: this takes 16 ms, DeepSpeedCPUAdam and DeepSpeed's FusedAdam 22 ms

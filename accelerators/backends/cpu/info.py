@@ -7,7 +7,7 @@ import platform
 import re
 from pathlib import Path
 
-from accelerators.host_memory import read_text
+from accelerators.host import read_text
 
 BF16 = ("avx512_bf16", "amx_bf16")
 """Extensions that multiply bf16."""

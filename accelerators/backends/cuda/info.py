@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerators import host_memory
+from accelerators import host
 from accelerators.errors import AcceleratorError, HiddenError
 from accelerators.types import Probe
 
@@ -267,7 +267,7 @@ def _gpu(nvml: Any, index: int, board: Any, unit: Any) -> GPU:
     except nvml.NVMLError as error:
         if error.value != _NOT_SUPPORTED:
             raise
-        memory = host_memory.total_memory()  # chips that share the host's memory, such as GB10
+        memory = host.total_memory()  # chips that share the host's memory, such as GB10
     capability = tuple(nvml.nvmlDeviceGetCudaComputeCapability(board))
     name, uuid = _str(nvml.nvmlDeviceGetName(board)), _str(nvml.nvmlDeviceGetUUID(unit))
     return GPU(index, name, uuid, capability, memory, _bus(nvml, board, name))

@@ -1,14 +1,15 @@
-"""The check of weights prepared for inference: equal results meanwhile, and an unchanged module afterwards."""
+"""Checks of replaced layers: weights prepared for inference, and fused layers, compute what the plain ones do."""
 
 from __future__ import annotations
 
+import copy
 import unittest
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from accelerators.testing.reference import assert_close
+from accelerators.testing.reference import assert_close, llama
 
 if TYPE_CHECKING:
     from accelerators.accelerator import Accelerator
@@ -51,6 +52,42 @@ def check_inference_weights(accelerator: Accelerator) -> None:
         _check_weights(f"{what}: restored", network, original)
         _check_gradients(what, accelerator, precision, network, original)
     _check_decoding(accelerator, precision, prepare)
+
+
+def check_fused_layers(accelerator: Accelerator) -> None:
+    """Check a fused Llama and a copy of it, with and without gradients, in the precision of trainers."""
+    fuse = accelerator.kernels.get("fused_layers")
+    if fuse is None:
+        raise unittest.SkipTest(accelerator.kernels.capabilities()["fused_layers"].reason)
+    precision = accelerator.precision()
+    exact, generator = llama().train(), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in exact.parameters():
+            if parameter.dim() == 1:
+                nn.init.uniform_(parameter, 0.5, 1.5, generator=generator)
+            parameter.copy_(parameter.to(precision.dtype))
+    fused = copy.deepcopy(exact).to(accelerator.device(), precision.dtype)
+    names = [name for name, _ in fused.named_parameters()]
+    fuse(fused)
+    assert [name for name, _ in fused.named_parameters()] == names, "fused_layers: it changes names of parameters"
+    tokens = (torch.arange(3 * 7) * 5 % 64).view(3, 7)
+    expected = exact(tokens).logits
+    expected.logsumexp(-1).sum().backward()
+    for what, network in {"a fused model": fused, "a copy of it": copy.deepcopy(fused)}.items():
+        with torch.no_grad():
+            for parameter in fused.parameters():  # a copy has separate weights
+                parameter.mul_(1.0 if network is fused else 2.0)
+        with precision.autocast():
+            logits = network(accelerator.to_device(tokens)).logits
+        logits.float().logsumexp(-1).sum().backward()
+        accelerator.step_boundary("gradients")
+        assert_close(f"{what}: logits", logits, expected, precision)
+        for (name, weight), reference in zip(network.named_parameters(), exact.parameters()):
+            assert weight.grad is not None, f"{what}: {name} has no gradient"
+            assert_close(f"{what}: gradient of {name}", weight.grad, reference.grad, precision)
+        with torch.no_grad(), precision.autocast():
+            again = network(accelerator.to_device(tokens)).logits
+        assert_close(f"{what}: logits without gradients", again, expected, precision)
 
 
 class _Block(nn.Module):
@@ -141,19 +178,11 @@ def _check_decoding(accelerator: Accelerator, precision: Precision, prepare: Any
 
 def _llama(accelerator: Accelerator, precision: Precision) -> Any:
     """Return a Llama in evaluation mode, with the attention of trainers; sizes are multiples of 64."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import LlamaConfig
 
-    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 64}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=WIDTH, **sizes, **heads, initializer_range=0.1, pad_token_id=0)
-    names = [
-        name
-        for kernel, name in accelerator.kernels.usable("attention")
-        if not accelerator.kernels.refusal(kernel, config)
-    ]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        network = AutoModelForCausalLM.from_config(config, attn_implementation=names[0])
+    kernels = accelerator.kernels
+    names = [name for kernel, name in kernels.usable("attention") if not kernels.refusal(kernel, LlamaConfig())]
+    network = llama(names[0], hidden_size=128, intermediate_size=192, head_dim=64, vocab_size=WIDTH)
     return network.to(accelerator.device(), precision.dtype).eval()
 
 
