@@ -1,8 +1,7 @@
-"""Installs the distributions of `plugins/` for real: built by setuptools, unpacked by pip, found through metadata."""
+"""Plugins as pip installs them, plugins in this process, and a Gaudi machine without a Gaudi."""
 
 from __future__ import annotations
 
-import fcntl
 import importlib
 import os
 import shutil
@@ -21,41 +20,28 @@ from tests.accelerators import fake_plugins
 
 SOURCES = Path(__file__).parent / "plugins"
 
-PYPROJECT = """
-[build-system]
-requires = ["setuptools"]
-build-backend = "setuptools.build_meta"
-
-[project]
-name = "rlhf-{dashed}"
-version = "1.2.3"
-
-[project.entry-points."rlhf.accelerators"]
-{dashed} = "rlhf_{name}"
-
-[tool.setuptools]
-py-modules = {modules}
-"""
-
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(scope="session")
-def install(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[[str], Path]:
-    """The folder in which a plugin is installed; made on first use, once for all workers of pytest-xdist."""
-    base = tmp_path_factory.getbasetemp()
-    shared = (base if worker_id == "master" else base.parent) / "plugins"
-    shared.mkdir(exist_ok=True)
+def install(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return the folder in which a plugin is installed: its modules, with the metadata that pip writes."""
+    root = tmp_path_factory.mktemp("plugins")
 
-    def installed(name: str) -> Path:
-        target = shared / name / "site"
-        with open(shared / f"{name}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not target.exists():
-                _pip_install(SOURCES / name, shared / name / "source", target)
-        return target
+    def install(name: str) -> Path:
+        site, dashed = root / name, name.replace("_", "-")
+        if not site.exists():
+            metadata = site / f"rlhf_{name}-1.2.3.dist-info"
+            metadata.mkdir(parents=True)
+            (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: rlhf-{dashed}\nVersion: 1.2.3\n")
+            (metadata / "entry_points.txt").write_text(f"[rlhf.accelerators]\n{dashed} = rlhf_{name}\n")
+            for path in SOURCES.glob(f"rlhf_{name}*.py"):
+                shutil.copy(path, site)
+            if name in fake_plugins.SOURCES:
+                (site / f"rlhf_{name}.py").write_text(fake_plugins.SOURCES[name])
+        return site
 
-    return installed
+    return install
 
 
 @pytest.fixture(scope="session")
@@ -80,7 +66,7 @@ def run_python(install: Callable[[str], Path]) -> Run:
 
 @pytest.fixture
 def misbehaved(monkeypatch: pytest.MonkeyPatch):
-    """Install, beside the built-in backends, a plugin that is loaded by calling `load`."""
+    """Install, in addition to the built-in backends, a plugin that is loaded by calling `load`."""
     for variable in ("RLHF_ACCELERATOR", "RLHF_PLUGINS", "RLHF_PROBE_TIMEOUT"):
         monkeypatch.delenv(variable, raising=False)
     fake_plugins.ENDLESS.clear()
@@ -98,16 +84,23 @@ def misbehaved(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.fixture
-def created(misbehaved, monkeypatch):
-    """The CPU with these methods, as a plugin's backend; `contributed` are kernels that its plugin's hook offers."""
+def offered(misbehaved, monkeypatch):
+    """Offer the CPU with these methods as a plugin's backend `npu`; the plugin may have other hooks too."""
+
+    def offer(hooks: dict[str, Callable[..., Any]] | None = None, **methods: Any) -> None:
+        fake_plugins.npu(monkeypatch, **methods)
+        specs = {"rlhf_accelerators": lambda: [accelerators.AcceleratorSpec(**fake_plugins.NPU)]}
+        misbehaved(lambda: fake_plugins.plugin(**specs | (hooks or {})))
+
+    return offer
+
+
+@pytest.fixture
+def created(offered):
+    """Create that backend; `contributed` are kernels that its plugin's hook offers."""
 
     def create(contributed: tuple[Any, ...] = (), **methods: Any):
-        fake_plugins.npu(monkeypatch, __module__="npu_backend", __qualname__="NPU", **methods)
-        hooks = {
-            "rlhf_accelerators": lambda: [accelerators.AcceleratorSpec(**fake_plugins.NPU)],
-            "rlhf_kernels": lambda: list(contributed),
-        }
-        misbehaved(lambda: fake_plugins.plugin(**hooks))
+        offered({"rlhf_kernels": lambda: list(contributed)}, **methods)
         return accelerators.select("npu").create()
 
     return create
@@ -130,14 +123,3 @@ def machine(monkeypatch: pytest.MonkeyPatch):
         return hpu
 
     return make
-
-
-def _pip_install(source: Path, copy: Path, target: Path) -> None:
-    shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    modules = sorted(path.stem for path in copy.glob("*.py"))
-    name = source.name
-    text = PYPROJECT.format(name=name, dashed=name.replace("_", "-"), modules=modules)
-    (copy / "pyproject.toml").write_text(text)
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index"]
-    command = [*pip, "--no-deps", "--no-build-isolation", "--target", str(target), str(copy)]
-    subprocess.run(command, check=True, env={**os.environ, "PIP_ROOT_USER_ACTION": "ignore"})

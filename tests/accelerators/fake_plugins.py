@@ -1,4 +1,4 @@
-"""Plugins made of functions, for tests of what happens when one misbehaves."""
+"""Plugins made of functions or of a few lines of text, for tests of what happens when one misbehaves."""
 
 from __future__ import annotations
 
@@ -13,13 +13,55 @@ import pytest
 
 from accelerators import AcceleratorSpec, KernelImpl, Probe, Support, hookimpl
 
+FACTORY = "accelerators.backends.cpu.backend:CPU"
+
+# plugins in other processes
+
+
+def source(
+    before: str = "",
+    *,
+    hook: str = "rlhf_accelerators",
+    name: str = "chip",
+    api_version: int = 2,
+    probe: str = "Probe(True, 'found one')",
+    priority: int = -10,
+) -> str:
+    """The module of a plugin with one backend."""
+    fields = {"name": name, "api_version": api_version, "factory": FACTORY, "priority": priority}
+    return f"""
+from accelerators import AcceleratorSpec, Probe, hookimpl
+{before}
+
+@hookimpl
+def {hook}():
+    fields = {fields!r}
+    return [AcceleratorSpec(probe=lambda: {probe}, **fields)]
+"""
+
+
+SOURCES = {
+    "absent": source(name="absent", probe="Probe(False, 'no file /dev/absent0')", priority=90),
+    "early_torch": source("import torch", name="early-torch"),
+    "future_api": source(name="future", api_version=99),
+    "hangs": "import time\ntime.sleep(600)\n",  # and holds the locks of what it is importing
+    "import_fails": "import a_library_that_nobody_has\n",
+    "misspelt_hook": source(hook="rlhf_acelerators"),
+    "probe_raises": source(name="shaky", probe="1 / 0"),
+    "twin_a": source(name="twin"),
+    "twin_b": source(name="twin"),
+}
+"""Small plugins, by name; larger ones are files of the folder `plugins`."""
+
+# plugins in this process
+
 ENDLESS = threading.Event()
 BAD = SimpleNamespace(name="bad", version="2.0")
 NAME = "bad 2.0 (bad_entry)"
 GOOD: dict[str, Any] = {
     "name": "npu",
     "api_version": 2,
-    "factory": "accelerators.backends.cpu.backend:CPU",
+    "factory": FACTORY,
     "probe": lambda: Probe(True, "found"),
     "priority": -10,
 }
@@ -66,9 +108,8 @@ def endless() -> Any:
 def npu(monkeypatch: pytest.MonkeyPatch, **methods: Any) -> None:
     """Let the factory npu_backend:NPU make a CPU with other methods."""
     backend = ModuleType("npu_backend")
-    backend.NPU = type(
-        "NPU", (importlib.import_module("accelerators.backends.cpu.backend").CPU,), {"name": "npu", **methods}
-    )
+    cpu = importlib.import_module("accelerators.backends.cpu.backend").CPU
+    backend.NPU = type("NPU", (cpu,), {"name": "npu", "__module__": "npu_backend", **methods})
     monkeypatch.setitem(sys.modules, "npu_backend", backend)
 
 

@@ -44,7 +44,6 @@ def fake(
     cuda: int = 12080,
     init_error: int | None = None,
     name_error: int | None = None,
-    in_bytes: bool = False,
     vendor: int = 0x10DE,
 ) -> ModuleType:
     """The module on a machine with these chips (names in CHIPS), along the PCI bus.
@@ -65,16 +64,16 @@ def fake(
     def shutdown() -> None:
         module.opened -= 1
 
-    def text(value: str) -> str | bytes:
+    def text(value: str) -> str:
         opened()
-        return value.encode() if in_bytes else value
+        return value
 
-    def name(index: int) -> str | bytes:
+    def name(index: int) -> str:
         if name_error is not None:
             raise NVMLError(name_error)
         return text(CHIPS[chips[index]].name)
 
-    def uuid(handle: int | str) -> str | bytes:
+    def uuid(handle: int | str) -> str:
         return text(handle if isinstance(handle, str) else f"GPU-{str(handle) * 8}-{str(handle) * 4}")
 
     def memory(handle: int | str) -> SimpleNamespace:

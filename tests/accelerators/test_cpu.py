@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import platform
-import random
-import sys
-from collections import namedtuple
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,6 +51,7 @@ def test_bf16_where_the_processor_has_it_and_fp32_elsewhere(cpu, processor, flag
     precision = cpu.precision(wish)
     assert (precision.name, precision.dtype, precision.loss_scaling) == (name, dtype, False)
     assert precision.reason
+    assert precision.deepspeed_config() == ({} if name == "fp32" else {"bf16": {"enabled": True}})
 
 
 @pytest.mark.parametrize(
@@ -69,45 +68,7 @@ def test_an_unsupported_precision_is_an_error_with_reason_and_remedy(cpu, proces
         cpu.precision(wish)
 
 
-def test_the_reason_says_why_not_the_other_precisions(cpu, processor):
-    processor("avx512f")
-    reason = cpu.precision("auto").reason
-    assert "no native bf16" in reason
-    assert "fp16" in reason
-
-
-def test_precision_enters_deepspeeds_configuration(cpu, processor):
-    processor("avx512_bf16")
-    assert cpu.precision("bf16").deepspeed_config() == {"bf16": {"enabled": True}}
-    assert cpu.precision("fp32").deepspeed_config() == {}
-
-
-def test_models_are_held_in_the_precision_so_autocast_does_nothing(cpu, processor):
-    processor("avx512_bf16")
-    with cpu.precision("bf16").autocast():
-        assert not torch.is_autocast_enabled("cpu")
-
-
 # placement
-
-
-Pair = namedtuple("Pair", "left right")
-
-
-def test_a_batch_keeps_its_structure_on_the_device(cpu):
-    tensor = torch.arange(3)
-    batch = {"a": [tensor, 1], "b": (tensor, None), "d": Pair(tensor, 2)}
-    moved = cpu.to_device(batch)
-    assert torch.equal(moved["a"][0], tensor)
-    assert moved["a"][1] == 1
-    assert isinstance(moved["b"], tuple)
-    assert isinstance(moved["d"], Pair)
-    assert all(item.device == cpu.device() for item in (moved["a"][0], moved["b"][0], moved["d"].left))
-
-
-def test_a_device_must_be_bound_before_it_is_used():
-    with pytest.raises(AcceleratorError, match=r"call bind\(local_rank\) first"):
-        CPU().device()
 
 
 @pytest.mark.parametrize(
@@ -132,52 +93,13 @@ def test_ranks_share_the_cores_unless_the_user_decides(monkeypatch, environment,
     assert calls == threads
 
 
-def test_the_processor_is_named(cpu, processor):
-    processor("avx2")
-    assert cpu.info().model == "Example 9000"
-    assert cpu.info().count == 1
-
-
 # kernels
-
-
-def test_every_operation_has_a_capability_and_every_refusal_a_reason(cpu):
-    capabilities = cpu.kernels.capabilities()
-    assert set(capabilities) == set(OPERATIONS)
-    assert all(support.reason for support in capabilities.values())
-    assert all(support.implementation for support in capabilities.values() if support.ok)
-    assert {name for name, support in capabilities.items() if not support.ok} == {"graph_capture"}
 
 
 @pytest.mark.parametrize("refusal", [Support, Probe])
 def test_a_refusal_without_a_reason_cannot_be_written(refusal):
     with pytest.raises(ValueError, match="needs a reason"):
         refusal(False, "")
-
-
-@pytest.mark.parametrize("operation", ["adamw", "adamw_cpu_offload"])
-def test_the_fused_adamw_takes_the_steps_of_the_plain_one(cpu, operation):
-    options = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
-    results = []
-    for adamw in (cpu.kernels.get(operation, required=True), torch.optim.AdamW):
-        parameter = torch.nn.Parameter(torch.linspace(-1, 1, 10))
-        optimizer = adamw([{"params": [parameter]}], **options)
-        for step in range(3):
-            parameter.grad = torch.full_like(parameter, 0.1 * (step + 1))
-            optimizer.step()
-        results.append(parameter.detach())
-    torch.testing.assert_close(*results)
-
-
-def test_gradients_are_clipped_to_the_norm(cpu):
-    parameter = torch.nn.Parameter(torch.zeros(4))
-    parameter.grad = torch.full((4,), 3.0)
-    assert cpu.kernels.get("clip_grad_norm")([parameter], 1.0).item() == pytest.approx(6.0)
-    assert parameter.grad.norm().item() == pytest.approx(1.0)
-
-
-def test_attention_is_named_for_transformers(cpu):
-    assert cpu.kernels.get("attention") == "cpu_composed"
 
 
 def test_a_missing_kernel_is_none_or_an_error_with_the_reason(cpu):
@@ -203,50 +125,17 @@ def test_the_supported_implementation_with_the_highest_priority_wins(cpu):
     assert ranked == ["second", "torch-fused", "torch-foreach", "third", "best"]
 
 
-def test_a_check_that_raises_is_a_refusal(cpu):
-    def check(accelerator):
-        raise RuntimeError("no driver")
-
-    cpu.kernels.add([KernelImpl(operation="graph_capture", name="q", factory=lambda a: None, supported=check)])
-    assert cpu.kernels.capabilities()["graph_capture"] == Support(
-        False, "q: its check failed (RuntimeError: no driver)"
-    )
-
-
 # memory
-
-
-def test_memory_follows_the_process(cpu):
-    cpu.empty_cache()  # memory that was kept would serve
-    before = cpu.memory()
-    block = bytearray(b"x") * (64 << 20)
-    during = cpu.memory()
-    assert during.allocated - before.allocated > 48 << 20
-    assert before.allocated <= during.peak <= during.total
-    del block
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc/self/clear_refs")
-def test_the_peak_can_be_measured_anew(cpu):
-    block = bytearray(b"x") * (256 << 20)
-    del block
-    cpu.empty_cache()
-    peak = cpu.memory().peak
-    cpu.reset_peak()
-    if cpu.memory().peak == peak:
-        pytest.skip("this system does not let a process reset its peak")
-    assert cpu.memory().peak < peak - (128 << 20)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="what is freed is kept with glibc alone")
 def test_memory_of_tensors_stays_for_the_next_ones_until_it_is_asked_for(cpu):
-    cpu.bind(0)
-    tensors = [torch.ones(16 << 20) for _ in range(3)]  # 192 MiB; each large enough for a mapping of its own
-    held = cpu.memory().allocated
+    tensors = [torch.ones(16 << 20) for _ in range(3)]  # 192 MiB; each large enough for a separate mapping
+    in_use = cpu.memory().allocated
     del tensors
-    assert cpu.memory().allocated > held - (64 << 20)
+    assert cpu.memory().allocated > in_use - (64 << 20)
     cpu.empty_cache()
-    assert cpu.memory().allocated < held - (128 << 20)
+    assert cpu.memory().allocated < in_use - (128 << 20)
 
 
 def test_without_proc_the_peak_stands_for_both(cpu, monkeypatch, tmp_path):
@@ -262,53 +151,17 @@ def test_the_limit_of_a_container_is_the_total(cpu, monkeypatch, tmp_path):
     assert cpu.memory().total == 12345
 
 
-# random numbers
-
-
-def test_a_seed_decides_what_follows(cpu):
-    cpu.seed(7)
-    first = torch.rand(3), random.random()
-    cpu.seed(7)
-    assert torch.equal(first[0], torch.rand(3))
-    assert first[1] == random.random()
-
-
-def test_the_generators_state_survives_a_checkpoint(cpu, tmp_path):
-    cpu.seed(1)
-    torch.save(cpu.rng_state(), tmp_path / "rng.pt")
-    expected = torch.rand(3), random.random()
-    cpu.set_rng_state(torch.load(tmp_path / "rng.pt", weights_only=True))
-    assert torch.equal(expected[0], torch.rand(3))
-    assert expected[1] == random.random()
-
-
 # the rest of the interface
 
 
-def test_operators_run_at_once_so_there_is_nothing_to_capture_or_wait_for(cpu):
-    def step(x):
-        return x + 1
-
-    assert cpu.capture(step, key="step")(torch.tensor(1.0)) == 2
-    assert cpu.is_lazy() is False
-    assert cpu.compilations() is None
-    cpu.step_boundary("forward")
-    cpu.synchronize()
-    cpu.empty_cache()
-
-
-def test_shapes_are_dynamic_and_processes_talk_over_gloo(cpu):
+def test_shapes_are_dynamic_and_processes_talk_over_gloo(cpu, processor):
+    processor("avx2")
     assert cpu.shape_policy() == ShapePolicy("dynamic")
     assert cpu.dist_backend() == "gloo"
-
-
-def test_deepspeed_agrees_on_the_device(run_python):
-    code = (
-        "import os; from accelerators.backends.cpu.backend import CPU; CPU().prepare_deepspeed();"
-        "from deepspeed.accelerator import get_accelerator;"
-        "print(os.environ['DS_ACCELERATOR'], get_accelerator().device_name())"
-    )
-    assert run_python("-c", code).stdout.splitlines()[-1] == "cpu cpu"
+    assert cpu.info().model == "Example 9000"
+    capabilities = cpu.kernels.capabilities()
+    assert set(capabilities) == set(OPERATIONS)
+    assert capabilities["graph_capture"].reason
 
 
 def test_deepspeed_set_to_another_device_by_the_user_is_an_error(cpu, monkeypatch):
@@ -317,12 +170,9 @@ def test_deepspeed_set_to_another_device_by_the_user_is_an_error(cpu, monkeypatc
         cpu.prepare_deepspeed()
 
 
-def test_deepspeed_that_has_settled_on_another_device_is_an_error(run_python):
-    code = (
-        "from deepspeed.accelerator import set_accelerator\n"
-        "from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator\n"
-        "Other = type('Other', (CPU_Accelerator,), {'device_name': lambda self, index=None: 'other'})\n"
-        "set_accelerator(Other())\n"
-        "from accelerators.backends.cpu.backend import CPU; CPU().prepare_deepspeed()"
-    )
-    assert "DeepSpeed was set to 'other' earlier in this process" in run_python("-c", code).stderr
+def test_deepspeed_on_another_device_is_an_error(cpu, monkeypatch):
+    other = SimpleNamespace(device_name=lambda: "other")
+    monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: other)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    with pytest.raises(AcceleratorError, match="DeepSpeed was set to 'other' earlier in this process"):
+        cpu.prepare_deepspeed()

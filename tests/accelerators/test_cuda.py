@@ -78,27 +78,15 @@ NO_FP16 = "DeepSpeed trains in it from sm_70 on, and this is"
 PRECISIONS = [
     # chip, wish, precision, reason
     ("P100", "auto", "fp32", rf"^runs on sm_60 \(Tesla P100.*\); bf16: {NO_BF16} sm_60 .*; fp16: {NO_FP16} sm_60"),
-    ("P100", "bf16", None, rf"precision bf16 on cuda: {NO_BF16} sm_60 .*; use auto or fp32$"),
     ("P100", "fp16", None, rf"precision fp16 on cuda: {NO_FP16} sm_60 .*; use auto or fp32$"),
-    ("P100", "fp32", "fp32", "asked for"),
     ("V100", "auto", "fp16", rf"^fast on sm_70 \(Tesla V100.*\), with dynamic loss scaling; bf16: {NO_BF16} sm_70"),
     ("V100", "bf16", None, rf"{NO_BF16} sm_70 \(Tesla V100-SXM2-32GB\); use auto, fp16 or fp32$"),
-    ("V100", "fp16", "fp16", "asked for; fast on sm_70"),
     ("V100", "fp32", "fp32", "asked for"),
     ("T4", "auto", "fp16", rf"^fast on sm_75 \(Tesla T4\), with dynamic loss scaling; bf16: {NO_BF16} sm_75"),
-    ("T4", "bf16", None, rf"{NO_BF16} sm_75 \(Tesla T4\); use auto, fp16 or fp32$"),
-    ("T4", "fp16", "fp16", "asked for; fast on sm_75"),
-    ("T4", "fp32", "fp32", "asked for"),
-    *[
-        row
-        for chip, sm in (("A100", 80), ("RTX 3090", 86), ("L4", 89), ("H100", 90), ("H200", 90))
-        for row in (
-            (chip, "auto", "bf16", rf"^native on sm_{sm} \(NVIDIA .*\), and needs no loss scaling$"),
-            (chip, "bf16", "bf16", rf"asked for; native on sm_{sm}"),
-            (chip, "fp16", "fp16", rf"asked for; fast on sm_{sm} .*, with dynamic loss scaling"),
-            (chip, "fp32", "fp32", "asked for"),
-        )
-    ],
+    ("A100", "auto", "bf16", r"^native on sm_80 \(NVIDIA .*\), and needs no loss scaling$"),
+    ("H100", "bf16", "bf16", "asked for; native on sm_90"),
+    ("H100", "fp16", "fp16", "asked for; fast on sm_90 .*, with dynamic loss scaling"),
+    ("H100", "fp8", None, "precision 'fp8': not known; use auto, bf16, fp16 or fp32"),
 ]
 
 
@@ -113,16 +101,8 @@ def test_the_chip_decides_the_precision_and_the_reason_names_it(on, chip, wish, 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
     assert (precision.name, precision.dtype, precision.loss_scaling) == (name, dtype, name == "fp16")
     assert re.search(reason, precision.reason), precision.reason
-
-
-def test_dynamic_loss_scaling_enters_deepspeeds_configuration(on):
-    assert on("V100").precision().deepspeed_config() == {"fp16": {"enabled": True, "loss_scale": 0}}
-    assert on("A100").precision().deepspeed_config() == {"bf16": {"enabled": True}}
-
-
-def test_an_unknown_precision_is_an_error(on):
-    with pytest.raises(AcceleratorError, match="precision 'fp8': not known; use auto, bf16, fp16 or fp32"):
-        on("H100").precision("fp8")
+    scaling = {"loss_scale": 0} if name == "fp16" else {}
+    assert precision.deepspeed_config() == ({} if name == "fp32" else {name: {"enabled": True, **scaling}})
 
 
 def test_the_weakest_visible_gpu_decides_for_all_ranks(on, monkeypatch):
@@ -131,17 +111,10 @@ def test_the_weakest_visible_gpu_decides_for_all_ranks(on, monkeypatch):
     assert on("A100", "V100").precision().name == "bf16"
 
 
-def test_facts_are_read_once(on):
-    cuda = on("A100")
-    cuda.precision()
-    sys.modules["pynvml"].nvmlInit = None
-    assert cuda.precision().name == "bf16"
-
-
 # kernels
 
 
-@pytest.mark.parametrize("chip", ["P100", "V100", "T4", "A100", "RTX 3090", "L4", "H100", "H200"])
+@pytest.mark.parametrize("chip", ["P100", "H200"])
 def test_the_same_kernels_win_on_every_chip(on, chip):
     cuda = on(chip)
     used = {
@@ -164,9 +137,7 @@ def test_the_same_kernels_win_on_every_chip(on, chip):
     ("chip", "reason"),
     [
         ("P100", "flash attention needs sm_80; found sm_60 (Tesla P100-PCIE-16GB)"),
-        ("V100", "flash attention needs sm_80; found sm_70 (Tesla V100-SXM2-32GB)"),
         ("T4", "flash attention needs sm_80; found sm_75 (Tesla T4)"),
-        ("A100", "batches are padded to fixed shapes: it takes no mask"),
         ("H100", "batches are padded to fixed shapes: it takes no mask"),
     ],
 )
@@ -177,17 +148,6 @@ def test_flash_attention_is_refused_with_its_reason(on, chip, reason):
     assert support.reason.startswith(reason)
 
 
-def test_the_plain_adamw_stands_behind_the_fused_one(on):
-    assert [impl.name for impl, _ in on("A100").kernels.candidates("adamw")] == ["torch-fused", "torch-foreach"]
-
-
-def test_torchs_products_of_packed_weights_are_refused_with_their_reason(on):
-    *_, (refused, support) = on("A100").kernels.candidates("quantized_weights")
-    assert refused.name == "torch-cuda"
-    assert not support.ok
-    assert "no tensor cores" in support.reason
-
-
 # placement
 
 
@@ -196,6 +156,7 @@ def test_each_rank_gets_its_gpu(on, runtime):
     cuda = on("A100", "A100")
     assert cuda.bind(1) == cuda.device() == torch.device("cuda", 1)
     assert ("set_device", 1) in calls
+    assert (cuda.dist_backend(), cuda.deepspeed_name) == ("nccl", "cuda")
 
 
 def test_more_ranks_than_gpus_are_refused_before_the_runtime_starts(on, runtime, monkeypatch):
@@ -212,16 +173,11 @@ def test_more_ranks_than_gpus_are_refused_before_the_runtime_starts(on, runtime,
     ("chip", "architectures", "remedy"),
     [
         ("P100", WHEEL, "12.6"),
-        ("V100", WHEEL, "12.6"),
         ("T4", WHEEL, None),
-        ("A100", WHEEL, None),
         ("RTX 3090", WHEEL, None),
-        ("L4", WHEEL, None),
         ("H100", WHEEL, None),
-        ("H200", WHEEL, None),
         ("GB10", WHEEL, None),
         ("P100", OLD_WHEEL, None),
-        ("V100", OLD_WHEEL, None),
         ("GB10", OLD_WHEEL, "12.8 or later"),
         ("GB10", [*OLD_WHEEL, "compute_90"], None),
         ("A100", [], "12"),
@@ -247,7 +203,6 @@ def test_a_gpu_that_nvml_counts_elsewhere_is_refused(on, runtime, monkeypatch):
 @pytest.mark.parametrize(
     ("versions", "complaint"),
     [
-        ({"hip": "7.1.25424", "cuda": None}, "is built for ROCm 7.1.25424, although torch.cuda exists"),
         ({"hip": "7.1.25424", "cuda": "12.6"}, "is built for ROCm 7.1.25424, although torch.cuda exists"),
         ({"hip": None, "cuda": None}, "is built without CUDA, although torch.cuda exists"),
     ],
@@ -273,17 +228,6 @@ def test_a_device_that_nvidias_driver_does_not_know_is_refused(on, runtime, monk
     on("A100").bind(0)
     other.uuid, other.name = "of-a-part", "NVIDIA A100-SXM4-80GB MIG 1g.10gb"
     on("A100").bind(0)
-
-
-def test_the_device_is_described_without_binding_it(on):
-    info = on("A100", "V100").info()
-    assert info.model == "NVIDIA A100-SXM4-80GB / Tesla V100-SXM2-32GB"
-    assert info.count == 2
-    assert "driver 570.86.15" in info.software
-
-
-def test_processes_talk_over_nccl_and_deepspeed_calls_the_device_cuda(bound):
-    assert (bound.dist_backend(), bound.deepspeed_name) == ("nccl", "cuda")
 
 
 def test_lengths_are_few_and_multiples_of_eight(on):
@@ -342,13 +286,6 @@ def test_the_state_of_the_devices_generator_survives_a_checkpoint(bound, monkeyp
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_a_seed_covers_the_device(bound, monkeypatch):
-    seeds = []
-    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
-    bound.seed(7)
-    assert seeds == [7]
-
-
 # recordings
 
 
@@ -392,16 +329,7 @@ def test_a_captured_function_runs_recorded_from_its_second_call_on(bound, graphs
     assert [step(torch.full((2,), float(n))).tolist() for n in range(5)] == [[2 * n, 2 * n] for n in range(5)]
     assert len(calls) == 2
     assert graphs == ["default"] * 4
-
-
-def test_recordings_are_counted_and_no_more_come_after_warm_up(bound, graphs):
-    steps = [bound.capture(lambda x: x + 1, key="a"), bound.capture(lambda x: x - 1, key="b")]
-    counts = []
-    for _ in range(4):
-        for step in steps:
-            step(torch.ones(2))
-        counts.append(bound.compilations())
-    assert counts == [0, 2, 2, 2]
+    assert bound.compilations() == 1
 
 
 def test_a_recording_that_fails_is_not_counted_and_leaves_the_stream_as_it_was(bound, graphs):

@@ -41,14 +41,9 @@ DRIVER = "driver 570.86.15 for CUDA up to 12.8, torch 2.13.0+cu126"
 @pytest.mark.parametrize(
     ("chip", "model", "facts"),
     [
-        ("P100", "Tesla P100-PCIE-16GB", "sm_60 with 16 GiB"),
         ("V100", "Tesla V100-SXM2-32GB", "sm_70 with 32 GiB"),
-        ("T4", "Tesla T4", "sm_75 with 15 GiB"),
         ("A100", "NVIDIA A100-SXM4-80GB", "sm_80 with 80 GiB"),
-        ("RTX 3090", "NVIDIA GeForce RTX 3090", "sm_86 with 24 GiB"),
-        ("L4", "NVIDIA L4", "sm_89 with 22 GiB"),
         ("H100", "NVIDIA H100 80GB HBM3", "sm_90 with 80 GiB"),
-        ("H200", "NVIDIA H200", "sm_90 with 140 GiB"),
     ],
 )
 def test_the_chip_the_driver_and_torch_are_named(present, chip, model, facts):
@@ -63,12 +58,6 @@ def test_several_models_are_counted_and_the_weakest_decides(present):
     assert found.model == "NVIDIA A100-SXM4-80GB / Tesla V100-SXM2-32GB"
     assert found.count == 3
     assert found.reason.startswith("sm_70 with 32 GiB")
-
-
-def test_older_releases_of_pynvml_answer_in_bytes(present):
-    present("A100", in_bytes=True)
-    (gpu,) = cuda_info.machine().gpus
-    assert (gpu.name, gpu.uuid) == ("NVIDIA A100-SXM4-80GB", "GPU-00000000-0000")
 
 
 def test_a_chip_without_memory_of_its_own_has_the_hosts(present, monkeypatch):
@@ -231,18 +220,6 @@ def test_within_a_major_version_of_cuda_the_driver_may_be_older_than_torch(prese
     assert cuda_info.probe().ok
 
 
-def test_the_most_fundamental_obstacle_comes_first(present, monkeypatch):
-    wrong = TorchBuild("2.13.0+cpu", None, None)
-    monkeypatch.setenv(cuda_info.VISIBLE_ENV, "")
-    present("V100", torch=wrong, init_error=nvml.DRIVER_NOT_LOADED)
-    assert "not loaded" in cuda_info.probe().reason
-    present("V100", torch=wrong)
-    monkeypatch.setenv(cuda_info.VISIBLE_ENV, "")
-    assert "CUDA_VISIBLE_DEVICES='' hides all GPUs" in cuda_info.probe().reason
-    monkeypatch.delenv(cuda_info.VISIBLE_ENV)
-    assert "built without CUDA" in cuda_info.probe().reason
-
-
 # CUDA_VISIBLE_DEVICES
 
 
@@ -252,20 +229,16 @@ def test_the_most_fundamental_obstacle_comes_first(present, monkeypatch):
         ("0", [0]),
         ("2,0", [2, 0]),
         (" 1 , 2", [1, 2]),
-        ("1gpu,+2", [1, 2]),
         ("", []),
         ("-1", []),
         ("0,2,-1,1", [0, 2]),
         ("0,3,1", [0]),
-        ("7", []),
         ("none", []),
         ("0,,1", [0]),
         ("1,1", []),
         ("GPU-1", [1]),
         ("GPU-22222222-2222,GPU-0", [2, 0]),
-        ("GPU-", []),
         ("GPU-1,GPU-9,GPU-0", [1]),
-        ("GPU-1,0", [1]),
         ("0,GPU-1", [0]),
         ("GPU-1,GPU-11", []),
     ],
@@ -279,13 +252,6 @@ def test_visible_devices_are_those_of_the_cuda_runtime(present, wish, indexes):
             cuda_info.machine({cuda_info.VISIBLE_ENV: wish})
 
 
-def test_hidden_gpus_decide_nothing(present, monkeypatch):
-    present("V100", "A100")
-    monkeypatch.setenv(cuda_info.VISIBLE_ENV, "1")
-    found = cuda_info.probe()
-    assert (found.count, found.model) == (1, "NVIDIA A100-SXM4-80GB")
-
-
 def test_one_mig_instance_is_shown_with_its_own_memory(present):
     present("A100", "H100")
     (gpu,) = cuda_info.machine({cuda_info.VISIBLE_ENV: "MIG-1,MIG-0"}).gpus
@@ -293,10 +259,6 @@ def test_one_mig_instance_is_shown_with_its_own_memory(present):
     assert gpu.memory == (81559 << 20) // 4
     with pytest.raises(AcceleratorError, match="CUDA_VISIBLE_DEVICES='MIG-9' hides all"):
         cuda_info.machine({cuda_info.VISIBLE_ENV: "MIG-9"})
-
-
-def test_cuda_is_made_to_count_gpus_as_nvml_does():
-    assert cuda_info.device_order({}) == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 # the installed torch
@@ -324,11 +286,6 @@ def test_the_torch_that_is_installed_here_is_read():
     assert build.cuda == (torch.version.cuda and tuple(map(int, torch.version.cuda.split("."))))
 
 
-def test_no_torch_is_no_build(monkeypatch):
-    monkeypatch.setattr(cuda_info.importlib.util, "find_spec", lambda name: None)
-    assert cuda_info.torch_build() is None
-
-
 def test_probing_and_selecting_import_no_torch(tmp_path):
     nvml.install(tmp_path, "A100", "A100")
     nvml.install_torch(tmp_path, "2.13.0+cu126", cuda="12.6")  # it fails where it is imported
@@ -353,14 +310,11 @@ def test_probing_and_selecting_import_no_torch(tmp_path):
     ("architecture", "capability", "runs"),
     [
         ("sm_80", (8, 0), True),
-        ("sm_80", (8, 6), True),
         ("sm_86", (8, 0), False),
         ("sm_80", (9, 0), False),
         ("sm_75", (7, 0), False),
         ("compute_80", (9, 0), True),
-        ("compute_120", (12, 1), True),
         ("compute_90", (8, 0), False),
-        ("sm_120", (12, 1), True),
         ("sm_90a", (9, 0), True),
         ("compute_90a", (10, 0), False),
         ("sm_100f", (10, 3), True),

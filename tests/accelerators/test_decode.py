@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, StaticCache
 
 from accelerators.backends.cpu import attention as cpu_attention
-from accelerators.backends.cpu.kernels import compiler, decode, layers
+from accelerators.backends.cpu.kernels import compiler, decode
 from rlhf.generation.hybrid_engine import generation_mode
 from rlhf.generation.kv_cache import WindowedStaticCache
 from tests.accelerators.test_packed import snapshot
@@ -172,23 +172,13 @@ def check(model: Any, given: tuple[Tensor, Tensor], kind: str = "viewed") -> Non
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_as_near_to_float32_as_those_of_plain_bf16(family, calls):
     model = model_of(family)
-    for number, rows in enumerate((1, 5, 16, 21, 40), 1):
+    for number, rows in enumerate((1, 16, 40), 1):
         check(model, prompts(rows))
         assert calls["decode"] == STEPS * number  # both layers
         assert calls["linear"] >= (STEPS + 1) * number  # the output layer, and all of the prompts
 
 
-def test_models_with_fused_layers_are_known_too(calls):
-    model = model_of()
-    layers.fuse(model)
-    before = snapshot(model)
-    check(model, prompts(5))
-    assert calls["decode"] == STEPS
-    assert snapshot(model) == before
-
-
-@pytest.mark.parametrize("size", [32, 64, 96, 128])
-@pytest.mark.parametrize("groups", [1, 2, 6])
+@pytest.mark.parametrize(("size", "groups"), [(32, 1), (64, 6), (96, 2), (128, 1)])
 def test_heads_of_any_size_and_number_of_groups(size, groups):
     check(model_of("qwen3", head_dim=size, num_key_value_heads=groups, num_hidden_layers=1), prompts(3))
 
@@ -206,7 +196,7 @@ def test_caches_that_say_where_a_token_goes_and_others(kind, decoded, calls):
     assert calls["linear"]
 
 
-@pytest.mark.parametrize("columns", [3, 11, 12, 27, 297])
+@pytest.mark.parametrize("columns", [3, 11, 297])
 def test_columns_of_any_number(columns):
     check(model_of(max_position_embeddings=512), prompts(3, columns), "grown")
 
@@ -232,7 +222,7 @@ def test_a_row_that_sees_nothing_gets_the_mean_as_before():
     assert off(found[:, 1], logits_of(truth(model), (ids, mask))[:, 1]) < 0.05
 
 
-@pytest.mark.parametrize("rows", [1, 4, 5, 9, 13, 16, 21, 40])
+@pytest.mark.parametrize("rows", [1, 5, 13, 16, 40])
 @torch.no_grad()
 def test_products_are_those_of_float64_rounded_once(rows):
     for outputs in (16, 32, 48, 112):  # whole groups of panels, and others
@@ -256,7 +246,7 @@ def test_products_without_amx_are_as_near(monkeypatch):
         getattr(functions, name).argtypes = getattr(known, name).argtypes
     assert not functions.amx()
     monkeypatch.setattr(decode, "_functions", lambda: functions)
-    for rows in (1, 4, 9, 16, 21, 40):
+    for rows in (1, 9, 40):
         check(model_of("qwen2"), prompts(rows))
 
 
@@ -288,17 +278,6 @@ def test_weights_are_read_by_nobody_who_computes_otherwise(calls):
     assert all(torch.equal(one, other) for one, other in zip(results(), expected))
     assert not calls
     restore()
-
-
-@torch.no_grad()
-def test_one_token_without_a_cache_takes_the_layers_own_way(calls):
-    model, (ids, _) = model_of(), prompts(5)
-    plain, exact = model(ids[:, :1], use_cache=False).logits, truth(model)(ids[:, :1], use_cache=False).logits
-    restore = decode.prepare(model, True)
-    found = model(ids[:, :1], use_cache=False).logits
-    restore()
-    assert off(found, exact) <= 1.1 * off(plain, exact)
-    assert calls["linear"] and not calls["decode"]
 
 
 class OneColumn:
@@ -389,33 +368,10 @@ def listened(model: Any) -> None:
     model.model.layers[1].self_attn.register_forward_pre_hook(lambda module, inputs: None)
 
 
-def another_norm(model: Any) -> None:
-    class Norm(type(model.model.norm)):
-        def forward(self, hidden: Tensor) -> Tensor:
-            return super().forward(hidden) + 1
-
-    for layer in model.model.layers:
-        layer.input_layernorm.__class__ = Norm
-
-
-def another_mlp(model: Any) -> None:
-    class MLP(type(model.model.layers[0].mlp)):
-        def forward(self, hidden: Tensor) -> Tensor:
-            return super().forward(hidden) * 2
-
-    for layer in model.model.layers:
-        layer.mlp.__class__ = MLP
-
-
 def another_forward(model: Any) -> None:
     for layer in model.model.layers:
         plain = type(layer.mlp).forward
         layer.mlp.forward = MethodType(lambda mlp, hidden, plain=plain: plain(mlp, hidden) * 2, layer.mlp)
-
-
-def biased(model: Any) -> None:
-    for layer in model.model.layers:
-        layer.self_attn.k_proj.bias = None
 
 
 def adapted(model: Any) -> Any:
@@ -428,21 +384,8 @@ def turned(model: Any) -> None:
     model.model.layers = nn.ModuleList(reversed(model.model.layers))
 
 
-def narrowed(model: Any) -> None:
-    attention = model.model.layers[1].self_attn
-    attention.num_key_value_groups *= 2  # from 2 heads of keys to 1
-    for name in ("k_proj", "v_proj"):
-        layer = getattr(attention, name)
-        half = nn.Linear(layer.in_features, layer.out_features // 2, dtype=torch.bfloat16)
-        setattr(attention, name, half)
-
-
 def shortened(model: Any) -> None:
     model.config.num_hidden_layers = 1
-
-
-def windowed(model: Any) -> None:
-    model.model.layers[1].self_attn.sliding_window = 4096
 
 
 OBSTACLES: dict[str, tuple[dict[str, Any], Any, str]] = {
@@ -450,18 +393,12 @@ OBSTACLES: dict[str, tuple[dict[str, Any], Any, str]] = {
     "gate": ({"hidden_act": "gelu"}, None, "its gate is gelu, not silu"),
     "hook": ({}, listened, "its parts have hooks"),
     "bias of the mlp": ({"mlp_bias": True}, None, "a layer has a bias that its family does not have"),
-    "bias of some": ({}, biased, "a layer has a bias that its family does not have"),
     "adapters": ({}, adapted, "a Linear has its own product"),
-    "norm": ({}, another_norm, "its norms are not those of its family in bf16"),
-    "mlp": ({}, another_mlp, "a part is not that of its family"),
     "forward": ({}, another_forward, "a part is not that of its family"),
     "width": ({"intermediate_size": 272}, None, "a size is no multiple of"),
-    "outputs": ({"head_dim": 24}, None, "a size is no multiple of"),
     "heads": ({"head_dim": 16}, None, "a size is no multiple of 32"),
     "order": ({}, turned, "they are not the layers of one model in order"),
-    "groups": ({}, narrowed, "their heads differ"),
     "fewer": ({}, shortened, "the model skips some of them"),
-    "windows": ({}, windowed, "their attention windows differ"),
 }
 
 
@@ -475,20 +412,6 @@ def test_layers_that_are_others_are_computed_as_before(name, calls, caplog):
         check(model, prompts(5))
     assert f"2 layers are not computed by decode.c: {reason}" in caplog.text
     assert not calls  # the output layer too: those who compute all of it pack it
-
-
-def test_a_vocabulary_of_an_odd_size_is_left_to_others(calls):
-    check(model_of(vocab_size=309), prompts(5))
-    assert calls["decode"]
-
-
-def test_float32_is_left_to_others(calls):
-    model, given = model_of().float(), prompts(3)
-    exact = logits_of(truth(model), given)
-    restore = decode.prepare(model, True)
-    assert off(logits_of(model, given), exact) < 1e-5
-    restore()
-    assert not calls
 
 
 # before and after
@@ -513,25 +436,16 @@ def test_a_failure_on_the_way_leaves_nothing_behind(monkeypatch):
     model = model_of()
     before, packed, made = snapshot(model), decode._packed, []
 
-    def failing(*layers: nn.Linear) -> Tensor:
-        made.append(layers)
+    def failing(*linears: nn.Linear) -> Tensor:
+        made.append(linears)
         if len(made) == 11:  # of the output layer, when all others have their places
             raise MemoryError
-        return packed(*layers)
+        return packed(*linears)
 
     monkeypatch.setattr(decode, "_packed", failing)
     with pytest.raises(MemoryError):
         decode.prepare(model, True)
     assert snapshot(model) == before
-
-
-def test_weights_trained_in_between_are_seen():
-    model, given = model_of("llama"), prompts(5)
-    check(model, given)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1 * parameter.float().std().nan_to_num(0.1).item())
-    check(model, given)
 
 
 def test_any_number_of_threads_gives_the_same_bits():

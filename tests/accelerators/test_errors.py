@@ -21,7 +21,6 @@ from accelerators import (
     PluginError,
     Precision,
     Problem,
-    Support,
     find_out_of_memory,
     select,
 )
@@ -34,7 +33,7 @@ NO_CARD = OSError("no card")
 
 
 def returns(value: Any) -> Any:
-    return lambda self, *args, **kwargs: value
+    return lambda *args, **kwargs: value
 
 
 class VaguePrecision(Precision):
@@ -52,11 +51,8 @@ class Sluggish(torch.optim.SGD):
 CALLS = {
     "bind raises": ({"bind": raises(NO_CARD)}, lambda npu: npu.bind(0), "bind()", OSError),
     "bind returns 0": ({"bind": returns(0)}, lambda npu: npu.bind(0), "bind()", TypeError),
-    "bind takes no rank": ({"bind": lambda self: None}, lambda npu: npu.bind(0), "bind()", TypeError),
     "synchronize exits": ({"synchronize": raises(SystemExit(3))}, lambda npu: npu.synchronize(), "synchronize()", None),
-    "info returns a dict": ({"info": returns({})}, lambda npu: npu.info(), "info()", TypeError),
     "memory returns a tuple": ({"memory": returns((1, 2, 3))}, lambda npu: npu.memory(), "memory()", TypeError),
-    "precision raises": ({"precision": raises(KeyError("fp32"))}, lambda npu: npu.precision(), "precision()", KeyError),
     "precision is a dtype": (
         {"precision": returns(torch.float32)},
         lambda npu: npu.precision(),
@@ -69,22 +65,10 @@ CALLS = {
         "autocast()",
         OSError,
     ),
-    "prepare_deepspeed returns None": (
-        {"prepare_deepspeed": returns(None)},
-        lambda npu: npu.prepare_deepspeed(),
-        "prepare_deepspeed()",
-        TypeError,
-    ),
     "deepspeed_accelerator raises": (
         {"deepspeed_accelerator": raises(NO_CARD)},
         lambda npu: npu.prepare_deepspeed(),
         "deepspeed_accelerator()",
-        OSError,
-    ),
-    "kernel_implementations raises": (
-        {"kernel_implementations": raises(NO_CARD)},
-        lambda npu: npu.kernels.get("adamw"),
-        "kernel_implementations()",
         OSError,
     ),
     "kernel_implementations returns a dict": (
@@ -147,18 +131,14 @@ def test_missing_methods_are_named(misbehaved, monkeypatch):
         select("npu").create()
 
 
-@pytest.mark.parametrize("error", [ImportError("libnpu.so"), SystemExit(3)])
-def test_backend_that_cannot_be_created_names_plugin(created, error):
-    with pytest.raises(PluginError, match=rf"^{BACKEND}: factory .* failed \({type(error).__name__}"):
-        created(__init__=raises(error))
+def test_backend_that_cannot_be_created_names_plugin(created):
+    with pytest.raises(PluginError, match=rf"^{BACKEND}: factory .* failed \(SystemExit: 3"):
+        created(__init__=raises(SystemExit(3)))
+    with pytest.raises(AcceleratorError, match=r"^driver 1\.0 is too old$"):
+        created(__init__=raises(AcceleratorError("driver 1.0 is too old")))
 
 
-def test_backend_may_refuse_to_be_created(created):
-    with pytest.raises(AcceleratorError, match=r"^driver 1\.0 is too old; update it to 2\.0$"):
-        created(__init__=raises(AcceleratorError("driver 1.0 is too old; update it to 2.0")))
-
-
-@pytest.mark.parametrize("env", [lambda run: {"CARDS": 3}, lambda run: {3: "a"}, lambda run: None, raises(KeyError())])
+@pytest.mark.parametrize("env", [lambda run: {"CARDS": 3}, lambda run: None, raises(KeyError())])
 def test_wrong_environment_names_plugin_and_sets_nothing(misbehaved, env):
     misbehaved(lambda: offers(spec(env=env)))
     environ: dict[str, str] = {}
@@ -188,20 +168,14 @@ def in_thread(self):
 
 @pytest.mark.parametrize("memory", [guarded, in_thread])
 def test_plugin_may_catch_its_own_errors(created, memory):
-    accelerator = created(info=raises(Loud("not yet")), memory=lambda self: memory(self))
+    accelerator = created(info=raises(Loud("not yet")), memory=memory)
     assert accelerator.memory() == Memory(1, 2, 3)
     with pytest.raises(PluginError):
         accelerator.info()
 
 
-def test_kernels_may_catch_errors_of_their_backend(created):
-    kernel = fast("attention", None, factory=lambda accelerator: guarded(accelerator) and "eager")
-    accelerator = created(info=raises(Loud("not yet")), kernel_implementations=lambda self: [kernel])
-    assert accelerator.kernels.get("attention", required=True) == "eager"
-
-
 def test_named_backend_behaves_like_the_plain_one(created):
-    accelerator = created(info=functools.partial(returns(INFO), None))
+    accelerator = created(info=functools.partial(returns(INFO)))
     assert isinstance(accelerator, CPU)
     accelerator.model = "mine"
     copied = copy.deepcopy(accelerator)
@@ -230,7 +204,7 @@ def wrapping(error):
 
 @pytest.mark.parametrize(
     "error",
-    [MemoryError(), OSError(12, "no memory"), RuntimeError("can't allocate memory"), DeviceOutOfMemory("3 GiB")],
+    [OSError(12, "no memory"), RuntimeError("can't allocate memory"), DeviceOutOfMemory("3 GiB")],
 )
 def test_out_of_memory_stays_unchanged(created, error):
     with pytest.raises(type(error)) as raised:
@@ -243,9 +217,8 @@ def test_out_of_memory_stays_unchanged(created, error):
 
 def test_backend_recognizes_out_of_memory_in_its_own_words(created):
     tiles = KeyError("tiles")
-    accelerator = created(synchronize=raises(tiles), is_out_of_memory=lambda self, error: error is tiles)
     with pytest.raises(KeyError):
-        accelerator.synchronize()
+        created(synchronize=raises(tiles), is_out_of_memory=lambda self, error: error is tiles).synchronize()
     with pytest.raises(PluginError):
         created(synchronize=raises(tiles), is_out_of_memory=raises(KeyError("mine"))).synchronize()
 
@@ -290,9 +263,7 @@ def test_scheduler_of_torch_drives_optimizer_of_plugin(created):
 @pytest.mark.parametrize(
     "kernel",
     [
-        fast("attention", None, factory=raises(ImportError("libfast.so"))),
         fast("attention", None, factory=raises(SystemExit(3))),
-        fast("attention", None),
         fast("attention", 7),
         fast("attention", "flash_atention"),
     ],
@@ -308,41 +279,34 @@ def test_kernel_that_cannot_be_made_gives_way_with_one_warning(created, caplog, 
     assert kernels.capabilities()["attention"].implementation == "composed"
 
 
-@pytest.mark.parametrize("supported", [returns(True), raises(SystemExit(3)), lambda a: Support("yes", "fast")])
+@pytest.mark.parametrize("supported", [returns(True), raises(SystemExit(3))])
 def test_support_check_that_fails_is_a_refusal(created, supported):
     kernels = created([fast("attention", "eager", supported=supported)]).kernels
     assert kernels.get("attention", required=True) == "cpu_composed"
-    ((support),) = [support for implementation, support in kernels.candidates("attention") if implementation.plugin]
+    (support,) = [support for implementation, support in kernels.candidates("attention") if implementation.plugin]
     assert not support.ok and support.reason.startswith("its check failed (")
 
 
-@pytest.mark.parametrize("answer", ["adamw", 7, [None], [{"operation": "adamw"}], raises(NO_CARD)])
-def test_wrong_kernels_of_another_plugin_are_left_out(misbehaved, caplog, answer):
-    misbehaved(lambda: plugin(rlhf_kernels=answer if callable(answer) else lambda accelerator: answer))
+WRONG_ANSWERS = [returns("adamw"), returns(7), returns([None]), raises(NO_CARD), raises(SystemExit(3))]
+
+
+@pytest.mark.parametrize("hook", WRONG_ANSWERS)
+def test_wrong_kernels_of_another_plugin_are_left_out(misbehaved, caplog, hook):
+    misbehaved(lambda: plugin(rlhf_kernels=hook))
     assert select("cpu").create().kernels.get("attention", required=True) == "cpu_composed"
     assert [f"plugin {NAME} offers no kernels: " in record.getMessage() for record in caplog.records] == [True]
 
 
-@pytest.mark.parametrize("answer", [["adamw"], raises(NO_CARD)])
-def test_wrong_kernels_of_the_backends_plugin_end_the_run(misbehaved, monkeypatch, answer):
-    npu(monkeypatch)
-    hooks = {
-        "rlhf_accelerators": lambda: [spec(factory="npu_backend:NPU")()],
-        "rlhf_kernels": answer if callable(answer) else lambda accelerator: answer,
-    }
-    misbehaved(lambda: plugin(**hooks))
+@pytest.mark.parametrize("hook", WRONG_ANSWERS)
+def test_wrong_kernels_of_the_backends_plugin_end_the_run(offered, hook):
+    offered({"rlhf_kernels": hook})
     with pytest.raises(PluginError, match=rf"^{BACKEND}: its hook rlhf_kernels failed \("):
         select("npu").create()
 
 
-@pytest.mark.parametrize("answer", ["not today", ["not today"], 7, raises(KeyError("zero")), raises(SystemExit(3))])
-def test_run_check_that_fails_stops_only_its_own_backend(misbehaved, monkeypatch, caplog, answer):
-    npu(monkeypatch)
-    hooks = {
-        "rlhf_accelerators": lambda: [spec(factory="npu_backend:NPU")()],
-        "rlhf_check_run": lambda run: answer(run) if callable(answer) else answer,
-    }
-    misbehaved(lambda: plugin(**hooks))
+@pytest.mark.parametrize("hook", WRONG_ANSWERS)
+def test_run_check_that_fails_stops_only_its_own_backend(offered, caplog, hook):
+    offered({"rlhf_check_run": hook})
     failure = f"the check of plugin {NAME} failed ("
     selection = select("cpu")
     selection.check_run(selection.create(), {})
@@ -417,8 +381,13 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("capture", [at_once, wrapped, threaded, replayed, by_super])
+@pytest.mark.parametrize(
+    ("form", "capture"),
+    [
+        *((form, wrapped) for form in FORMS),
+        *(("method", capture) for capture in (at_once, threaded, replayed, by_super)),
+    ],
+)
 def test_error_of_captured_function_stays_unchanged(created, form, capture):
     step = Step()
     with pytest.raises(KeyError) as raised:
@@ -463,16 +432,14 @@ def test_function_that_is_not_recorded_is_returned_itself(created):
     "value",
     [
         lambda: DeviceInfo("NPU", "2", "none"),
-        lambda: DeviceInfo("NPU", 2, "none", peak_flops=4e12),
         lambda: DeviceInfo("NPU", 2, "none", peak_flops={"int8": 4e12}),
         lambda: DeviceInfo("NPU", 2, "none", peak_flops={"fp32": 0}),
         lambda: Memory(1.5, 2, 3),
         lambda: Precision(torch.float32, "fp12", ""),
-        lambda: Precision("float32", "fp32", ""),
         lambda: Problem("not today", None),
         lambda: KernelImpl(operation="adamW", name="fast", factory=print, supported=print),
         lambda: KernelImpl(operation="adamw", name="fast", factory="a:b", supported=print),
-        lambda: KernelImpl(operation="adamw", name=None, factory=print, supported=print),
+        lambda: KernelImpl(operation="adamw", name="auto", factory=print, supported=print),
     ],
 )
 def test_wrong_field_of_a_value_is_refused(value):

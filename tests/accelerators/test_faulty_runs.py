@@ -12,15 +12,9 @@ import pytest
 from tests.helpers import llama
 
 FAULTS = {
-    "bind raises": "bind() failed (OSError: no card)",
-    "bind without local_rank": "bind() failed (TypeError: ",
     "synchronize exits": "synchronize() failed (SystemExit: 3)",
-    "step_boundary raises": "step_boundary() failed (OSError: no card)",
-    "precision gives a dtype": "precision() failed (TypeError: ",
     "memory gives a tuple": "memory() failed (TypeError: ",
-    "adamw raises": "adamw kernel 'fast' of rlhf-faulty 1.2.3 failed (OSError: no card)",
     "adamw does not step": "adamw kernel 'fast' of rlhf-faulty 1.2.3: step() failed (OSError: no card)",
-    "clip_grad_norm raises": "clip_grad_norm kernel 'fast' of rlhf-faulty 1.2.3 failed (OSError: no card)",
     "hook rlhf_kernels raises midway": "its hook rlhf_kernels failed (OSError: no library)",
 }
 
@@ -58,7 +52,7 @@ def test_faulty_plugin_ends_run_with_one_line(faulty, fault):
 
 
 def test_debug_shows_traceback_of_plugin(faulty):
-    done = faulty("bind raises", "--debug", *faulty.sft, "--accelerator", "faulty")
+    done = faulty("adamw does not step", "--debug", *faulty.sft, "--accelerator", "faulty")
     assert done.returncode == 2
     assert "rlhf_faulty_backend.py" in done.stderr and "OSError: no card" in done.stderr
 
@@ -90,11 +84,10 @@ def test_defect_of_rlhf_in_recording_is_not_the_plugins(faulty, ppo):
     )
 
 
-@pytest.mark.parametrize("fault", ["memory gives a tuple", "hook rlhf_kernels raises midway"])
-def test_other_backends_run_despite_faulty_plugin(faulty, fault):
-    done = faulty(fault, *faulty.sft, "--accelerator", "cpu")
+def test_other_backends_run_despite_faulty_plugin(faulty):
+    done = faulty("hook rlhf_kernels raises midway", *faulty.sft, "--accelerator", "cpu")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("rlhf-faulty 1.2.3 (faulty)") == ("hook" in fault)
+    assert done.stderr.count("rlhf-faulty 1.2.3 (faulty)") == 1
 
 
 def test_plugin_without_fault_trains(faulty):
@@ -104,16 +97,15 @@ def test_plugin_without_fault_trains(faulty):
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
-        ("out of memory", "RuntimeError: CUDA out of memory. Tried to allocate 2 GiB"),
         ("out of memory in a runtime's own words", "DeviceOutOfMemory: Tried to allocate 2 GiB"),
         ("out of memory as only the backend knows", "FullError: 7 tiles short"),
     ],
 )
-def test_out_of_memory_ends_with_advice(faulty, fault, said):
+def test_out_of_memory_ends_with_advice(faulty, fault, message):
     line = refusal(faulty(fault, *faulty.sft, "--accelerator", "faulty"))
-    assert line.startswith(f"out of memory on faulty in sft, set-up ({said}); peak ")
+    assert line.startswith(f"out of memory on faulty in sft, set-up ({message}); peak ")
     assert re.search(r"; try, with --set and in this order: (precision=auto, )?lora\.rank=8; run: rlhf sft ", line)
 
 
@@ -127,8 +119,8 @@ def test_out_of_memory_on_one_rank_is_the_last_line(faulty):
 def test_out_of_memory_in_ppo_lists_the_models(faulty, ppo):
     line = refusal(faulty("out of memory when scored", *ppo))
     assert line.startswith("out of memory on faulty in ppo, scoring (OutOfMemoryError: Tried to allocate 2 GiB); peak ")
-    held = line.partition("; weights, gradients and optimizer: ")[2].partition(";")[0]
-    assert [part.split(" ")[0] for part in held.split(", ")] == ["actor", "critic", "reference", "reward"]
+    models = line.partition("; weights, gradients and optimizer: ")[2].partition(";")[0]
+    assert [part.split(" ")[0] for part in models.split(", ")] == ["actor", "critic", "reference", "reward"]
     assert "in this order: ppo.micro_batch_size=1, " in line
 
 

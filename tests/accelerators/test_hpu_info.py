@@ -11,7 +11,7 @@ import pytest
 
 from accelerators import AcceleratorError
 from accelerators.backends.hpu import info as hpu_info
-from tests.accelerators.habana import CHIPS, DRIVER, rows, write_hl_smi
+from tests.accelerators.habana import DRIVER, rows, write_hl_smi
 
 
 @pytest.fixture(autouse=True)
@@ -62,29 +62,26 @@ def bridge(monkeypatch) -> None:
 # cards
 
 
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("count", [1, 8])
-def test_hl_smi_tells_count_chip_and_driver(hl_smi, chip, count):
-    hl_smi(rows(chip, count))
-    assert hpu_info.cards() == hpu_info.Cards(count, chip, DRIVER, "hl-smi")
-
-
-def test_what_a_card_can_do_at_most_is_stated_but_of_a_simulation(hl_smi):
-    peaks = [hpu_info.Cards(1, chip, DRIVER, "hl-smi").peak_flops for chip in ("Gaudi", "Gaudi2", "Gaudi3")]
-    assert peaks == [{}, {"bf16": 432e12}, {"bf16": 1835e12}]
-    assert hpu_info.Cards(1, "Gaudi2", "rlhf-gaudi-sim 2 (a simulation on the CPU)", "hl-smi").peak_flops == {}
+@pytest.mark.parametrize(
+    ("chip", "peaks"), [("Gaudi", {}), ("Gaudi2", {"bf16": 432e12}), ("Gaudi3", {"bf16": 1835e12})]
+)
+def test_hl_smi_tells_count_chip_and_driver(hl_smi, bridge, chip, peaks):
+    hl_smi("a log line, of something, else\n" + rows(chip, 8))
+    cards = hpu_info.cards()
+    assert cards == hpu_info.Cards(8, chip, DRIVER, "hl-smi")
+    assert cards.peak_flops == peaks
+    probe = hpu_info.probe()
+    assert (probe.ok, probe.count, probe.model) == (True, 8, chip)
+    assert DRIVER in probe.reason
+    assert hpu_info.Cards(1, chip, "rlhf-gaudi-sim 2 (a simulation on the CPU)", "hl-smi").peak_flops == {}
 
 
 @pytest.mark.parametrize(
     ("board", "model"),
     [
-        ("HL-200", "Gaudi"),
         ("HL-205", "Gaudi"),
         ("HL-225", "Gaudi2"),
-        ("HL-225B", "Gaudi2"),
         ("HL-288", "Gaudi2"),
-        ("HL-325", "Gaudi3"),
-        ("HL-328", "Gaudi3"),
         ("HL-338", "Gaudi3"),
         ("HL-999", "HL-999"),
     ],
@@ -94,14 +91,9 @@ def test_boards_are_named_by_their_chip_and_unknown_ones_as_they_are(hl_smi, boa
     assert hpu_info.cards().model == model
 
 
-def test_lines_that_are_no_cards_are_passed_over(hl_smi):
-    hl_smi("a log line, of something, else\n" + rows("Gaudi2", 2))
-    assert hpu_info.cards().count == 2
-
-
 @pytest.mark.parametrize(
     ("kinds", "count", "model"),
-    [(["GAUDI"], 1, "Gaudi"), (["GAUDI2B"] * 8, 8, "Gaudi2"), (["GAUDI3", "XDNA"], 1, "Gaudi3")],
+    [(["GAUDI2B"] * 8, 8, "Gaudi2"), (["GAUDI3", "XDNA"], 1, "Gaudi3")],
 )
 def test_without_hl_smi_the_drivers_files_tell(driver, kinds, count, model):
     driver(*((kind, str(module)) for module, kind in enumerate(kinds)))
@@ -109,9 +101,7 @@ def test_without_hl_smi_the_drivers_files_tell(driver, kinds, count, model):
     assert (found.count, found.model, found.driver) == (count, model, DRIVER)
 
 
-@pytest.mark.parametrize(
-    ("visible", "count"), [("0", 1), ("4,5", 2), (" 6 , 7 ", 2), ("0,9", 1), ("all", 8), ("ALL", 8), (None, 8)]
-)
+@pytest.mark.parametrize(("visible", "count"), [(" 6 , 7 ", 2), ("0,9", 1), ("ALL", 8), (None, 8)])
 def test_only_visible_modules_count(hl_smi, driver, monkeypatch, visible, count):
     if visible is not None:
         monkeypatch.setenv("HABANA_VISIBLE_MODULES", visible)
@@ -124,15 +114,11 @@ def test_only_visible_modules_count(hl_smi, driver, monkeypatch, visible, count)
 # refusals, the most fundamental first
 
 
-def test_no_driver_is_the_reason_on_most_machines():
+def test_missing_driver_or_device_is_the_reason(driver):
     assert hpu_info.probe().reason.startswith("no Gaudi driver: no hl-smi on PATH, no ")
     assert not hpu_info.probe().ok
-
-
-def test_a_driver_without_devices_is_a_reason(driver):
     driver()
     assert "the Gaudi driver is loaded, but" in hpu_info.probe().reason
-    assert "has no card" in hpu_info.probe().reason
 
 
 @pytest.mark.parametrize(
@@ -142,9 +128,7 @@ def test_a_driver_without_devices_is_a_reason(driver):
             {"errors": "Failed to initialize hlml: driver not loaded\n", "code": 1},
             "hl-smi failed with exit code 1: Failed to initialize hlml: driver not loaded",
         ),
-        ({"output": "No devices found\n", "code": 9}, "hl-smi failed with exit code 9: No devices found"),
         ({"output": "No devices found\n"}, "hl-smi lists no card: No devices found"),
-        ({}, "hl-smi lists no card: no output"),
         ({"output": "N/A, HL-225, 1.24.0\n"}, "hl-smi lists no card: N/A, HL-225, 1.24.0"),
     ],
 )
@@ -174,7 +158,7 @@ def test_a_container_without_cards_is_told_what_chose_them(hl_smi, monkeypatch):
     assert "HABANA_VISIBLE_DEVICES=void chose the cards" in hpu_info.probe().reason
 
 
-@pytest.mark.parametrize("visible", ["", "8", "x"])
+@pytest.mark.parametrize("visible", ["", "8"])
 def test_hiding_every_card_is_a_reason(hl_smi, monkeypatch, visible):
     monkeypatch.setenv("HABANA_VISIBLE_MODULES", visible)
     hl_smi(rows("Gaudi2", 2, first_module=4))
@@ -228,14 +212,6 @@ def test_visible_cards_are_named_by_their_address_else_by_their_file(driver, bri
     assert hpu_info.probe().devices == ("pci:0000:10:00.0", "/dev/accel/accel3")
 
 
-def test_cards_and_bridge_make_the_backend_available(hl_smi, bridge):
-    hl_smi(rows("Gaudi2", 8))
-    probe = hpu_info.probe()
-    assert probe.ok
-    assert (probe.count, probe.model) == (8, "Gaudi2")
-    assert DRIVER in probe.reason
-
-
 # discovery, in a process of its own: nothing but PATH and an importable package
 
 
@@ -251,22 +227,14 @@ def gaudi_machine(monkeypatch, tmp_path: Path) -> dict[str, str]:
     return {"PATH": path, "PYTHONPATH": str(tmp_path / "packages"), "RLHF_PLUGINS": "none"}
 
 
-def test_the_backend_is_chosen_by_itself_without_torch_or_bridge(run_python, gaudi_machine):
+def test_auto_takes_gaudi_without_torch_or_bridge(run_python, gaudi_machine):
     code = (
-        "import sys, accelerators\n"
-        "chosen = accelerators.select('auto').name\n"
-        "print(chosen, sorted({'torch', 'habana_frameworks'} & set(sys.modules)))"
-    )
-    done = run_python("-c", code, env=gaudi_machine)
-    assert done.stdout.split() == ["hpu", "[]"], done.stderr
-
-
-def test_the_environment_is_set_where_the_user_has_not(run_python, gaudi_machine):
-    code = (
-        "import os, accelerators; accelerators.select('hpu').export(os.environ)\n"
+        "import os, sys, accelerators\n"
+        "selection = accelerators.select('auto'); selection.export(os.environ)\n"
         "names = ['PT_ENABLE_INT64_SUPPORT', 'PT_HPU_ENABLE_LAZY_COLLECTIVES', 'PT_HPU_LAZY_MODE']\n"
-        "print(*(os.environ.get(name) for name in names))"
+        "print(selection.name, *(os.environ.get(name) for name in names))\n"
+        "print(sorted({'torch', 'habana_frameworks'} & set(sys.modules)))"
     )
-    assert run_python("-c", code, env=gaudi_machine).stdout.split() == ["1", "true", "None"]
-    own = {"PT_ENABLE_INT64_SUPPORT": "0", "PT_HPU_LAZY_MODE": "1"}
-    assert run_python("-c", code, env=gaudi_machine | own).stdout.split() == ["0", "true", "1"]
+    user = {"PT_ENABLE_INT64_SUPPORT": "0"}
+    done = run_python("-c", code, env=gaudi_machine | user)
+    assert done.stdout.split() == ["hpu", "0", "true", "None", "[]"], done.stderr

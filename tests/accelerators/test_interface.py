@@ -10,12 +10,11 @@ import torch
 
 from accelerators import (
     OPERATIONS,
-    Accelerator,
     AcceleratorError,
-    KernelImpl,
     Support,
 )
 from accelerators.backends.cpu.backend import CPU
+from tests.accelerators.fake_plugins import fast
 
 # what trainers ask for
 
@@ -60,14 +59,6 @@ def test_the_device_is_the_one_that_bind_returned(backend, device):
         backend().device()
 
 
-def test_bind_stays_a_method_that_every_backend_has_to_write():
-    assert "bind" in Accelerator.__abstractmethods__
-    assert "bind" in type("Half", (Accelerator,), {"name": "half"}).__abstractmethods__
-    assert "bind" not in Terse.__abstractmethods__
-    assert Terse.bind.__doc__ is None
-    assert CPU.bind.__doc__
-
-
 # an implementation that the user names
 
 
@@ -81,29 +72,15 @@ def test_a_named_implementation_is_taken_and_no_other():
     assert step.defaults["foreach"] is not False and not step.defaults["fused"]
     assert cpu.kernels.capabilities()["adamw"].implementation == "torch-foreach"
     assert [impl.name for impl, _ in cpu.kernels.usable("attention")] == ["composed", "sdpa", "eager"]
+    cpu.kernels.choose("adamw", "auto")
+    assert cpu.kernels.capabilities()["adamw"].implementation == "torch-fused"
 
 
 def test_an_implementation_that_cannot_be_used_is_refused_with_its_reason():
-    class Refusing(CPU):
-        def kernel_implementations(self):
-            return [
-                KernelImpl(
-                    operation="attention",
-                    name="swift",
-                    factory=lambda accelerator: "swift",
-                    supported=lambda accelerator: Support(False, "too slow"),
-                )
-            ]
-
-    with pytest.raises(AcceleratorError, match="attention: swift cannot be used on cpu: too slow"):
-        Refusing().kernels.choose("attention", "swift")
-
-
-def test_auto_takes_back_what_was_chosen():
     cpu = CPU()
-    cpu.kernels.choose("adamw", "torch-foreach")
-    cpu.kernels.choose("adamw", "auto")
-    assert cpu.kernels.capabilities()["adamw"].implementation == "torch-fused"
+    cpu.kernels.add([fast("attention", "swift", supported=lambda accelerator: Support(False, "too slow"))])
+    with pytest.raises(AcceleratorError, match="attention: fast cannot be used on cpu: too slow"):
+        cpu.kernels.choose("attention", "fast")
 
 
 # capture, which may be turned off
@@ -113,13 +90,7 @@ class Recorder(CPU):
     """It answers for the functions that it is given to record."""
 
     def kernel_implementations(self):
-        recorder = KernelImpl(
-            operation="graph_capture",
-            name="tape",
-            factory=lambda accelerator: lambda fn, key: lambda: "replayed",
-            supported=lambda accelerator: Support(True, "it is quick"),
-        )
-        return [*super().kernel_implementations(), recorder]
+        return [*super().kernel_implementations(), fast("graph_capture", lambda fn, key: lambda: "replayed")]
 
 
 @pytest.mark.parametrize("backend", [CPU, Recorder])
@@ -137,7 +108,7 @@ def test_where_no_recording_is_chosen_a_function_runs_as_it_is_and_the_report_sa
 
 def test_recording_is_on_unless_it_is_turned_off():
     recorder = Recorder()
-    for chosen, expected in (("auto", "replayed"), ("none", "plain"), ("tape", "replayed"), ("auto", "replayed")):
+    for chosen, expected in (("auto", "replayed"), ("none", "plain"), ("fast", "replayed"), ("auto", "replayed")):
         recorder.kernels.choose("graph_capture", chosen)
         assert recorder.capture(lambda: "plain", key="it")() == expected
 
@@ -146,9 +117,3 @@ def test_what_no_trainer_does_without_cannot_be_turned_off():
     there = "composed, sdpa, eager"
     with pytest.raises(AcceleratorError, match=f"attention: cpu has no implementation none; there is: {there}"):
         CPU().kernels.choose("attention", "none")
-
-
-@pytest.mark.parametrize("name", ["", "auto", "none"])
-def test_no_implementation_has_the_name_of_a_choice(name):
-    with pytest.raises(ValueError, match=f"KernelImpl: name is '{name}', expected one that says what it is"):
-        KernelImpl(operation="adamw", name=name, factory=print, supported=lambda accelerator: Support(True, "it is"))

@@ -14,9 +14,9 @@ NOTHING: dict[str, str] = {}
 
 
 def backend(
-    name: str, *, priority: int = 0, ok: bool = True, env: dict[str, str] | None = None, **found: Any
+    name: str, *, priority: int = 0, ok: bool = True, env: dict[str, str] | None = None, **facts: Any
 ) -> AcceleratorSpec:
-    probe = Probe(ok, "found" if ok else f"no {name} device", **found)
+    probe = Probe(ok, "found" if ok else f"no {name} device", **facts)
     return AcceleratorSpec(
         name=name,
         api_version=2,
@@ -75,14 +75,6 @@ def test_command_line_and_environment_that_disagree_are_an_error(installed):
         select("a", environ={"RLHF_ACCELERATOR": "b"})
 
 
-def test_an_error_says_where_the_name_came_from(installed):
-    installed(one=backend("a"))
-    with pytest.raises(AcceleratorError, match=r"accelerator 'x' \(RLHF_ACCELERATOR\)"):
-        select(environ={"RLHF_ACCELERATOR": "x"})
-    with pytest.raises(AcceleratorError, match=r"accelerator 'x' \(from the config\)"):
-        select(config="x", environ=NOTHING)
-
-
 def test_auto_says_why_it_chose_and_why_not_the_others(installed):
     installed(one=backend("a", priority=1), two=backend("b", priority=7), three=backend("c", priority=9, ok=False))
     selection = select(environ=NOTHING)
@@ -94,37 +86,27 @@ def test_auto_says_why_it_chose_and_why_not_the_others(installed):
 
 
 @pytest.mark.parametrize(
-    ("others", "wish", "summary"),
+    ("others", "summary"),
     [
-        ({}, None, "auto: the best available"),
-        ({"one": backend("a", priority=5), "two": backend("b", ok=False)}, None, "auto: the best available"),
+        ({}, "auto: the best available"),
+        ({"one": backend("a", priority=5), "two": backend("b", ok=False)}, "auto: the best available"),
         (
             {"one": backend("a", ok=False), "two": backend("b", ok=False)},
-            None,
             "auto: a, b are not available, `rlhf accelerators explain` tells why",
         ),
-        (
-            {"one": backend("a", ok=False), "two": backend("b", priority=-5)},
-            None,
-            "auto: a is not available, `rlhf accelerators explain` tells why",
-        ),
-        ({"one": backend("a", ok=False)}, "cpu", "asked for with --accelerator"),
+        ({"one": backend("a", ok=False, count=1), "two": backend("b", ok=False)}, "auto: a is not used: no a device"),
     ],
 )
-def test_a_choice_has_a_summary_of_a_few_words(installed, others, wish, summary):
+def test_choice_by_auto_has_a_short_summary(installed, others, summary):
     installed(rlhf=backend("cpu"), **others)
-    assert select(wish, environ=NOTHING).summary == summary
+    assert select(environ=NOTHING).summary == summary
 
 
 def test_the_cpu_is_not_taken_in_place_of_a_device_that_is_there(installed):
-    found = {"present": True, "count": 2, "model": "Chip"}
-    installed(rlhf=backend("cpu"), one=backend("a", priority=5, ok=False, **found), two=backend("b", ok=False))
-    with pytest.raises(AcceleratorError) as raised:
+    facts = {"present": True, "count": 2, "model": "Chip"}
+    installed(rlhf=backend("cpu"), one=backend("a", priority=5, ok=False, **facts), two=backend("b", ok=False))
+    with pytest.raises(AcceleratorError, match=r"cannot be used: a \(2 x Chip\): no a device; .*--accelerator cpu$"):
         select(environ=NOTHING)
-    assert str(raised.value) == (
-        "only the cpu is left, while a device is there that cannot be used: a (2 x Chip): no a device; "
-        "or ask for the CPU with --accelerator cpu"
-    )
     assert select("cpu", environ=NOTHING).name == select(config="cpu", environ=NOTHING).name == "cpu"
     assert select(environ={"RLHF_ACCELERATOR": "cpu"}).name == "cpu"
 
@@ -134,23 +116,15 @@ def test_a_device_that_cannot_be_used_does_not_stand_in_the_way_of_one_that_can(
     assert select(environ=NOTHING).name == "b"
 
 
-def test_a_device_that_the_user_has_hidden_is_told_of_and_left(installed):
-    installed(rlhf=backend("cpu"), one=backend("a", ok=False, count=1), two=backend("b", ok=False))
-    assert select(environ=NOTHING).summary == "auto: a is not used: no a device"
-
-
 PAIR = {"devices": ("pci:0000:10:00.0", "pci:0000:11:00.0")}
 SECOND = {"devices": ("pci:0000:11:00.0",)}
 
 
 def test_two_backends_that_claim_one_device_are_both_named(installed):
     installed(rlhf=backend("cpu"), one=backend("a", priority=5, **PAIR), two=backend("b", priority=7, **SECOND))
-    with pytest.raises(AcceleratorError) as raised:
+    rivals = r"b \(two 2\.0\) and a \(one 2\.0\) claim the same device, pci:0000:11:.*--accelerator b,.*RLHF_PLUGINS"
+    with pytest.raises(AcceleratorError, match=rivals):
         select(environ=NOTHING)
-    assert str(raised.value) == (
-        "b (two 2.0) and a (one 2.0) claim the same device, pci:0000:11:00.0; name one with --accelerator b, or leave "
-        "a plugin out with RLHF_PLUGINS"
-    )
     assert select("a", environ=NOTHING).name == "a"
     assert select("b", environ=NOTHING).name == "b"
     assert select(environ={"RLHF_PLUGINS": "one"}).name == "a"
@@ -170,14 +144,9 @@ def test_only_a_claim_to_the_best_ones_device_by_one_that_could_run_is_ambiguous
     assert select(environ=NOTHING).name == "a"
 
 
-@pytest.mark.parametrize("devices", [["pci:0000:10:00.0"], (7,), "pci:0000:10:00.0"])
-def test_devices_are_a_tuple_of_texts(devices):
-    with pytest.raises(TypeError, match="devices is"):
-        Probe(True, "found", devices=devices)
-
-
-def test_the_summary_says_where_a_name_came_from(installed):
+def test_summary_says_where_a_name_came_from(installed):
     installed(rlhf=backend("cpu"))
+    assert select("cpu", environ=NOTHING).summary == "asked for with --accelerator"
     assert select(config="cpu", environ=NOTHING).summary == "asked for in the config"
     assert select(environ={"RLHF_ACCELERATOR": "cpu"}).summary == "asked for with RLHF_ACCELERATOR"
 
@@ -188,36 +157,25 @@ def test_a_tie_is_an_error_that_names_both(installed):
         select(environ=NOTHING)
 
 
-def test_a_tie_below_the_best_does_not_matter(installed):
-    installed(one=backend("a"), two=backend("b"), three=backend("c", priority=5))
-    assert select(environ=NOTHING).name == "c"
-
-
 def test_nothing_available_is_an_error_with_every_reason(installed):
     installed(one=backend("a", ok=False))
     with pytest.raises(AcceleratorError, match="a: no a device"):
         select(environ=NOTHING)
 
 
-def test_an_unknown_name_is_told_about_plugins_that_could_not_be_loaded(installed):
-    installed(rlhf=backend("cpu"), other=ImportError("no driver library"))
-    with pytest.raises(
-        AcceleratorError, match=r"no such accelerator; available: cpu; plugin other 2.0 is broken.*driver"
-    ):
-        select("npu", environ=NOTHING)
+def test_unknown_name_error_has_the_nearest_and_broken_plugins(installed):
+    installed(rlhf=backend("cpu"), one=backend("good"), other=ImportError("no driver library"))
+    line = r"no such accelerator; did you mean 'good'\? available: cpu, good; plugin other 2\.0 is broken.*driver"
+    with pytest.raises(AcceleratorError, match=line):
+        select("goood", environ=NOTHING)
 
 
-def test_a_plugin_that_exits_while_it_is_loaded_is_only_broken(installed):
-    installed(rlhf=backend("cpu"), other=SystemExit("unsupported"))
-    assert [(report.name, report.error) for report in available(NOTHING)] == [
-        ("cpu", None),
-        ("other_entry", "its import failed (SystemExit: unsupported)"),
-    ]
-
-
-def test_an_offer_that_is_no_spec_is_only_broken(installed):
-    installed(rlhf=backend("cpu"), other={"name": "npu"})
-    assert "a dict instead of AcceleratorSpec" in available(NOTHING)[1].error
+@pytest.mark.parametrize("wish", ["twin", None])
+def test_two_plugins_with_one_name_are_both_named(installed, wish):
+    installed(one=backend("twin"), two=backend("twin"), rlhf=backend("cpu"))
+    with pytest.raises(AcceleratorError, match=r"one 2\.0 and two 2\.0 both offer"):
+        select(wish, environ=NOTHING)
+    assert select("cpu", environ=NOTHING).name == "cpu"
 
 
 def test_reports_come_best_first(installed):
@@ -240,11 +198,6 @@ def test_reports_come_best_first(installed):
 def test_the_allowlist_names_distributions_or_entry_points_and_keeps_the_built_in(installed, allowlist, names):
     installed(rlhf=backend("cpu"), npu_plugin=backend("npu", priority=9), tpu_plugin=backend("tpu", priority=8))
     assert [report.name for report in available({"RLHF_PLUGINS": allowlist})] == names
-
-
-def test_a_plugin_left_out_by_the_allowlist_is_not_imported(installed):
-    installed(rlhf=backend("cpu"), other=AssertionError("must not be loaded"))
-    assert select(environ={"RLHF_PLUGINS": "none"}).name == "cpu"
 
 
 def test_an_allowlist_that_names_a_missing_plugin_is_reported(installed):
@@ -281,12 +234,6 @@ def test_a_factory_that_makes_no_fitting_backend_is_an_error(installed, factory,
 
 def test_ranks_must_agree():
     verify(["cpu", "cpu"])
-    with pytest.raises(AcceleratorError, match="cpu on ranks 0, 2; npu on ranks 1"):
+    with pytest.raises(AcceleratorError, match="cpu on ranks 0, 2; npu on ranks 1") as raised:
         verify(["cpu", "npu", "cpu"])
-
-
-def test_every_error_is_one_line_and_exits_with_two():
-    with pytest.raises(AcceleratorError) as raised:
-        verify(["a", "b"])
     assert raised.value.exit_code == 2
-    assert "\n" not in str(raised.value)

@@ -161,7 +161,7 @@ def machine(environ: Mapping[str, str] = os.environ) -> Machine:
                 len(handles),
             )
         version = nvml.nvmlSystemGetCudaDriverVersion()  # 12080 is 12.8
-        return Machine(_str(nvml.nvmlSystemGetDriverVersion()), (version // 1000, version % 1000 // 10), gpus)
+        return Machine(nvml.nvmlSystemGetDriverVersion(), (version // 1000, version % 1000 // 10), gpus)
 
 
 def visible(gpus: tuple[GPU, ...], wish: str) -> tuple[GPU, ...]:
@@ -269,7 +269,7 @@ def _gpu(nvml: Any, index: int, board: Any, unit: Any) -> GPU:
             raise
         memory = host.total_memory()  # chips that share the host's memory, such as GB10
     capability = tuple(nvml.nvmlDeviceGetCudaComputeCapability(board))
-    name, uuid = _str(nvml.nvmlDeviceGetName(board)), _str(nvml.nvmlDeviceGetUUID(unit))
+    name, uuid = nvml.nvmlDeviceGetName(board), nvml.nvmlDeviceGetUUID(unit)
     return GPU(index, name, uuid, capability, memory, _bus(nvml, board, name))
 
 
@@ -285,7 +285,7 @@ def _bus(nvml: Any, board: Any, name: str) -> str:
         if error.value != _NOT_SUPPORTED:
             raise
         return ""
-    bus = re.sub(r"^[0-9a-f]{4}(?=[0-9a-f]{4}:)", "", _str(pci.busId).lower())  # NVML's domains have eight digits
+    bus = re.sub(r"^[0-9a-f]{4}(?=[0-9a-f]{4}:)", "", pci.busId.lower())  # NVML's domains have eight digits
     vendors = {pci.pciDeviceId & 0xFFFF}
     with contextlib.suppress(OSError, ValueError):
         vendors.add(int((PCI / bus / "vendor").read_text(), 16))
@@ -332,8 +332,3 @@ def _version(text: str) -> Version:
 
 def _dotted(version: Version) -> str:
     return "{}.{}".format(*version)
-
-
-def _str(value: str | bytes) -> str:
-    """Return text from pynvml, whose older releases return bytes."""
-    return value.decode() if isinstance(value, bytes) else value

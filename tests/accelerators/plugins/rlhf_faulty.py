@@ -5,7 +5,6 @@ import os
 from accelerators import AcceleratorSpec, KernelImpl, Probe, Problem, Support, hookimpl
 
 FAULT = os.environ.get("FAULT", "")
-ALWAYS = Support(True, "for tests")
 
 
 @hookimpl
@@ -17,9 +16,7 @@ def rlhf_accelerators():
 
 @hookimpl
 def rlhf_kernels(accelerator):
-    if FAULT == "hook rlhf_kernels raises midway":
-        return halfway(kernel("adamw", None))
-    return []
+    return halfway(kernel("adamw", None)) if FAULT == "hook rlhf_kernels raises midway" else []
 
 
 @hookimpl
@@ -35,4 +32,5 @@ def halfway(*answers):
 
 
 def kernel(operation, made):
-    return KernelImpl(operation=operation, name="fast", factory=lambda a: made, supported=lambda a: ALWAYS, priority=99)
+    supported = lambda accelerator: Support(True, "for tests")  # noqa: E731
+    return KernelImpl(operation=operation, name="fast", factory=lambda a: made, supported=supported, priority=99)

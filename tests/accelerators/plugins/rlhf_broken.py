@@ -1,0 +1,42 @@
+"""Backends with one fault each that shows in another process; their names say how."""
+
+import os
+import time
+
+from accelerators import AcceleratorSpec, Probe, hookimpl
+
+OPENED_BY = None
+"""The process that first opened the device: as with real runtimes, its children cannot use it."""
+
+
+def probe(**devices):
+    return Probe(True, "found one", count=1, **devices)
+
+
+def import_torch():
+    import torch
+
+    return Probe(True, f"torch {torch.__version__}", count=1)
+
+
+def open_device():
+    global OPENED_BY
+    OPENED_BY = OPENED_BY or os.getpid()
+    return probe()
+
+
+PROBES = {
+    "SlowProbe": lambda: time.sleep(0.5) or probe(),
+    "ProbeImportsTorch": import_torch,
+    "ProbeOpensDevice": open_device,
+    "ProbeNumbersDevices": lambda: probe(devices=("chip 0",)),
+}
+OTHERS = ("OneDevice", "OtherDistBackend", "DeepSpeedName", "DeepSpeedClips", "CompilesLate", "Loud")
+
+
+@hookimpl
+def rlhf_accelerators():
+    for name in (*PROBES, *OTHERS):
+        factory = f"rlhf_broken_backends:{name}"
+        fields = {"api_version": 2, "priority": -10, "probe": PROBES.get(name, probe)}
+        yield AcceleratorSpec(name=name, factory=factory, **fields)
