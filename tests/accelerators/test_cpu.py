@@ -170,9 +170,9 @@ def test_deepspeed_set_to_another_device_by_the_user_is_an_error(cpu, monkeypatc
         cpu.prepare_deepspeed()
 
 
-def test_deepspeed_on_another_device_is_an_error(cpu, monkeypatch):
+def test_deepspeed_on_another_device_is_an_error(accelerator, monkeypatch):
     other = SimpleNamespace(device_name=lambda: "other")
     monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: other)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     with pytest.raises(AcceleratorError, match="DeepSpeed was set to 'other' earlier in this process"):
-        cpu.prepare_deepspeed()
+        accelerator.prepare_deepspeed()
