@@ -183,7 +183,7 @@ def _differing_leaves(then: Any, now: Any, key: str, harmless: Set[str]) -> list
     if isinstance(then, dict) and isinstance(now, dict):
         pairs = [(name, then.get(name), now.get(name)) for name in sorted(then.keys() | now.keys())]
     elif isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
-        pairs = [(str(index), *pair) for index, pair in enumerate(zip(then, now, strict=True))]
+        pairs = [(str(index), old, new) for index, (old, new) in enumerate(zip(then, now, strict=True))]
     else:
         return [] if then == now else [(key, then, now)]
-    return [leaf for name, *values in pairs for leaf in _differing_leaves(*values, f"{prefix}{name}", harmless)]
+    return [leaf for name, old, new in pairs for leaf in _differing_leaves(old, new, f"{prefix}{name}", harmless)]

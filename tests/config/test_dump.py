@@ -22,7 +22,7 @@ def test_to_yaml_loads_as_the_same_config() -> None:
 def test_to_yaml_keeps_every_digit() -> None:
     rng = random.Random(0)
     numbers = [1.25e-5, 3.75e-5, 1e-5, 5e-324, 1e22, 1e16, 0.1 + 0.2, 123456789.123456789, sys.float_info.max]
-    numbers += [rng.uniform(0.1, 1) * 10.0 ** rng.randint(-30, 30) for _ in range(1000)]
+    numbers += [rng.uniform(0.1, 1) * 10.0 ** rng.randint(-30, 30) for _ in range(100)]
     for number in numbers:
         printed = to_yaml(OptimizerConfig(learning_rate=number, betas=(number, number / 3)))
         assert OptimizerConfig.model_validate(parse_yaml(printed)) == OptimizerConfig(

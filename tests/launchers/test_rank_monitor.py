@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from rlhf.errors import ConfigError
-from rlhf.launchers import local
 from rlhf.launchers.coordinator import find_free_port
-from rlhf.launchers.exit_status import INTERNAL_ERROR, USER_ERROR, ExitStatus
+from rlhf.launchers.exit_status import INTERNAL_ERROR, USER_ERROR
 from rlhf.launchers.rank_monitor import monitor_ranks
 from rlhf.utils.process_info import ProcessInfo
 from tests.helpers import user_environment
@@ -40,14 +39,6 @@ try:
 except BaseException as error:
     sys.exit(ExitStatus.from_error(error).report())
 """
-
-
-def on_two_ranks(then: str, *, timeout: float = 60.0) -> ExitStatus | None:
-    return local.spawn_ranks(2, [sys.executable, "-c", SCRIPT.format(root=str(ROOT), then=then, timeout=timeout)])
-
-
-def test_ranks_that_end_well_are_told_so() -> None:
-    assert on_two_ranks("distributed.all_gather_objects(1)") is None
 
 
 def own_words(folder: Path, then: str) -> list[tuple[int, str]]:
@@ -89,11 +80,6 @@ def test_a_rank_that_nothing_can_interrupt_is_ended(tmp_path: Path) -> None:
     assert killed[0] == -9 and other[0] == INTERNAL_ERROR
     assert "rank 1 on " in other[1] and other[1].endswith("exited and reported no error")
     assert time.monotonic() - begun < 60
-
-
-def test_the_launcher_reports_the_cause_and_not_the_lost_connection() -> None:
-    outcome = on_two_ranks("if rank: raise DataError('no rows')\n        distributed.all_sum(torch.ones(1))")
-    assert outcome and (outcome.code, outcome.line) == (USER_ERROR, "rlhf: error: no rows")
 
 
 @pytest.mark.parametrize(("host", "why"), [("no-such-host.invalid", "no-such-host.invalid"), ("127.0.0.1", "in use")])
