@@ -46,27 +46,25 @@ class Run:
 
     def together(self, *outcomes: ExitStatus | None) -> list[ExitStatus | None]:
         """What the members learn that conclude with these, all at once."""
-        found: dict[int, ExitStatus | None] = {}
+        verdicts: dict[int, ExitStatus | None] = {}
 
         def conclude(number: int, outcome: ExitStatus | None) -> None:
-            found[number] = self.members[number].conclude(outcome)
+            verdicts[number] = self.members[number].conclude(outcome)
 
-        threads = [threading.Thread(target=conclude, args=each) for each in enumerate(outcomes)]
+        threads = [threading.Thread(target=conclude, args=arguments) for arguments in enumerate(outcomes)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        return [found[number] for number in sorted(found)]
+        return [verdicts[number] for number in sorted(verdicts)]
 
     def verdict(self, number: int, seconds: float = 10.0) -> ExitStatus:
         """What a member learns that goes on working."""
         deadline = time.monotonic() + seconds
-        while self.members[number].verdict is None:
+        while not (verdict := self.members[number].verdict):
             assert time.monotonic() < deadline, "no verdict"
             time.sleep(0.01)
-        found = self.members[number].verdict
-        assert found
-        return found
+        return verdict
 
 
 @pytest.fixture
@@ -78,13 +76,8 @@ def run() -> Run:
     return run
 
 
-def error(said: str, code: int = INTERNAL_ERROR, *, follows: bool = False) -> ExitStatus:
-    return ExitStatus(code, f"rlhf: error: {said}", math.inf if follows else time.time())
-
-
-def test_all_end_well(run: Run) -> None:
-    assert run.together(None, None, None) == [None, None, None]
-    assert run.verdicts == []
+def error(message: str, code: int = INTERNAL_ERROR, *, follows: bool = False) -> ExitStatus:
+    return ExitStatus(code, f"rlhf: error: {message}", math.inf if follows else time.time())
 
 
 def test_a_member_that_fails_is_named_to_those_that_go_on(run: Run) -> None:

@@ -38,70 +38,71 @@ def start(script: str, count: int = 2) -> ExitStatus | None:
     return local.spawn_ranks(count, [sys.executable, "-c", HEAD + script])
 
 
-def test_every_rank_finds_its_place(tmp_path: Path) -> None:
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
-    script = f"open(f'{tmp_path}/{{rank}}', 'w').write(' '.join(os.environ[name] for name in {names}))"
-    assert start(script) is None
-    assert sorted(path.read_text() for path in tmp_path.iterdir()) == ["0 0 2 2 127.0.0.1", "1 1 2 2 127.0.0.1"]
-
-
-def test_every_rank_of_the_second_machine_finds_its_place(tmp_path: Path) -> None:
+@pytest.mark.parametrize("machine", [0, 1])
+def test_every_rank_finds_its_place(tmp_path: Path, machine: int) -> None:
+    """Alone on its machine, and on the second of two."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
     script = f"{HEAD}open(f'{tmp_path}/{{rank}}', 'w').write(' '.join(os.environ[name] for name in {names}))"
-    port = find_free_port()
-    serve_rendezvous(NodeSpec(0, 2, "127.0.0.1", port), 30.0)
-    other = threading.Thread(target=join_rendezvous, args=(NodeSpec(0, 2, "127.0.0.1", port), 2, 30.0))
-    other.start()
-    machine = NodeSpec(1, 2, "127.0.0.1", port)
-    meeting = join_rendezvous(machine, 2, 30.0)
-    assert local.spawn_ranks(2, [sys.executable, "-c", script], rendezvous=meeting) is None
-    assert sorted(path.read_text() for path in tmp_path.iterdir()) == [
-        f"2 0 4 2 1 127.0.0.1 {meeting.port}",
-        f"3 1 4 2 1 127.0.0.1 {meeting.port}",
-    ]
-    other.join()
+    rendezvous = None
+    if machine:
+        port = find_free_port()
+        serve_rendezvous(NodeSpec(0, 2, "127.0.0.1", port), 30.0)
+        first = threading.Thread(target=join_rendezvous, args=(NodeSpec(0, 2, "127.0.0.1", port), 2, 30.0))
+        first.start()
+        rendezvous = join_rendezvous(NodeSpec(1, 2, "127.0.0.1", port), 2, 30.0)
+        first.join()
+    assert local.spawn_ranks(2, [sys.executable, "-c", script], rendezvous=rendezvous) is None
+    places = [path.read_text().rpartition(" ") for path in sorted(tmp_path.iterdir())]
+    expected = (
+        ["2 0 4 2 1 127.0.0.1", "3 1 4 2 1 127.0.0.1"] if machine else ["0 0 2 2 0 127.0.0.1", "1 1 2 2 0 127.0.0.1"]
+    )
+    assert [place for place, _, _ in places] == expected
+    assert {int(port) for *_, port in places} == {rendezvous.port} if rendezvous else True
 
 
-def test_an_error_of_all_ranks_is_reported_once() -> None:
-    outcome = start("sys.exit(ExitStatus.from_error(DataError('no rows')).report())")
-    assert outcome is not None
-    assert (outcome.code, outcome.line) == (USER_ERROR, "rlhf: error: no rows")
+@pytest.mark.parametrize(
+    ("script", "code", "line"),
+    [
+        (
+            "sys.exit(ExitStatus.from_error(DataError('no rows')).report())",
+            USER_ERROR,
+            "rlhf: error: no rows",
+        ),
+        (  # the cause comes later than what it brought down
+            "if rank == '0':\n"
+            "    sys.exit(ExitStatus.from_error(RuntimeError('connection closed by peer')).report())\n"
+            "time.sleep(0.5)\n"
+            "sys.exit(ExitStatus.from_error(DataError('no rows')).report())",
+            USER_ERROR,
+            "rlhf: error: no rows",
+        ),
+        (  # and takes longer to end than a rank that only follows it
+            "from rlhf.errors import RemoteRankError\n"
+            "if rank == '1':\n"
+            "    sys.exit(ExitStatus.from_error(RemoteRankError('saving failed on rank 0')).report())\n"
+            "time.sleep(1)\n"
+            "sys.exit(ExitStatus.from_error(DataError('no rows')).report())",
+            USER_ERROR,
+            "rlhf: error: no rows",
+        ),
+        (
+            "rank == '1' and os.kill(os.getpid(), 9)\ntime.sleep(60 if rank == '0' else 0)",
+            INTERNAL_ERROR,
+            "rlhf: error: rank 1 was ended by SIGKILL, often for lack of memory, and reported no error",
+        ),
+    ],
+    ids=["all", "late", "followed", "killed"],
+)
+def test_the_cause_is_reported_once(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, script: str, code: int, line: str
+) -> None:
+    if request.node.callspec.id == "followed":
+        monkeypatch.setattr(local, "_SECONDS_FOR_CAUSE", 0.1)
+    status = start(script)
+    assert status is not None and status.code == code and status.line.startswith(line)
 
 
-def test_the_cause_is_reported_and_not_what_it_brought_down() -> None:
-    script = """
-if rank == '0':
-    sys.exit(ExitStatus.from_error(RuntimeError('connection closed by peer')).report())
-time.sleep(0.5)
-sys.exit(ExitStatus.from_error(DataError('no rows')).report())
-"""
-    outcome = start(script)
-    assert outcome is not None
-    assert outcome.line == "rlhf: error: no rows"
-
-
-def test_a_rank_that_is_killed_ends_the_others() -> None:
-    outcome = start("rank == '1' and os.kill(os.getpid(), 9)\ntime.sleep(60 if rank == '0' else 0)")
-    assert outcome is not None
-    assert outcome.code == INTERNAL_ERROR
-    assert "rank 1 was ended by SIGKILL, often for lack of memory, and reported no error" in outcome.line
-
-
-def test_a_signal_is_passed_on_and_the_run_counts_as_interrupted(tmp_path: Path) -> None:
-    script = f"""
-try:
-    open(f'{tmp_path}/{{rank}}', 'w'); time.sleep(60)
-except KeyboardInterrupt as error:
-    sys.exit(ExitStatus.from_error(error).report())
-"""
-
-    signals(tmp_path, signal.SIGTERM)
-    outcome = start(script)
-    assert outcome is not None
-    assert outcome.code == INTERRUPTED
-
-
-def signals(folder: Path, *numbers: int) -> None:
+def signal_ranks(folder: Path, *numbers: int) -> None:
     """Signal this process once both ranks have left their file in `folder`."""
 
     def send() -> None:
@@ -114,81 +115,54 @@ def signals(folder: Path, *numbers: int) -> None:
     threading.Thread(target=send, daemon=True).start()
 
 
+def until_signalled(folder: Path, then: str) -> str:
+    """Return the script of a rank that works until a signal."""
+    return f"""
+try:
+    open(f'{folder}/{{rank}}', 'w'); time.sleep(60)
+except KeyboardInterrupt as error:
+    {then}
+"""
+
+
 def test_after_a_signal_ranks_have_all_the_time_that_saving_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hurried = SimpleNamespace(monotonic=lambda: 1000 * time.monotonic(), sleep=time.sleep, time=time.time)
     monkeypatch.setattr(local, "time", hurried)  # half a second of the ranks is eight minutes to their launcher
     monkeypatch.setattr(local, "_SECONDS_AFTER_SIGNAL", 60_000)
-    script = f"""
-try:
-    open(f'{tmp_path}/{{rank}}', 'w'); time.sleep(60)
-except KeyboardInterrupt as error:
-    time.sleep(0.5)
-    open(f'{tmp_path}/saved-{{rank}}', 'w')
-    sys.exit(ExitStatus.from_error(error).report())
-"""
-    signals(tmp_path, signal.SIGINT)
-    outcome = start(script)
-    assert outcome is not None and outcome.code == INTERRUPTED
+    then = f"time.sleep(0.5); open(f'{tmp_path}/saved-{{rank}}', 'w'); "
+    signal_ranks(tmp_path, signal.SIGTERM)
+    status = start(until_signalled(tmp_path, then + "sys.exit(ExitStatus.from_error(error).report())"))
+    assert status is not None and status.code == INTERRUPTED
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "saved-0", "saved-1"]
 
 
-def test_a_second_signal_ends_the_ranks_at_once(tmp_path: Path) -> None:
-    script = f"""
-try:
-    open(f'{tmp_path}/{{rank}}', 'w'); time.sleep(60)
-except KeyboardInterrupt:
-    time.sleep(60)
-"""
-    signals(tmp_path, signal.SIGINT, signal.SIGTERM)
+@pytest.mark.parametrize(
+    ("then", "numbers", "limit", "line"),
+    [
+        ("time.sleep(60)", (signal.SIGINT, signal.SIGTERM), None, "interrupted at once"),
+        (
+            "rank == '1' and os.kill(os.getpid(), 9); time.sleep(60)",
+            (signal.SIGINT,),
+            "_SECONDS_FOR_CAUSE",
+            "rank 1 was ended by SIGKILL",
+        ),
+        ("time.sleep(0 if rank == '0' else 60)", (signal.SIGINT,), "_SECONDS_AFTER_SIGNAL", "interrupted at once"),
+    ],
+    ids=["second signal", "rank that dies", "rank that hangs"],
+)
+def test_ranks_that_do_not_end_after_a_signal_are_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str, numbers: tuple[int, ...], limit: str | None, line: str
+) -> None:
+    if limit:
+        monkeypatch.setattr(local, limit, 0.2)
+    signal_ranks(tmp_path, *numbers)
     begun = time.monotonic()
-    outcome = start(script)
-    assert outcome is not None and outcome.code == INTERRUPTED
+    status = start(until_signalled(tmp_path, then))
+    assert status is not None and line in status.line
+    assert status.code == (INTERNAL_ERROR if "SIGKILL" in line else INTERRUPTED)
     assert time.monotonic() - begun < 30
-
-
-def test_a_rank_that_dies_after_a_signal_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "_SECONDS_FOR_CAUSE", 0.2)
-    script = f"""
-try:
-    open(f'{tmp_path}/{{rank}}', 'w'); time.sleep(60)
-except KeyboardInterrupt:
-    rank == '1' and os.kill(os.getpid(), 9)
-    time.sleep(60)
-"""
-    signals(tmp_path, signal.SIGINT)
-    begun = time.monotonic()
-    outcome = start(script)
-    assert outcome is not None and "rank 1 was ended by SIGKILL" in outcome.line
-    assert time.monotonic() - begun < 30
-
-
-def test_a_rank_that_had_to_be_killed_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "_SECONDS_AFTER_SIGNAL", 0.2)
-    script = f"""
-try:
-    open(f'{tmp_path}/{{rank}}', 'w'); time.sleep(60)
-except KeyboardInterrupt:
-    time.sleep(0 if rank == '0' else 60)
-"""
-    signals(tmp_path, signal.SIGINT)
-    outcome = start(script)
-    assert outcome is not None and outcome.code == INTERRUPTED
-    assert list(Path(tempfile.gettempdir()).iterdir()) == []
-
-
-def test_a_rank_that_follows_another_leaves_it_the_time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "_SECONDS_FOR_CAUSE", 0.1)
-    script = """
-from rlhf.errors import RemoteRankError
-if rank == '1':
-    sys.exit(ExitStatus.from_error(RemoteRankError('saving failed on rank 0')).report())
-time.sleep(1)
-sys.exit(ExitStatus.from_error(DataError('no rows')).report())
-"""
-    outcome = start(script)
-    assert outcome is not None and outcome.line == "rlhf: error: no rows"
 
 
 def test_a_job_in_the_background_is_heard_and_what_it_ignores_stays_ignored(tmp_path: Path) -> None:
