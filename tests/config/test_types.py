@@ -84,11 +84,6 @@ def test_output_is_always_a_path(here: Path) -> None:
     assert loaded("seed: 1\n").output == Path("runs/default")
 
 
-def test_path_next_to_recipe_in_working_directory_stays_a_path(here: Path) -> None:
-    (here / "r.yaml").write_text("model: {path: ./absent}\n")
-    assert load_config(Path("r.yaml")).model.path == "./absent"
-
-
 def test_path_outside_recipe_is_relative_to_working_directory(here: Path) -> None:
     config = loaded("seed: 1\n", "model.path=./a", "output=run", "data.datasets=[b/c.jsonl]")
     assert (config.model.path, config.output, config.data.datasets[0].path) == ("./a", Path("run"), "b/c.jsonl")
@@ -113,12 +108,6 @@ def test_json_paths_are_absolute(here: Path, key: str) -> None:
         values = values[int(part)] if part.isdigit() else values[part]
     assert values == str(here / "a")
     assert str(at(config, key)) in ("a", "./a"), "in Python, it is what was given"
-
-
-def test_json_hub_ids_are_unchanged() -> None:
-    dumped = Config(model=ModelConfig(path="org/name")).model_dump(mode="json")
-    assert dumped["model"]["path"] == "org/name" and dumped["model"]["tokenizer"] is None
-    assert dumped["data"]["datasets"][0]["path"] == "world"
 
 
 A, B = DatasetConfig(path="a.jsonl"), DatasetConfig(path="b.jsonl", weight=2)
