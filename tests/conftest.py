@@ -112,7 +112,7 @@ Rlhf = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="session")
 def forks() -> Iterator[Forks]:
-    forks = Forks(user_environment())
+    forks = Forks(user_environment() | {"DS_ACCELERATOR": "cpu"})
     yield forks
     forks.close()
 

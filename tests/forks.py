@@ -1,18 +1,20 @@
-"""Commands of `rlhf` in processes of their own, forked from one that has imported what they import.
+"""Run Python in processes that are forked from one that has imported torch, transformers and DeepSpeed.
 
-Starting anew costs each process six seconds of imports; a fork costs a tenth of one. Everything else is as in a
-user's shell: arguments, environment, output, signals, exit code, the end of the interpreter. Ranks that such a
-command starts are forked too. What it is about to start processes from nothing, other tests do:
-tests/launchers/test_local.py,
-tests/trainers/test_restart.py.
+A new interpreter takes six seconds for these imports, a fork a tenth of one. All else is as in a user's shell:
+arguments, environment, output, signals, exit code, the end of the interpreter. Ranks that such a process starts are
+forked too. tests/launchers/test_local.py and tests/trainers/test_restart.py start new interpreters.
 """
 
 from __future__ import annotations
 
 import atexit
 import gc
+import importlib
 import json
+import math
 import os
+import runpy
+import select
 import signal
 import subprocess
 import sys
@@ -25,100 +27,154 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 ROOT = Path(__file__).parents[1]
+IMPORTS = (
+    "transformers.models.llama.modeling_llama",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # DeepSpeed 0.19.8 takes a second for it, at ZeRO
+    "torch.utils.tensorboard",
+    "rlhf.trainers.pipeline",
+)
+RANKS = """
+import sys
+from rlhf.launchers import local
+status = local.spawn_ranks(int(sys.argv[1]), [sys.executable, "-c", sys.argv[2]])
+sys.exit(status.report() if status else 0)
+"""
 
 
 class Forks:
-    """The client: starts the process that is forked, and asks it for commands."""
+    """The client: starts the process that is forked, and asks it for others."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
-        self._environment = environment | {"DS_ACCELERATOR": "cpu"}
+    def __init__(self, environment: dict[str, str], imports: tuple[str, ...] = IMPORTS) -> None:
+        self._environment, self._imports = environment, imports
         self._server: subprocess.Popen[str] | None = None
+        self._folder = Path(tempfile.mkdtemp(prefix="forks-"))
 
     def run(
         self, *arguments: str, timeout: float, environment: dict[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """`python -m rlhf ARGUMENTS`; `environment` is added to the client's.
+        """Run `python -m rlhf ARGUMENTS`; `environment` is added to the client's."""
+        return self.python("-m", "rlhf", *arguments, timeout=timeout, environment=environment)
+
+    def ranks(self, count: int, code: str, *, timeout: float = 600, environment: dict[str, str] | None = None) -> None:
+        """Run `python -c CODE` as ranks of one run, which must succeed."""
+        done = self.python("-c", RANKS, str(count), code, timeout=timeout, environment=environment)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+    def python(
+        self, *arguments: str, timeout: float, environment: dict[str, str] | None = None, cwd: Path | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run `python ARGUMENTS`.
 
         Raises:
             subprocess.TimeoutExpired: it took longer; it was killed.
         """
-        with tempfile.TemporaryDirectory() as folder:
-            output, errors = Path(folder, "stdout"), Path(folder, "stderr")
-            files = {"stdout": str(output), "stderr": str(errors)}
-            whole = self._environment | (environment or {})
-            ask = {"arguments": arguments, "folder": os.getcwd(), "environment": whole, **files}
-            server = self._ready()
-            assert server.stdin is not None and server.stdout is not None
-            print(json.dumps(ask), file=server.stdin, flush=True)
-            pid = int(server.stdout.readline())
-            code = self._wait(server, pid, timeout)
-            found = [path.read_text(encoding="utf-8", errors="replace") for path in (output, errors)]
-            if code is None:
-                raise subprocess.TimeoutExpired(arguments, timeout, *found)
-        return subprocess.CompletedProcess(["rlhf", *arguments], code, *found)
+        process = self.start(*arguments, environment=environment, cwd=cwd)
+        try:
+            stdout, stderr = process.communicate(timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise subprocess.TimeoutExpired(arguments, timeout, *process.communicate()) from None
+        return subprocess.CompletedProcess(["python", *arguments], process.wait(), stdout, stderr)
+
+    def start(
+        self, *arguments: str, environment: dict[str, str] | None = None, cwd: Path | None = None
+    ) -> ForkedProcess:
+        """Start `python ARGUMENTS` in a separate session and do not wait."""
+        if self._server is None:
+            path = os.pathsep.join(filter(None, [str(ROOT), self._environment.get("PYTHONPATH")]))
+            self._server = subprocess.Popen(
+                [sys.executable, "-c", "from tests import forks; forks.main()", *self._imports],
+                env=self._environment | {"PYTHONPATH": path},
+                cwd=self._folder,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        assert self._server.stdin is not None and self._server.stdout is not None
+        folder = Path(tempfile.mkdtemp(dir=self._folder))
+        request = {
+            "arguments": arguments,
+            "cwd": str(cwd or Path.cwd()),
+            "environment": self._environment | (environment or {}),
+            "folder": str(folder),
+        }
+        print(json.dumps(request), file=self._server.stdin, flush=True)
+        return ForkedProcess(arguments, int(self._server.stdout.readline()), folder)
 
     def close(self) -> None:
         if self._server and self._server.stdin:
             self._server.stdin.close()
             self._server.wait()
 
-    def _ready(self) -> subprocess.Popen[str]:
-        if self._server is None:
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            path = os.pathsep.join(filter(None, [str(ROOT), self._environment.get("PYTHONPATH")]))
-            environment = self._environment | {"PYTHONPATH": path}
-            self._server = subprocess.Popen([sys.executable, "-m", "tests.forks"], env=environment, cwd=ROOT, **pipes)
-        return self._server
 
-    @staticmethod
-    def _wait(server: subprocess.Popen[str], pid: int, timeout: float) -> int | None:
-        """The exit code; None where the command had to be killed."""
-        killed = []
+class ForkedProcess:
+    """A process of the server, with those methods of subprocess.Popen that tests call."""
 
-        def kill(number: int, frame: object) -> None:
-            killed.append(number)
-            os.killpg(pid, signal.SIGKILL)
+    def __init__(self, arguments: tuple[str, ...], pid: int, folder: Path) -> None:
+        self.args, self.pid, self._folder = arguments, pid, folder
+        self.returncode: int | None = None
 
-        assert server.stdout is not None
-        before = signal.signal(signal.SIGALRM, kill)
-        signal.setitimer(signal.ITIMER_REAL, timeout)
-        try:
-            code = int(server.stdout.readline())
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-        return None if killed else code
+    def poll(self) -> int | None:
+        if self.returncode is None and (self._folder / "code").exists():
+            self.returncode = int((self._folder / "code").read_text())
+        return self.returncode
+
+    def wait(self, timeout: float = math.inf) -> int:
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            time.sleep(0.01)
+        return code
+
+    def communicate(self, timeout: float = math.inf) -> tuple[str, str]:
+        self.wait(timeout)
+        stdout, stderr = (
+            (self._folder / name).read_text(encoding="utf-8", errors="replace") for name in ("stdout", "stderr")
+        )
+        return stdout, stderr
 
 
 def serve() -> None:
-    """Fork a command for each line of standard input; answer with its process, and with its exit code when it ends."""
+    """Fork a process for each line of standard input, answer with its number, and write its exit code when it ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what is printed while importing is no answer
-    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  # DeepSpeed 0.19.8 takes a second for it, at ZeRO
-    import transformers.models.llama.modeling_llama  # noqa: F401
-    from torch.utils.tensorboard import SummaryWriter  # noqa: F401
-
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
     import rlhf.launchers.local
-    import rlhf.trainers.pipeline
 
     rlhf.launchers.local.subprocess = SimpleNamespace(**(vars(subprocess) | {"Popen": ForkedPopen}))
     gc.collect()
     gc.freeze()  # so that no fork copies the pages of all that was imported
-    for line in sys.stdin:
-        ask = json.loads(line)
-        with open(ask["stdout"], "wb") as output, open(ask["stderr"], "wb") as errors:
-            command = [sys.executable, "-m", "rlhf", *ask["arguments"]]
-            process = ForkedPopen(command, env=ask["environment"], stdout=output, stderr=errors, cwd=ask["folder"])
-        print(process.pid, file=answers)
-        print(process.wait(), file=answers)
+    processes: dict[Path, ForkedPopen] = {}
+    while True:
+        readable, _, _ = select.select([sys.stdin], [], [], 0.01 if processes else None)
+        if readable:
+            line = sys.stdin.readline()
+            if not line:
+                break
+            request = json.loads(line)
+            folder = Path(request["folder"])
+            with open(folder / "stdout", "wb") as stdout, open(folder / "stderr", "wb") as stderr:
+                command = [sys.executable, *request["arguments"]]
+                processes[folder] = ForkedPopen(
+                    command, env=request["environment"], stdout=stdout, stderr=stderr, cwd=request["cwd"]
+                )
+            print(processes[folder].pid, file=answers)
+        for folder, process in [*processes.items()]:
+            if process.poll() is not None:
+                (folder / "partial").write_text(str(process.returncode))
+                (folder / "partial").rename(folder / "code")
+                del processes[folder]
+    for process in processes.values():
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 class ForkedPopen:
-    """subprocess.Popen of `python -m rlhf ...` or `python -c CODE ...`, as far as it is used here."""
+    """subprocess.Popen of `python ARGUMENTS`, as far as it is used here."""
 
-    _pipes: ClassVar[
-        list[Any]
-    ] = []  # to the standard input of processes; one that is forked later must not hold them open
+    # To the standard input of processes; one that is forked later must not hold them open.
+    _pipes: ClassVar[list[Any]] = []
 
     def __init__(
         self,
@@ -131,8 +187,8 @@ class ForkedPopen:
         cwd: Any = None,
         **options: Any,
     ) -> None:
-        python, how, what, *arguments = command
-        assert python == sys.executable and how in ("-c", "-m"), command
+        python, *arguments = command
+        assert python == sys.executable, command
         self.returncode: int | None = None
         reads, writes = os.pipe()
         self.stdin = os.fdopen(writes, "wb")
@@ -156,8 +212,7 @@ class ForkedPopen:
             os.environ.update(env)
             sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
             os.chdir(cwd or os.getcwd())
-            sys.argv = ["rlhf" if how == "-m" else "-c", *arguments]
-            raise _Forked("from rlhf.cli import main; main()" if how == "-m" else what)
+            raise _Forked(arguments)
         os.close(reads)
         if stdin is None:
             self.stdin.close()
@@ -187,7 +242,47 @@ class ForkedPopen:
 
 
 class _Forked(BaseException):
-    """Leaves the server's frames in the forked process, which then runs the code and ends as any interpreter does."""
+    """Leaves the server's frames in the forked process, which then runs `python ARGUMENTS` and ends as that does."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        self.arguments = arguments
+
+
+def main() -> None:
+    """Be the server; in a fork, what was asked for."""
+    try:
+        serve()
+    except _Forked as forked:
+        arguments = forked.arguments
+    else:
+        return
+    while True:
+        try:
+            _run_python(arguments)
+        except _Forked as forked:  # a rank of that process
+            arguments = forked.arguments
+        except SystemExit as leaving:
+            if isinstance(leaving.code, str):
+                print(leaving.code, file=sys.stderr)
+            _end(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
+        except BaseException:
+            traceback.print_exc()
+            _end(1)
+        else:
+            _end(0)
+
+
+def _run_python(arguments: list[str]) -> None:
+    option, *sys.argv[1:] = arguments
+    if option == "-c":
+        sys.argv[:] = arguments[:1] + arguments[2:]
+        exec(arguments[1], vars(sys.modules["__main__"]))
+    elif option == "-m":
+        del sys.argv[1]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv[0] = option
+        runpy.run_path(option, run_name="__main__")
 
 
 def _end(code: int) -> None:
@@ -197,28 +292,3 @@ def _end(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _main() -> None:
-    try:
-        serve()
-    except _Forked as forked:
-        code = str(forked)
-    else:
-        return
-    while True:
-        try:
-            exec(code, {"__name__": "__main__"})
-        except _Forked as forked:  # a rank of that command
-            code = str(forked)
-        except SystemExit as leaving:
-            _end(leaving.code if isinstance(leaving.code, int) else 0)
-        except BaseException:
-            traceback.print_exc()
-            _end(1)
-        else:
-            _end(0)
-
-
-if __name__ == "__main__":
-    _main()

@@ -1,6 +1,7 @@
 """The layers: rlhf -> accelerators (public names) -> torch, and what may be imported when."""
 
 import ast
+import functools
 import importlib
 import re
 import subprocess
@@ -27,8 +28,9 @@ def modules(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
-def name_of(path: Path) -> str:
-    return str(path.relative_to(ROOT))
+@functools.cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[str, list[str]]]:
@@ -40,25 +42,29 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, list[str]]]:
             yield node.module or "", [alias.name for alias in node.names]
 
 
-def imported(path: Path, root: Path, files: dict[str, Path]) -> set[str]:
-    """Those of `files` (by module) that the file `path` below `root` imports: anywhere in it, for types alone too."""
+def imported_files(path: Path, root: Path, files: dict[str, Path]) -> set[str]:
+    """Return those of `files` (by module) that the file `path` below `root` imports: anywhere in it, for types too."""
     package = [*path.relative_to(root).parent.parts]
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) + 1 - node.level] if node.level else []
             module = ".".join([*above, *filter(None, [node.module])])
-            found |= {name if (name := f"{module}.{alias.name}") in files else module for alias in node.names}
-    return found & files.keys()
+            names |= {name if (name := f"{module}.{alias.name}") in files else module for alias in node.names}
+    return names & files.keys()
+
+
+def files_by_module(root: Path, *packages: str) -> dict[str, Path]:
+    paths = [path for package in packages for path in (root / package).rglob("*.py")]
+    return {".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
 
 
 def cycle(root: Path, *packages: str) -> list[str]:
-    """Modules of packages in the folder `root` that import one another in a ring; empty where none do."""
-    paths = [path for package in packages for path in (root / package).rglob("*.py")]
-    files = {".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
-    graph = {module: imported(path, root, files) - {module} for module, path in files.items()}
+    """Return modules of packages in the folder `root` that import one another in a ring; empty if none do."""
+    files = files_by_module(root, *packages)
+    graph = {module: imported_files(path, root, files) - {module} for module, path in files.items()}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -76,13 +82,12 @@ LOOSE = {"__init__", "__main__", "errors", "version"}
 
 def arrows_up(root: Path) -> list[str]:
     """Return the imports in `root`/rlhf of a room by one further down `ROOMS`."""
-    paths = [*(root / "rlhf").rglob("*.py")]
-    files = {".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+    files = files_by_module(root, "rlhf")
     floors = {room: floor for floor, room in enumerate(ROOMS)}
     arrows = []
     for module, path in files.items():
         room = path.relative_to(root / "rlhf").parts[0].removesuffix(".py")
-        for target in imported(path, root, files):
+        for target in imported_files(path, root, files):
             other = [*target.split("."), "__init__"][1]
             if room not in LOOSE and other not in LOOSE and floors[other] < floors[room]:
                 arrows.append(f"{module} -> {target}")
@@ -114,22 +119,19 @@ def code_words(tree: ast.AST) -> Iterator[str]:
             yield node.value
 
 
-@pytest.mark.parametrize("path", modules("rlhf"), ids=name_of)
-def test_rlhf_uses_only_public_names_of_accelerators(path: Path) -> None:
-    for module, names in imports(ast.parse(path.read_text())):
-        if module.partition(".")[0] == "accelerators":
-            assert module in PUBLIC, f"{module} is not public"
-            assert set(names) <= {*importlib.import_module(module).__all__, "testing"}
+def test_rlhf_uses_only_public_names_of_accelerators() -> None:
+    for path in modules("rlhf"):
+        for module, names in imports(parse(path)):
+            if module.partition(".")[0] == "accelerators":
+                assert module in PUBLIC, f"{path}: {module} is not public"
+                assert set(names) <= {*importlib.import_module(module).__all__, "testing"}, path
 
 
-@pytest.mark.parametrize(
-    "path", sorted(p for p in (ROOT / "rlhf").rglob("*") if p.suffix in {".py", ".yaml"}), ids=name_of
-)
-def test_no_backend_and_no_vendor_is_named_in_rlhf(path: Path) -> None:
+def test_no_backend_and_no_vendor_is_named_in_rlhf() -> None:
     """Not in code, comments, documentation or recipes; a flag of another program has the name that it has."""
-    text = path.read_text().replace("--num-gpus", "")
-    found = [(number, line) for number, line in enumerate(text.splitlines(), 1) if VENDORS.search(line)]
-    assert not found
+    paths = [path for path in sorted((ROOT / "rlhf").rglob("*")) if path.suffix in {".py", ".yaml"}]
+    lines = [f"{path}: {line}" for path in paths for line in path.read_text().splitlines()]
+    assert [line for line in lines if VENDORS.search(line.replace("--num-gpus", "").removeprefix(str(ROOT)))] == []
 
 
 @pytest.mark.parametrize(
@@ -143,41 +145,45 @@ def test_no_backend_and_no_vendor_is_named_in_rlhf(path: Path) -> None:
         ("the compute of shapes", False),
     ],
 )
-def test_names_are_recognized_in_any_spelling(line: str, named: bool) -> None:
+def test_vendor_names_match_in_any_spelling(line: str, named: bool) -> None:
     assert bool(VENDORS.search(line)) == named
 
 
-@pytest.mark.parametrize("path", modules("rlhf"), ids=name_of)
-def test_rlhf_talks_to_no_device_past_the_interface(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    for module, names in imports(tree):
-        assert module.partition(".")[0] not in VENDOR_PACKAGES
-        assert not module.startswith(("torch.accelerator", "torch.backends", "deepspeed.accelerator"))
-        assert not (module == "torch" and {"accelerator", "backends"} & set(names))
-        assert not (module == "deepspeed" and "accelerator" in names)
-        assert "get_accelerator" not in names
-    for dotted in attributes(tree):
-        assert dotted not in {"torch.accelerator", "torch.backends", "deepspeed.accelerator"}, dotted
-        assert not dotted.endswith("get_accelerator"), dotted
+def test_rlhf_talks_to_no_device_past_the_interface() -> None:
+    for path in modules("rlhf"):
+        for module, names in imports(parse(path)):
+            assert module.partition(".")[0] not in VENDOR_PACKAGES, path
+            assert not module.startswith(("torch.accelerator", "torch.backends", "deepspeed.accelerator")), path
+            assert not (module == "torch" and {"accelerator", "backends"} & set(names)), path
+            assert not (module == "deepspeed" and "accelerator" in names), path
+            assert "get_accelerator" not in names, path
+        for dotted in attributes(parse(path)):
+            assert dotted not in {"torch.accelerator", "torch.backends", "deepspeed.accelerator"}, path
+            assert not dotted.endswith("get_accelerator"), path
 
 
-@pytest.mark.parametrize("path", modules("rlhf"), ids=name_of)
-def test_rlhf_does_not_ask_what_kind_of_device_it_has(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    for dotted in attributes(tree):
-        assert not re.search(r"device(\(\))?\.(type|index)$", dotted), dotted
-        assert not dotted.endswith((".is_cpu", ".device_name", ".device_type")) or dotted == "event.device_type", dotted
-    assert "cpu" not in set(code_words(tree)), "a device is named only by the one who chooses it"
+def test_rlhf_does_not_ask_what_kind_of_device_it_has() -> None:
+    for path in modules("rlhf"):
+        for dotted in attributes(parse(path)):
+            assert not re.search(r"device(\(\))?\.(type|index)$", dotted), f"{path}: {dotted}"
+            if dotted != "event.device_type":
+                assert not dotted.endswith((".is_cpu", ".device_name", ".device_type")), f"{path}: {dotted}"
+        assert "cpu" not in set(code_words(parse(path))), f"{path}: a device is named only by the one who chooses it"
 
 
-@pytest.mark.parametrize("path", modules("accelerators"), ids=name_of)
-def test_accelerators_knows_nothing_of_rlhf(path: Path) -> None:
-    assert not [module for module, _ in imports(ast.parse(path.read_text())) if module.partition(".")[0] == "rlhf"]
+def test_accelerators_knows_nothing_of_rlhf() -> None:
+    importers = [
+        path
+        for path in modules("accelerators")
+        for module, _ in imports(parse(path))
+        if module.partition(".")[0] == "rlhf"
+    ]
+    assert importers == []
 
 
-@pytest.mark.parametrize("path", [*modules("rlhf"), *modules("accelerators")], ids=name_of)
-def test_every_module_says_what_it_is_for(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text()))
+def test_every_module_says_what_it_is_for() -> None:
+    paths = [*modules("rlhf"), *modules("accelerators")]
+    assert [path for path in paths if not ast.get_docstring(parse(path))] == []
 
 
 PLUGINS = sorted(path.parent for path in (ROOT / "plugins").glob("*/*/__init__.py"))
@@ -262,18 +268,13 @@ def test_reason_for_length_is_the_first_comment(text: str, given: bool) -> None:
     assert bool(LONG.match(text)) == given
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "import rlhf",
-        "import rlhf.config.schema, rlhf.errors, rlhf.runs.directory, rlhf.trainers.run, rlhf.cli.app",
-        "import accelerators",
-        "import accelerators; accelerators.available()",
-        "import accelerators; accelerators.select('cpu', environ={})",
-    ],
-)
-def test_importing_and_choosing_load_no_heavy_library(statement: str) -> None:
-    script = f"{statement}\nimport sys\nprint({{'torch', 'transformers', 'deepspeed', 'datasets'}} & set(sys.modules))"
+def test_importing_and_choosing_load_no_heavy_library() -> None:
+    script = (
+        "import sys, accelerators, rlhf.config.schema, rlhf.runs.directory, rlhf.trainers.run, rlhf.cli.app\n"
+        "accelerators.available()\n"
+        "accelerators.select('cpu', environ={})\n"
+        "print({'torch', 'transformers', 'deepspeed', 'datasets'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

@@ -1,19 +1,15 @@
 """What rank 0 does alone: the others wait for it as long as it takes, and learn how it ended; and sessions in a row."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from rlhf.launchers import local
-
-ROOT = Path(__file__).parents[2]
+from tests.forks import RANKS, Forks
 
 SCRIPT = """
 import sys, time
 from datetime import timedelta
 from pathlib import Path
-sys.path.insert(0, {root!r})
 import torch.distributed as dist
 from rlhf.engine import distributed
 dist.init_process_group("gloo", timeout=timedelta(seconds=2))
@@ -30,34 +26,33 @@ except BaseException as error:
 """
 
 
-def on_two_ranks(folder: Path, *, takes_long: bool = True, then: str = "pass") -> list[str]:
+def on_two_ranks(forks: Forks, folder: Path, *, takes_long: bool = True, then: str = "pass") -> list[str]:
     """What each rank came to, in a process group whose collectives wait for two seconds."""
-    script = SCRIPT.format(root=str(ROOT), folder=str(folder), takes_long=takes_long, then=then)
-    local.spawn_ranks(2, [sys.executable, "-c", script])
+    script = SCRIPT.format(folder=str(folder), takes_long=takes_long, then=then)
+    forks.python("-c", RANKS, "2", script, timeout=60)
     return [(folder / f"rank{rank}").read_text() for rank in range(2)]
 
 
 @pytest.mark.slow
-def test_the_others_wait_longer_than_a_collective_does(tmp_path: Path) -> None:
-    assert on_two_ranks(tmp_path) == ["done", "done"]
+def test_the_others_wait_longer_than_a_collective_does(forks: Forks, tmp_path: Path) -> None:
+    assert on_two_ranks(forks, tmp_path) == ["done", "done"]
 
 
-def test_what_fails_on_rank_0_after_a_long_time_fails_on_all(tmp_path: Path) -> None:
-    first, other = on_two_ranks(tmp_path, then="raise OSError('disk')")
+def test_what_fails_on_rank_0_after_a_long_time_fails_on_all(forks: Forks, tmp_path: Path) -> None:
+    first, other = on_two_ranks(forks, tmp_path, then="raise OSError('disk')")
     assert first == "OSError: disk"
     assert other == "RemoteRankError: downloading failed on rank 0: OSError('disk')"
 
 
 @pytest.mark.slow
-def test_the_others_do_not_outwait_a_rank_0_that_is_gone(tmp_path: Path) -> None:
+def test_the_others_do_not_outwait_a_rank_0_that_is_gone(forks: Forks, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):  # it said nothing, and the launcher ended the other in the end
-        on_two_ranks(tmp_path, then="import os; os._exit(3)")
+        on_two_ranks(forks, tmp_path, then="import os; os._exit(3)")
 
 
 SESSIONS = """
 import os, sys, time
 from pathlib import Path
-sys.path.insert(0, {root!r})
 import torch.distributed as dist
 import accelerators
 from rlhf.engine import distributed
@@ -75,7 +70,7 @@ Path({folder!r}, f"rank{{os.environ['RANK']}}").write_text(str(found))
 
 
 @pytest.mark.slow
-def test_a_rank_may_begin_a_session_before_rank_0_does(tmp_path: Path) -> None:
-    script = SESSIONS.format(root=str(ROOT), folder=str(tmp_path))
-    assert local.spawn_ranks(2, [sys.executable, "-c", script]) is None
+def test_a_rank_may_begin_a_session_before_rank_0_does(forks: Forks, tmp_path: Path) -> None:
+    script = SESSIONS.format(folder=str(tmp_path))
+    forks.ranks(2, script)
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["[[2, 0], [2, 1]]"] * 2

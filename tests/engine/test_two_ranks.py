@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from rlhf.launchers import local
 from tests.engine import two_ranks
+from tests.forks import Forks
 from tests.helpers import weights
-
-ROOT = Path(__file__).parents[2]
-
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two-ranks")
-    script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.engine import two_ranks"
-    outcome = local.spawn_ranks(2, [sys.executable, "-c", f"{script}; two_ranks.main({str(folder)!r})"])
-    assert outcome is None, outcome.line
+    forks.ranks(2, f"from tests.engine import two_ranks; two_ranks.main({str(folder)!r})")
     return folder
 
 

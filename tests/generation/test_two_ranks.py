@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from rlhf.launchers import local
+from tests.forks import Forks
 from tests.generation import two_ranks
 from tests.generation.two_ranks import GREEDY, MODELS, RANK_GROUPS, SAMPLED, SLOW
 
-ROOT = Path(__file__).parents[2]
 
-
-def run(function: str, count: int, folder: Path) -> list[Any]:
+def run(forks: Forks, function: str, count: int, folder: Path) -> list[Any]:
     """What each of `count` ranks left that ran a function of `two_ranks`."""
-    script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.generation import two_ranks"
-    outcome = local.spawn_ranks(count, [sys.executable, "-c", f"{script}; two_ranks.{function}({str(folder)!r})"])
-    assert outcome is None, outcome.line
+    forks.ranks(count, f"from tests.generation import two_ranks; two_ranks.{function}({str(folder)!r})")
     return [torch.load(folder / f"rank {rank}", weights_only=False) for rank in range(count)]
 
 
 @pytest.fixture(scope="module")
-def left(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return run("main", 2, tmp_path_factory.mktemp("two-ranks"))
+def left(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return run(forks, "main", 2, tmp_path_factory.mktemp("two-ranks"))
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf.launchers import local
 from tests.families.table import BY_NAME
+from tests.forks import Forks
 from tests.matrix import rehearsal
 from tests.matrix.points import OFTEN, POINTS, STEPS, Point
 from tests.matrix.two_ranks import of_plain_transformers
 
-ROOT = Path(__file__).parents[2]
 OPTIMIZER = {"learning_rate": 1e-3, "warmup": 0}
 # What sums over shards round. In fp16 that soon draws another token: there the first step is compared, in fp32 all.
 LOSSES = {"fp32": 2e-6, "fp16": 1e-4}
@@ -31,7 +28,11 @@ EACH = [pytest.param(point, id=point.name, marks=[] if point in OFTEN else [pyte
 
 @pytest.fixture(scope="module")
 def folder(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any, data_file: Path
+    request: pytest.FixtureRequest,
+    forks: Forks,
+    tmp_path_factory: pytest.TempPathFactory,
+    tokenizer: Any,
+    data_file: Path,
 ) -> Path:
     """The runs of the points whose tests were selected, and those that they are compared with."""
     from transformers import OPTForCausalLM
@@ -71,12 +72,9 @@ def folder(
     runs = {point.name: start | {"engine": start["engine"]} | point.settings for point in points}
     (base / "asked.json").write_text(json.dumps({"start": start, "runs": runs}))
     plugin = rehearsal.install(base / "site")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(base / "site"), str(ROOT)]))
-        patch.setenv("RLHF_PLUGINS", plugin)
-        script = "from tests.matrix import rehearsal, two_ranks; two_ranks.main({!r}, 'rehearsal', rehearsal.watch)"
-        outcome = local.spawn_ranks(2, [sys.executable, "-c", script.format(str(base))])
-    assert outcome is None, outcome.line
+    main = f"two_ranks.main({str(base)!r}, 'rehearsal', rehearsal.watch)"
+    variables = {"PYTHONPATH": str(base / "site"), "RLHF_PLUGINS": plugin}
+    forks.ranks(2, f"from tests.matrix import rehearsal, two_ranks; {main}", environment=variables)
     return base
 
 

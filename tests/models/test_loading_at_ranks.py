@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from rlhf.launchers import local
 from tests.families.table import BY_NAME, build
+from tests.forks import Forks
 
-ROOT = Path(__file__).parents[2]
 KINDS = {"OPT": "", "Llama, Llama 2": "trained trained-scalar", "BLOOM": "", "GPT-2": "trained", "Mixtral": "trained"}
 """Families, and what is tried with each: all stages where it is trained, else ZeRO-3 alone."""
 
@@ -33,9 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_weights_and_masters_are_the_checkpoints(folder: Path, count: int) -> None:
-    script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.models import ranks_of_loading as ranks"
-    outcome = local.spawn_ranks(count, [sys.executable, "-c", f"{script}; ranks.main({str(folder)!r})"])
-    assert outcome is None, outcome.line
+def test_weights_and_masters_are_the_checkpoints(forks: Forks, folder: Path, count: int) -> None:
+    forks.ranks(count, f"from tests.models import ranks_of_loading as ranks; ranks.main({str(folder)!r})")
     for rank in range(count):
         assert (folder / f"rank {rank}").read_text() == ""

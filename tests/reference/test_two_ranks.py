@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from rlhf.launchers import local
+from tests.forks import Forks
 from tests.helpers import assert_close_weights
 from tests.reference import cases, expected, two_ranks
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture(scope="module")
-def left(tmp_path_factory) -> Any:
+def left(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(stage, rank) -> what it left."""
     folder = tmp_path_factory.mktemp("two-ranks")
-    script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.reference import two_ranks"
-    outcome = local.spawn_ranks(2, [sys.executable, "-c", f"{script}; two_ranks.main({str(folder)!r})"])
-    assert outcome is None, outcome.line
+    forks.ranks(2, f"from tests.reference import two_ranks; two_ranks.main({str(folder)!r})")
     return lambda stage, rank=0: torch.load(folder / f"{stage}, rank {rank}", weights_only=False)
 
 

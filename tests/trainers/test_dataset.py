@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,14 @@ import pytest
 from rlhf.config.schema import EVERY_STAGE, build_config
 from rlhf.data import examples, load_sources
 from rlhf.data.preview import describe_stage
-from rlhf.launchers import local
 from rlhf.runs.directory import RunDirectory
 from rlhf.trainers.preflight import BaseModels, examine, look_at_data
-
-ROOT = Path(__file__).parents[2]
+from tests.forks import Forks
 
 SCRIPT = """
 import os, sys
 from pathlib import Path
 from types import SimpleNamespace
-sys.path.insert(0, {root!r})
 import torch.distributed as dist
 from rlhf.config.schema import load_config
 from rlhf.data import examples
@@ -57,20 +53,20 @@ dist.destroy_process_group()
 """
 
 
-def on_two_ranks(folder: Path, machines: str, *rows: int) -> list[Any]:
+def on_two_ranks(forks: Forks, folder: Path, machines: str, *rows: int) -> list[Any]:
     """What each rank says it did; `machines` names the one that it is on, and `rows` how many it finds."""
     sources = []
     for number in rows:
         sources.append(str(folder / f"{number}.jsonl"))
         lines = [json.dumps({"prompt": f"{n}?", "response": "cow"}) for n in range(number)]
         Path(sources[-1]).write_text("\n".join(lines))
-    script = SCRIPT.format(root=str(ROOT), folder=str(folder), machines=machines, sources=(sources * 2)[:2])
-    assert local.spawn_ranks(2, [sys.executable, "-c", script]) is None
+    script = SCRIPT.format(folder=str(folder), machines=machines, sources=(sources * 2)[:2])
+    forks.ranks(2, script)
     return [json.loads((folder / f"rank{rank}").read_text()) for rank in range(2)]
 
 
-def test_one_rank_tokenizes_and_both_have_its_examples(tmp_path: Path) -> None:
-    first, other = on_two_ranks(tmp_path, "aa", 100)
+def test_one_rank_tokenizes_and_both_have_its_examples(forks: Forks, tmp_path: Path) -> None:
+    first, other = on_two_ranks(forks, tmp_path, "aa", 100)
     assert (first[0], other[0]) == (20, 0)
     assert first[1:3] == other[1:3] and first[1] == 19
     assert first[3][0] == 1 and len(other[3]) == 1, "the rows are compared on rank 0"
@@ -78,25 +74,25 @@ def test_one_rank_tokenizes_and_both_have_its_examples(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_on_two_machines_each_has_its_own(tmp_path: Path) -> None:
-    first, other = on_two_ranks(tmp_path, "ab", 100)
+def test_on_two_machines_each_has_its_own(forks: Forks, tmp_path: Path) -> None:
+    first, other = on_two_ranks(forks, tmp_path, "ab", 100)
     assert (first[0], other[0]) == (20, 20)
     assert first[1:3] == other[1:3]
     assert [len(list((tmp_path / name / "rlhf").glob("sft-*/stage.json"))) for name in "ab"] == [1, 1]
 
 
 @pytest.mark.slow
-def test_where_they_cannot_be_kept_each_rank_holds_its_own_and_says_why(tmp_path: Path) -> None:
+def test_where_they_cannot_be_kept_each_rank_holds_its_own_and_says_why(forks: Forks, tmp_path: Path) -> None:
     (tmp_path / "a").write_text("a file")
-    first, other = on_two_ranks(tmp_path, "aa", 100)
+    first, other = on_two_ranks(forks, tmp_path, "aa", 100)
     assert (first[0], other[0]) == (20, 20) and first[1:3] == other[1:3]
     assert "note: sft: tokenized rows are not cached, and every rank tokenizes them: " in first[3][0]
     assert f"{tmp_path}/a/rlhf cannot be written (" in first[3][0]
 
 
 @pytest.mark.slow
-def test_machines_with_other_rows_are_told_apart(tmp_path: Path) -> None:
-    found = on_two_ranks(tmp_path, "ab", 100, 101)
+def test_machines_with_other_rows_are_told_apart(forks: Forks, tmp_path: Path) -> None:
+    found = on_two_ranks(forks, tmp_path, "ab", 100, 101)
     assert found == [["DataError", found[0][1]]] * 2
     assert found[0][1].startswith("sft: rows, tokenizers or versions of rlhf differ between ranks; ")
 

@@ -1,7 +1,6 @@
 """PPO's models on one frozen base: the numbers of four separate ones, in the memory of one, wherever the run lies."""
 
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from rlhf.config.schema import ModelConfig, OptimizerConfig, build_config
 from rlhf.engine import distributed
 from rlhf.engine.engine import TrainingEngine
 from rlhf.evaluation.models import model_folder
-from rlhf.launchers import local
 from rlhf.models.lora import add_adapters
 from rlhf.models.shared_base import SharedBase, build_on_base
 from rlhf.roles.roles import model_placements
@@ -28,7 +26,6 @@ from tests.in_process import stage_context
 NO_BF16 = "not __import__('accelerators.backends.cpu.info', fromlist=['']).native_bf16()"
 PRECISIONS = ["fp32", pytest.param("bf16", marks=pytest.mark.skipif(NO_BF16))]
 RANK = 4
-ROOT = Path(__file__).parents[2]
 BASE = "actor, reference, critic and reward share one frozen base"
 
 
@@ -269,12 +266,10 @@ def places(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_two_ranks_keep_one_base_each_at_every_zero_stage_that_shares(tmp_path):
+def test_two_ranks_keep_one_base_each_at_every_zero_stage_that_shares(forks, tmp_path):
     precisions = ["fp32", *(["bf16"] if cpu_info.native_bf16() else [])]
-    script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.trainers import test_shared_base"
     arguments = ", ".join(map(repr, [str(tmp_path), *precisions]))
-    outcome = local.spawn_ranks(2, [sys.executable, "-c", f"{script}; test_shared_base.run_rank({arguments})"])
-    assert outcome is None, outcome.line
+    forks.ranks(2, f"from tests.trainers import test_shared_base; test_shared_base.run_rank({arguments})")
     for rank in (0, 1):
         found = torch.load(tmp_path / f"rank {rank}")
         assert set(found.values()) == {(True, True, True)} and len(found) == 3 * len(precisions)

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import proof
 import pytest
 
 from accelerators.backends.cpu import info as cpu_info
+from tests.forks import Forks
 
 SOURCE = Path(__file__).parents[1]
 
@@ -35,26 +36,47 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def python(site: Path) -> Run:
-    """Run Python where the simulator is installed: python("-m", "rlhf", ..., simulated=False, strict=False)."""
+def environment(site: Path) -> dict[str, str]:
+    """A user's environment in which the simulator is installed and turned off."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("RLHF_", "PT_HPU_", "HABANA"))}
+    # A working tree that these tests were pointed to, above the installed one.
+    paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return clean | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.fixture(scope="session")
+def forks(environment: dict[str, str]) -> Iterator[Forks]:
+    """Processes that start with torch and transformers imported; the simulation and DeepSpeed are not."""
+    forks = Forks(environment, imports=("transformers.models.llama.modeling_llama", "torch.utils.tensorboard"))
+    yield forks
+    forks.close()
+
+
+@pytest.fixture(scope="session")
+def python(site: Path, environment: dict[str, str], forks: Forks) -> Run:
+    """Run Python where the simulator is installed: python("-m", "rlhf", ..., simulated=False, strict=False).
+
+    `fresh` starts a new interpreter, for tests of how the simulation is turned on.
+    """
 
     def run(
         *arguments: str,
         simulated: bool = True,
         strict: bool = True,
+        fresh: bool = False,
         env: dict[str, str] | None = None,
         seconds: float = 500,
     ) -> subprocess.CompletedProcess[str]:
-        clean = {key: value for key, value in os.environ.items() if not key.startswith(("RLHF_", "PT_HPU_", "HABANA"))}
-        # A working tree that these tests were pointed to, above the installed one.
-        paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
-        clean |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        clean |= {"RLHF_GAUDI_SIM": "1"} if simulated else {}
-        clean |= {"RLHF_GAUDI_SIM_STRICT": "1"} if strict else {}
+        variables = {"RLHF_GAUDI_SIM": "1"} if simulated else {}
+        variables |= {"RLHF_GAUDI_SIM_STRICT": "1"} if strict else {}
+        variables |= env or {}
+        folder = site.parent  # not where gaudi_sim lies as source
+        if not fresh:
+            return forks.python(*arguments, timeout=seconds, environment=variables, cwd=folder)
         return subprocess.run(
             [sys.executable, *arguments],
-            env=clean | (env or {}),
-            cwd=site.parent,  # not where gaudi_sim lies as source
+            env=environment | variables,
+            cwd=folder,
             capture_output=True,
             text=True,
             timeout=seconds,

@@ -16,7 +16,7 @@ from accelerators.backends.cpu import info as cpu_info
 
 def listed(python: Run, **how: Any) -> dict[str, dict[str, Any]]:
     """The backends that `rlhf accelerators list` shows, by name."""
-    done = python("-m", "rlhf", "accelerators", "list", "--json", **how)
+    done = python("-m", "rlhf", "accelerators", "list", "--json", fresh=True, **how)
     assert done.returncode == 0, done.stderr
     return {report["name"]: report for report in json.loads(done.stdout)}
 
@@ -53,7 +53,7 @@ def test_a_value_that_says_neither_yes_nor_no_is_an_error(python: Run) -> None:
     report = listed(python, env={"RLHF_GAUDI_SIM": "on"})["gaudi-sim"]
     assert report["broken"]
     assert "RLHF_GAUDI_SIM=on: neither 0 nor 1" in report["reason"]
-    done = python("-m", "rlhf", "accelerators", "explain", "hpu", env={"RLHF_GAUDI_SIM": "on"})
+    done = python("-m", "rlhf", "accelerators", "explain", "hpu", env={"RLHF_GAUDI_SIM": "on"}, fresh=True)
     assert done.returncode == 2
     assert "RLHF_GAUDI_SIM=on: neither 0 nor 1" in done.stderr
 
@@ -68,11 +68,11 @@ def test_a_real_bridge_is_not_replaced(python: Run, site: Path, tmp_path: Path) 
     assert f"rlhf-gaudi-sim 0.1.0 will not stand in for the real habana_frameworks in {package}" in refusal["reason"]
 
     code = "import gaudi_sim.plugin as plugin; print(*plugin.rlhf_check_run(None, {}))"
-    objection = python("-c", code, env=paths).stdout
+    objection = python("-c", code, env=paths, fresh=True).stdout
     assert "the real habana_frameworks" in objection
     assert "unset RLHF_GAUDI_SIM to use the Gaudi" in objection
 
-    done = python("-c", "import gaudi_sim; gaudi_sim.install()", simulated=False, env=paths)
+    done = python("-c", "import gaudi_sim; gaudi_sim.install()", simulated=False, env=paths, fresh=True)
     assert done.returncode
     assert "AcceleratorError: rlhf-gaudi-sim 0.1.0 will not stand in" in done.stderr
 
@@ -86,7 +86,7 @@ gaudi_sim.install()  # twice is as good as once
 assert not {"torch", "habana_frameworks"} & set(sys.modules)
 assert gaudi_sim.report() == {}
 """
-    done = python("-c", code)
+    done = python("-c", code, fresh=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -99,7 +99,7 @@ gaudi_sim.install()
 import habana_frameworks.torch
 print(float(torch.ones(3, device="hpu").sum()))
 """
-    done = python("-c", code, simulated=False)
+    done = python("-c", code, simulated=False, fresh=True)
     assert (done.stdout, done.returncode) == ("3.0\n", 0), done.stderr
 
 
@@ -111,35 +111,37 @@ import gaudi_sim
 gaudi_sim.install()
 import habana_frameworks.torch
 """
-    done = python("-c", code, simulated=False)
+    done = python("-c", code, simulated=False, fresh=True)
     assert done.returncode
     assert "PyTorch has looked for devices in this process already" in done.stderr
 
 
 def test_torch_loads_the_device_where_the_simulation_is_on(python: Run) -> None:
     code = "import gaudi_sim.plugin, torch; print(torch.accelerator.current_accelerator())"
-    assert python("-c", code).stdout == "hpu\n"
-    assert python("-c", code, env={"RLHF_ACCELERATOR": "cpu"}).stdout == "None\n"
-    assert python("-c", code, simulated=False).stdout == "None\n"
+    assert python("-c", code, fresh=True).stdout == "hpu\n"
+    assert python("-c", code, env={"RLHF_ACCELERATOR": "cpu"}, fresh=True).stdout == "None\n"
+    assert python("-c", code, simulated=False, fresh=True).stdout == "None\n"
 
 
 @pytest.mark.parametrize(("wish", "threads"), [("", 1), (str(cpu_info.cores()), cpu_info.cores())])
 def test_cards_of_one_machine_share_its_cores(python: Run, wish: str, threads: int) -> None:
     code = "import gaudi_sim.plugin, habana_frameworks.torch, torch; print(torch.get_num_threads())"
-    done = python("-c", code, env={"OMP_NUM_THREADS": wish, "LOCAL_WORLD_SIZE": str(cpu_info.cores())})
+    done = python("-c", code, env={"OMP_NUM_THREADS": wish, "LOCAL_WORLD_SIZE": str(cpu_info.cores())}, fresh=True)
     assert int(done.stdout) == threads, done.stderr
 
 
 @pytest.mark.parametrize(("rank", "times"), [("0", 1), ("1", 0)])
 def test_the_first_rank_says_once_that_it_is_a_simulation(python: Run, rank: str, times: int) -> None:
     code = "import gaudi_sim.plugin; import habana_frameworks.torch.core; import habana_frameworks.torch.hpu"
-    done = python("-c", code, env={"RANK": rank})
+    done = python("-c", code, env={"RANK": rank}, fresh=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("this is a simulation of a Gaudi on the CPU") == times
 
 
 def test_a_device_that_cannot_be_compiled_is_one_clear_line(python: Run) -> None:
-    done = python("-m", "rlhf", "accelerators", "explain", "hpu", env={"RLHF_GAUDI_SIM_CACHE": "/proc/cache"})
+    done = python(
+        "-m", "rlhf", "accelerators", "explain", "hpu", env={"RLHF_GAUDI_SIM_CACHE": "/proc/cache"}, fresh=True
+    )
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("rlhf: error: gaudi-sim: the compiled device cannot be kept in /proc/cache")

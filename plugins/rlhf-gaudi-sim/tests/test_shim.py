@@ -204,7 +204,7 @@ assert double(torch.ones(2, device="hpu")).tolist() == double(torch.ones(2, devi
 
 
 def test_eager_mode_has_no_graphs_and_says_that_torch_compile_compiles_nothing(python: Run) -> None:
-    done = python("-c", EAGER, env={"PT_HPU_LAZY_MODE": "0"})
+    done = python("-c", EAGER, fresh=True, env={"PT_HPU_LAZY_MODE": "0"})
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("torch.compile traces for hpu_backend, which runs the traces as they are") == 1
 
@@ -305,5 +305,5 @@ print("all of it")
 
 
 def test_everything_that_deepspeeds_own_accelerator_offers_works(python: Run) -> None:
-    done = python("-c", TOUCH, env={"DS_ACCELERATOR": "hpu"})
+    done = python("-c", TOUCH, fresh=True, env={"DS_ACCELERATOR": "hpu"})
     assert done.stdout.endswith("all of it\n"), done.stderr
