@@ -47,15 +47,14 @@ LLAMA_3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_fa
 class Family:
     """One row.
 
-    `slow`: it goes through the three stages only where all tests run. `draws`: transformers' code of it draws at random
-    in training mode, beside dropout, so that PPO's first ratio is not quite 1.
+    `draws`: transformers draws at random in its training mode, in addition to dropout, so that PPO's first ratio
+    is not quite 1.
     """
 
     name: str
     architecture: str
     values: Mapping[str, Any] = field(default_factory=dict)
     notes: str = ""
-    slow: bool = False
     draws: bool = False
 
     def configuration(self, **changes: Any) -> Any:
@@ -103,46 +102,41 @@ FAMILIES = (
     Family("Mistral", "mistral", GROUPED | WINDOW, "sliding window"),
     Family("Qwen2", "qwen2", PAIRS, "grouped heads"),
     Family("Qwen3", "qwen3", GROUPED, "grouped heads"),
-    Family("Gemma", "gemma", GROUPED, slow=True),
+    Family("Gemma", "gemma", GROUPED),
     Family("Gemma 2", "gemma2", GROUPED | MIXED | {"query_pre_attn_scalar": 8}, "soft cap, alternating windows"),
     Family("Gemma 3", "gemma3_text", GROUPED | MIXED, "alternating windows"),
     Family("Phi-3", "phi3", PAIRS | WINDOW, "sliding window"),
     Family("Falcon", "falcon", {}, "one key head for all"),
     Family("Falcon RW", "falcon", {"alibi": True, "multi_query": False}, "alibi"),
-    Family("Falcon 40B", "falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}, "grouped heads", slow=True),
+    Family("Falcon 40B", "falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}, "grouped heads"),
     Family("StableLM", "stablelm", PAIRS, "grouped heads"),
-    Family("MPT", "mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2}, "alibi", slow=True),
-    Family("BioGPT", "biogpt", slow=True),
-    Family("Cohere 2", "cohere2", GROUPED | WINDOW, "sliding window", slow=True),
-    Family("CTRL", "ctrl", {"dff": 48}, slow=True),
-    Family(
-        "Falcon-H1", "falcon_h1", GROUPED | MAMBA | {"mamba_d_ssm": 64}, "recurrent layers next to attention", slow=True
-    ),
-    Family("GLM-4", "glm4", GROUPED, "grouped heads", slow=True),
-    Family("GPT BigCode, StarCoder", "gpt_bigcode", {}, "one key head for all", slow=True),
-    Family("GPT-OSS", "gpt_oss", GROUPED | MIXED | LOCAL_EXPERTS, "attention sinks, experts", slow=True),
-    Family("Granite", "granite", GROUPED, "grouped heads", slow=True),
-    Family("JetMoE", "jetmoe", {"num_key_value_heads": 2, "kv_channels": 8}, "experts", slow=True),
-    Family("LFM2", "lfm2", PAIRS | {"layer_types": ["conv", "full_attention"]}, "convolutions", slow=True),
-    Family("Mixtral", "mixtral", GROUPED | LOCAL_EXPERTS, "experts", slow=True),
-    Family("Nemotron", "nemotron", GROUPED, "grouped heads", slow=True),
-    Family("OLMo 2", "olmo2", PAIRS, "grouped heads", slow=True),
-    Family("OLMo 3", "olmo3", PAIRS | MIXED, "alternating windows", slow=True),
-    Family("Phi, Phi-2", "phi", slow=True),
-    Family(
-        "Phi-3.5 MoE", "phimoe", PAIRS | {"num_local_experts": 4}, "experts, drawn in training", slow=True, draws=True
-    ),
-    Family("Qwen3 MoE", "qwen3_moe", GROUPED | EXPERTS, "experts", slow=True),
+    Family("MPT", "mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2}, "alibi"),
+    Family("BioGPT", "biogpt"),
+    Family("Cohere 2", "cohere2", GROUPED | WINDOW, "sliding window"),
+    Family("CTRL", "ctrl", {"dff": 48}),
+    Family("Falcon-H1", "falcon_h1", GROUPED | MAMBA | {"mamba_d_ssm": 64}, "recurrent layers next to attention"),
+    Family("GLM-4", "glm4", GROUPED, "grouped heads"),
+    Family("GPT BigCode, StarCoder", "gpt_bigcode", {}, "one key head for all"),
+    Family("GPT-OSS", "gpt_oss", GROUPED | MIXED | LOCAL_EXPERTS, "attention sinks, experts"),
+    Family("Granite", "granite", GROUPED, "grouped heads"),
+    Family("JetMoE", "jetmoe", {"num_key_value_heads": 2, "kv_channels": 8}, "experts"),
+    Family("LFM2", "lfm2", PAIRS | {"layer_types": ["conv", "full_attention"]}, "convolutions"),
+    Family("Mixtral", "mixtral", GROUPED | LOCAL_EXPERTS, "experts"),
+    Family("Nemotron", "nemotron", GROUPED, "grouped heads"),
+    Family("OLMo 2", "olmo2", PAIRS, "grouped heads"),
+    Family("OLMo 3", "olmo3", PAIRS | MIXED, "alternating windows"),
+    Family("Phi, Phi-2", "phi"),
+    Family("Phi-3.5 MoE", "phimoe", PAIRS | {"num_local_experts": 4}, "experts, drawn in training", draws=True),
+    Family("Qwen3 MoE", "qwen3_moe", GROUPED | EXPERTS, "experts"),
     Family(
         "Qwen3-Next",
         "qwen3_next",
         GROUPED | EXPERTS | {"shared_expert_intermediate_size": 16} | LINEAR,
         "linear attention, experts",
-        slow=True,
     ),
-    Family("Qwen3.5", "qwen3_5_text", GROUPED | LINEAR, "linear attention", slow=True),
-    Family("SmolLM3", "smollm3", PAIRS, "grouped heads", slow=True),
-    Family("StarCoder 2", "starcoder2", PAIRS, "grouped heads", slow=True),
+    Family("Qwen3.5", "qwen3_5_text", GROUPED | LINEAR, "linear attention"),
+    Family("SmolLM3", "smollm3", PAIRS, "grouped heads"),
+    Family("StarCoder 2", "starcoder2", PAIRS, "grouped heads"),
     Family(
         "Zamba 2",
         "zamba2",
@@ -150,11 +144,15 @@ FAMILIES = (
         | {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2}
         | {"n_mamba_heads": 8, "mamba_headdim": 8, "mamba_d_state": 8, "mamba_ngroups": 1},
         "recurrent layers next to attention",
-        slow=True,
     ),
 )
 BY_NAME = {family.name: family for family in FAMILIES}
-EACH = [pytest.param(family, id=family.name, marks=[pytest.mark.slow] if family.slow else []) for family in FAMILIES]
+OFTEN = {"OPT", "GPT-2", "BLOOM", "CodeGen", "Llama 3", "Mistral", "Gemma 2", "Falcon"}
+"""Those that the default suite trains: one of each kind."""
+EACH = [
+    pytest.param(family, id=family.name, marks=[] if family.name in OFTEN else [pytest.mark.slow])
+    for family in FAMILIES
+]
 """The families as parameters of a test; those of the long tail only if all tests run."""
 
 

@@ -80,11 +80,7 @@ def test_what_a_recipe_takes_from_a_hub_needs_no_further_words(recipe: Path) -> 
     config = load_config(recipe)
     sources = [name for source in config.data.datasets for name in (source.path, source.heldout) if name]
     hubs = [name for name in (*sources, *toys.models(config).values()) if not is_path(name)]
-    assert (
-        not hubs
-        or "**Without a hub" in recipe.with_name("README.md").read_text(encoding="utf-8")
-        or ("Without a hub" in recipe.with_name("README.md").read_text(encoding="utf-8"))
-    )
+    assert not hubs or "Without a hub" in recipe.with_name("README.md").read_text(encoding="utf-8")
     assert all(find_known_dataset(name) for name in sources if not is_path(name))
 
 
@@ -95,11 +91,8 @@ def test_opt_has_the_data_rates_and_lengths_of_deepspeed_chat(recipe: Path) -> N
     assert config.data.datasets[0].path == "Dahoas/rm-static" and config.data.stage_split == (2, 4, 4)
     assert [source.stages for source in config.data.datasets[1:]] in ([], [("sft", "reward")] * 3)
     assert config.data.max_prompt_length == config.data.max_completion_length == 256
-    assert (config.sft.optimizer.warmup, config.ppo.optimizer.warmup, config.ppo.critic_optimizer.warmup) == (
-        0,
-        100,
-        100,
-    )
+    assert config.sft.optimizer.warmup == 0
+    assert config.ppo.optimizer.warmup == config.ppo.critic_optimizer.warmup == 100
     assert (config.reward.optimizer.learning_rate, config.reward.optimizer.weight_decay) == (5e-5, 0.1)
     assert (config.ppo.critic_optimizer.learning_rate, config.reward.dropout, config.sft.dropout) == (5e-6, 0, None)
     assert (config.ppo.epochs, config.ppo.ppo_epochs, config.ppo.updates, config.reward.epochs) == (1, 1, 1, 1)

@@ -14,18 +14,11 @@ from rlhf.config.schema import STAGES, Config, Stage, load_config
 from tests.forks import Forks
 from tests.recipes import toys
 
-IN_DEFAULT_SUITE = ("opt/350m", "opt/1.3b")
-"""Of the recipes' DPO: of all weights, and with LoRA."""
-
-LIKE_OTHERS = {
-    "opt/30b-lora": "opt/13b",
-    "opt/66b": "opt/13b",
-    "opt/6.7b-node": "opt/1.3b-node",
-    "opt/1.3b-lora-node": "opt/6.7b-lora",
-    "bloom/1b1": "bloom/1b1-lora",
-    "other_language/chinese": "other_language/japanese",
+IN_DEFAULT_SUITE = {
+    "sft": ("opt/350m", "opt/6.7b-lora", "bloom/1b1-lora", "llama2-7b/quantized"),
+    "dpo": ("opt/350m",),
 }
-"""Recipes that are not in the default suite, and one of like toys that is."""
+"""All weights, LoRA, another family, and frozen weights in int8; the others run every night."""
 
 
 @pytest.fixture(scope="session")
@@ -37,8 +30,8 @@ def parameters(stage: str) -> Iterator[object]:
     for recipe in toys.recipes():
         if stage in parse_yaml(recipe.read_text(encoding="utf-8")):
             name = toys.name_of(recipe)
-            slow = name in LIKE_OTHERS or (stage == "dpo" and name not in IN_DEFAULT_SUITE)
-            yield pytest.param(recipe, id=name, marks=[pytest.mark.slow] if slow else [])
+            marks = [] if name in IN_DEFAULT_SUITE[stage] else [pytest.mark.slow]
+            yield pytest.param(recipe, id=name, marks=marks)
 
 
 @pytest.mark.parametrize("recipe", parameters("sft"))
