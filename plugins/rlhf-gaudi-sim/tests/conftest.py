@@ -13,9 +13,9 @@ from typing import Any
 
 import proof
 import pytest
+from forks import Forks
 
 from accelerators.backends.cpu import info as cpu_info
-from tests.forks import Forks
 
 SOURCE = Path(__file__).parents[1]
 
@@ -46,8 +46,15 @@ def environment(site: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def forks(environment: dict[str, str]) -> Iterator[Forks]:
-    """Processes that start with torch and transformers imported; the simulation and DeepSpeed are not."""
-    forks = Forks(environment, imports=("transformers.models.llama.modeling_llama", "torch.utils.tensorboard"))
+    """Processes that start with torch, and with as much of transformers as does not ask for torch's device."""
+    imports = (
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "torch.utils.tensorboard",
+        "datasets",
+        "transformers.generation",
+    )
+    forks = Forks(environment, imports)
     yield forks
     forks.close()
 
