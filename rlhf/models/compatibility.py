@@ -149,13 +149,9 @@ def choose_attention(accelerator: Accelerator, path: str | None, config: ModelCo
 
 
 def choose_attention_for(accelerator: Accelerator, model_config: Any, name: str, architecture: Any) -> AttentionChoice:
-    """Choose as `choose_attention` does, for a configuration of transformers.
+    """Choose as `choose_attention` does, for a configuration and its class, None if only loading shows that.
 
-    Args:
-        accelerator: the backend.
-        model_config: the model's configuration.
-        name: names the model in messages.
-        architecture: the class of its language model; None if it is known only after loading.
+    `name` names the model in messages.
     """
     refused: dict[str, str] = {}
     kernels = accelerator.kernels

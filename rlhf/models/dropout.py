@@ -27,38 +27,18 @@ def set_dropout(model: nn.Module, rate: float) -> None:
             skipped as a whole (`layerdrop`), which other rates leave unchanged.
     """
     copies: dict[int, Any] = {}
-    outermost = None
-    for module in model.modules():
-        if isinstance(module, _DropoutNd):
-            module.p = rate
-        for name in _find_rates(vars(module), rate):
-            setattr(module, name, rate)
-        config = getattr(module, "config", None)
-        if config is None:
-            continue
-        outermost = outermost or module
-        if module is not outermost and (names := _find_rates(vars(config), rate)):
+    for module, config in _list_inner_configs(model):
+        if _select_rates(config, rate):
             if id(config) not in copies:
                 copies[id(config)] = copy.deepcopy(config)
-                for name in names:
-                    setattr(copies[id(config)], name, rate)
             module.config = copies[id(config)]
+    for owner, name in _list_rates(model, rate):
+        setattr(owner, name, rate)
 
 
 def has_dropout(model: nn.Module) -> bool:
     """Return True if training passes drop activations, including those of adapters, or whole layers."""
-    rates: list[float] = []
-    outermost = None
-    for module in model.modules():
-        rates += [module.p] if isinstance(module, _DropoutNd) else []
-        rates += [getattr(module, name) for name in _find_rates(vars(module), 0)]
-        config = getattr(module, "config", None)
-        if config is None:
-            continue
-        outermost = outermost or module
-        if module is not outermost:
-            rates += [getattr(config, name) for name in _find_rates(vars(config), 0)]
-    return any(rates)
+    return any(getattr(owner, name) for owner, name in _list_rates(model, 0))
 
 
 def check_dropout(model: nn.Module, rate: float | None, key: str) -> None:
@@ -66,17 +46,27 @@ def check_dropout(model: nn.Module, rate: float | None, key: str) -> None:
 
     A rate in the configuration alone has no effect: some architectures inherit keys that they do not read.
     """
-    if rate and not any(
-        isinstance(module, _DropoutNd) or _find_rates(vars(module), rate) for module in model.modules()
-    ):
+    if rate and not any(isinstance(module, _DropoutNd) or _select_rates(module, rate) for module in model.modules()):
         raise ConfigError(f"{key}: {rate:g}, but {type(model).__name__} has no dropout; leave it empty, or set it to 0")
 
 
-def _find_rates(values: dict[str, Any], rate: float) -> list[str]:
-    """Return the names of dropout rates among attributes; those of skipped layers only if `rate` is 0."""
+def _list_rates(model: nn.Module, rate: float) -> list[tuple[Any, str]]:
+    """Return (owner, attribute) of the rates that layers read; see `_select_rates`."""
+    owners = [*model.modules(), *(config for _, config in _list_inner_configs(model))]
+    rates = [(owner, name) for owner in owners for name in _select_rates(owner, rate)]
+    return rates + [(module, "p") for module in model.modules() if isinstance(module, _DropoutNd)]
+
+
+def _list_inner_configs(model: nn.Module) -> list[tuple[Any, Any]]:
+    """Return (module, configuration) of all modules that have one but the outermost, whose configuration is saved."""
+    return [(module, module.config) for module in model.modules() if getattr(module, "config", None) is not None][1:]
+
+
+def _select_rates(owner: Any, rate: float) -> list[str]:
+    """Return the attributes of `owner` that are dropout rates; those of skipped layers only if `rate` is 0."""
     return [
         name
-        for name, value in values.items()
+        for name, value in vars(owner).items()
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
         if "drop" in name and (not rate or not ("layer" in name or "path" in name))
     ]

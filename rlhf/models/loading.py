@@ -59,12 +59,8 @@ def load_on_meta(
 ) -> PreTrainedModel:
     """Load the model at `path` without its weights, on torch's meta device; raise the errors of loading it.
 
-    Args:
-        path: a folder or hub name.
-        config: as in `load_causal_lm`.
-        attention: as in `load_causal_lm`.
-        scalar_head: load a sequence-classification model with one output.
-        trained: the weights must include the head.
+    With `scalar_head` it is a sequence-classification model with one output; if `trained`, the weights must include
+    the head.
     """
     return _load(path, config, attention, trained=trained, weights=False, scalar_head=scalar_head)[0]
 
@@ -106,16 +102,9 @@ def load_scalar_head(
 ) -> PreTrainedModel:
     """Load the sequence-classification model with one output at `path`.
 
-    Args:
-        config: as in `load_causal_lm`.
-        tokenizer: as in `load_causal_lm`.
-        attention: as in `load_causal_lm`.
-        path: a folder or hub name.
-        seed: draws a new head if the model at `path` has none, or one with several outputs; None: `path` must be a
-            trained reward model.
-        reset_norm: reset the norm before a new head; `auto`: if its gains are very unequal.
-        say: called with a line about each part that differs from the saved model.
-        put: as in `load_causal_lm`.
+    Other arguments are those of `load_causal_lm`. `seed` draws a new head if the model has none, or one with several
+    outputs; without it, `path` must be a trained reward model. `reset_norm` resets the norm before a new head; `auto`:
+    if its gains are very unequal. `say` is called with a line about each part that differs from the saved model.
 
     Raises:
         ModelError: as `load_causal_lm`; or there is no scalar head, in the architecture or in the weights.

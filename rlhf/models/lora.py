@@ -156,10 +156,7 @@ def adapters_for_rollout(model: nn.Module, config: LoraConfig, memory: int) -> I
 def should_merge(model: nn.Module, config: LoraConfig, memory: int) -> tuple[bool, str]:
     """Return whether adapters are merged for rollouts, or run next to the weights, and why they are not merged.
 
-    Args:
-        model: the model with adapters.
-        config: the section `lora`.
-        memory: the device's memory in bytes; merging needs as much again as the adapted weights take.
+    Merging needs as much `memory`, the device's in bytes, again as the adapted weights take.
     """
     weights = [getattr(layer.get_base_layer(), "weight", None) for layer in find_adapted_layers(model).values()]
     if not all(weight is not None and weight.is_floating_point() for weight in weights):

@@ -82,11 +82,7 @@ Quantized = QuantizedLinear | QuantizedConv1D
 def quantize(model: Any, kind: QuantizationKind, packing: QuantizedWeights, *, exported: bool) -> None:
     """Pack the weights of all linear layers of a model that are not packed yet, in place.
 
-    Args:
-        model: a model of transformers.
-        kind: the number of bits.
-        packing: the accelerator's implementation.
-        exported: keep the sources of the unpacked weights, in a file or in memory, for an export.
+    If it is `exported`, the sources of the unpacked weights, in a file or in memory, are kept.
     """
     for path, layer in list(model.named_modules()):
         if _should_pack(path, layer):

@@ -130,7 +130,7 @@ def find_final_norm(model: Any) -> tuple[str, nn.Module] | None:
     It is a sibling of the stack of layers, usually after it (OPT's is before it, where BLOOM has one of its
     embeddings), and as wide as the head.
     """
-    candidates = []
+    candidates, width = [], (model.score.in_features,)
     for name, module in model.base_model.named_modules():
         if re.search(r"(^|\.)\d", name):  # inside a layer
             continue
@@ -141,12 +141,9 @@ def find_final_norm(model: Any) -> tuple[str, nn.Module] | None:
         candidates += [
             (name.count("."), index < stacks[-1], f"{name}.{child_name}".lstrip("."), child)
             for index, (child_name, child) in enumerate(children)
-            if _is_norm(child, model)
+            if "Norm" in type(child).__name__ and getattr(getattr(child, "weight", None), "shape", None) == width
         ]
-    if not candidates:
-        return None
-    _, _, name, norm = min(candidates, key=lambda candidate: candidate[:2])
-    return name, norm
+    return min(candidates, key=lambda candidate: candidate[:2])[2:] if candidates else None
 
 
 def check_final_norm(model: Any, setting: Literal["auto", True, False]) -> None:
@@ -168,8 +165,7 @@ def reset_final_norm(model: Any, setting: Literal["auto", True, False]) -> str |
         ConfigError: as `check_final_norm`.
     """
     check_final_norm(model, setting)
-    name_and_norm = find_final_norm(model)
-    if name_and_norm is None or setting is False:
+    if setting is False or not (name_and_norm := find_final_norm(model)):
         return None
     name, norm = name_and_norm
     untrained = copy.deepcopy(norm)
@@ -190,11 +186,6 @@ def reset_final_norm(model: Any, setting: Literal["auto", True, False]) -> str |
 def was_reset(module: nn.Module) -> bool:
     """Return True if `reset_final_norm` reset `module`, a norm, which is then trained as the new head is."""
     return getattr(module, _RESET, False)
-
-
-def _is_norm(module: nn.Module, model: Any) -> bool:
-    weight = getattr(module, "weight", None)
-    return "Norm" in type(module).__name__ and weight is not None and weight.shape == (model.score.in_features,)
 
 
 def _measure_gains(norm: Any, untrained: Any) -> tuple[float, float, float]:

@@ -120,30 +120,22 @@ def shape_of(model: str) -> Shape:
         ConfigError: the folder's config.json cannot be read, `shape_from` does not understand it, or there is neither a
             folder nor a known model of this name.
     """
-    return shape_from(*config_values(model))
-
-
-def config_values(model: str) -> tuple[Mapping[str, Any], str]:
-    """Return the configuration of the model in a folder or of a known name, and its name in messages.
-
-    Raises:
-        ConfigError: config.json cannot be read, or there is neither a folder nor a known model of this name.
-    """
     folder = Path(model).expanduser()
     if folder.is_dir():
         try:
-            return json.loads((folder / "config.json").read_text(encoding="utf-8")), model
+            values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(
                 f"{model}: its config.json cannot be read ({reason}); name a folder that holds a model, or a known name"
             ) from error
+        return shape_from(values, model)
     known = _known_models()
     name = model.rpartition("/")[2].lower()
     for ending in ("-hf", "-v0.1", "-v0.3"):
         name = name.removesuffix(ending)
     if name in known:
-        return known[name], name
+        return shape_from(known[name], name)
     close = difflib.get_close_matches(name, known, n=1)
     remedy = f"did you mean {close[0]}?" if close else f"name a folder with a config.json, or one of {', '.join(known)}"
     raise ConfigError(f"{model}: is no folder, and no known model has this name; {remedy}")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from rlhf.config.schema import EVERY_STAGE, Config, Stage
 from rlhf.errors import ConfigError
-from rlhf.roles.lineage import ACTOR, REWARD, REWARD_MODEL, ResolvedBaseModel, resolve_base_model
+from rlhf.roles.lineage import ACTOR, REWARD, REWARD_MODEL, resolve_base_model
 from rlhf.roles.roles import ModelPlacement, RoleName, model_placements
 from rlhf.utils.atomic_io import atomic_write_json, read_json
 
@@ -51,31 +51,23 @@ class Sharing:
 
     def describe(self, placements: Placements) -> str | None:
         """Return one line for the log; None without LoRA, or if sharing is turned off."""
-        reference_is_actor = "reference" not in placements  # the actor without its adapters
         if not self.donors and not self.obstacle:
             return None
-        groups: dict[str, list[str]] = {"actor": ["actor", "reference"]} if reference_is_actor else {}
+        groups: dict[str, list[str]] = {}
+        if "reference" not in placements:  # it is the actor without its adapters
+            groups = {"actor": ["actor", "reference"]}
         for name, donor in self.donors.items():
             root = self.donors.get(donor, donor)
             groups.setdefault(root, [root]).append(name)
         line = "; ".join(f"{_enumerate(dict.fromkeys(names))} share one frozen base" for names in groups.values())
         if not self.obstacle:
             return line
-        return (
-            f"{line}; the others do not: {self.obstacle.reason}"
-            if line
-            else f"no frozen base is shared: {self.obstacle.reason}"
-        )
+        start = f"{line}; the others do not" if line else "no frozen base is shared"
+        return f"{start}: {self.obstacle.reason}"
 
 
 def decide_sharing(config: Config, placements: Placements, actor: str, reward: str | None) -> Sharing:
-    """Decide what PPO's models share.
-
-    Args:
-        config: the settings.
-        placements: those of PPO's models.
-        actor: folder or hub name of the model that the actor starts from.
-        reward: the same of the reward model; None without one.
+    """Decide what PPO's models share, given the folders or hub names that the actor and the reward model start from.
 
     Raises:
         ConfigError: `lora.share_base: true`, and a model cannot share the base.
@@ -92,10 +84,7 @@ def predict_sharing(config: Config, placements: Placements) -> Sharing:
 def check_sharing(config: Config, pending: Collection[Stage], finished_model: Callable[[Stage, str], str]) -> None:
     """Refuse requests about frozen weights that cannot be met: one base for all models, merging quantized weights.
 
-    Args:
-        config: the settings.
-        pending: stages that have not trained their model yet.
-        finished_model: returns the model of a finished stage, as in `resolve_base_model`.
+    The arguments are those of `resolve_base_model`.
 
     Raises:
         ConfigError: with the reason, and what to do.
@@ -220,16 +209,15 @@ def _predict_obstacle(
         base = resolve_base_model(config, REWARD, pending, finished_model)
         if (base.path, base.through) == (actor.path, actor.through):
             return None
-        reason = f"the reward model is trained on {_name(config, base)}, and the actor starts from"
-        return Obstacle(f"{reason} {_name(config, actor)}", "start both from the same model")
+        names = [
+            model.ref.named_in(config) or f"the model of the {model.ref.trained_by} stage" for model in (base, actor)
+        ]
+        reason = f"the reward model is trained on {names[0]}, and the actor starts from {names[1]}"
+        return Obstacle(reason, "start both from the same model")
     if actor.through:
         return Obstacle("the reward model was trained before the actor's base", "train the reward model again")
     assert actor.path and reward.path  # neither is pending, and no embedded model is used untrained
     return _compare_bases(actor.path, reward.path)
-
-
-def _name(config: Config, base: ResolvedBaseModel) -> str:
-    return base.ref.named_in(config) or f"the model of the {base.ref.trained_by} stage"
 
 
 def _weights_folder(model: str) -> Path | None:

@@ -42,10 +42,8 @@ class BaseModelRef(NamedTuple):
 class ResolvedBaseModel(NamedTuple):
     """The weights that a reference stands for.
 
-    Attributes:
-        ref: the reference.
-        path: folder or hub name of the weights; None for the embedded model.
-        through: stages of this run that still have to train the weights, the earliest first.
+    `path` is their folder or hub name, None for the embedded model; `through` are the stages of this run that still
+    have to train them, the earliest first.
     """
 
     ref: BaseModelRef
@@ -84,12 +82,8 @@ def resolve_base_model(
 ) -> ResolvedBaseModel:
     """Return the weights that a reference stands for.
 
-    Args:
-        config: the settings.
-        ref: the reference.
-        pending: stages of the run that have not trained their model yet.
-        finished_model: returns the model of a finished stage, for the key that could name another; not needed if all
-            stages are pending.
+    `pending` are the stages of the run that have not trained their model yet. `finished_model` returns the model of a
+    finished stage, for the key that could name another; it is not needed if all stages are pending.
 
     Raises:
         RunError: from `finished_model`: a stage that is not pending has left no model.

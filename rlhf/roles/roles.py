@@ -85,10 +85,7 @@ class ModelPlacement:
     def bucket(self, trained: int) -> int:
         """Return the size of the buffer in which ranks sum gradients at ZeRO 1 to 3, in elements.
 
-        DeepSpeed allocates all of it, even for few trained parameters; `engine.deepspeed` may set another size.
-
-        Args:
-            trained: number of trained parameters.
+        DeepSpeed allocates all of it, even for few `trained` parameters; `engine.deepspeed` may set another size.
         """
         zero_settings = self.engine.deepspeed.get("zero_optimization")
         size = zero_settings.get("reduce_bucket_size") if isinstance(zero_settings, Mapping) else None
@@ -218,12 +215,12 @@ def _check_offload(config: Config, placement: ModelPlacement, placements: Sequen
             f"set {zero_key}=1 (on one rank too), or {key}=none"
         )
     # engine.offload must suit some model of the run; roles.*.offload must suit its model in some stage.
-    affected = [each for each in placements if getattr(config.roles, each.role.name).offload is None]
+    affected = [other for other in placements if getattr(config.roles, other.role.name).offload is None]
     if overrides.offload is not None:
         affected = [
-            each for stage in ROLES for each in model_placements(config, stage).values() if each.role.name == name
+            other for stage in ROLES for other in model_placements(config, stage).values() if other.role.name == name
         ]
-    if offload in ("parameters", "all") and not any(each.offloads_parameters for each in affected):
+    if offload in ("parameters", "all") and not any(other.offloads_parameters for other in affected):
         raise ConfigError(
             f"{key}: {offload}: offloading trained weights needs ZeRO-3, and the {name} model uses ZeRO {zero_stage}; "
             f"set {zero_key}=3, or {key}={'optimizer' if zero_stage else 'none'}"
@@ -253,15 +250,17 @@ def _check_frozen(config: Config, placement: ModelPlacement) -> None:
 def _check_nvme(config: Config, placements: Sequence[ModelPlacement]) -> None:
     if config.engine.nvme is None:
         return
-    offloading = [each for each in placements if each.offloads_optimizer or each.offloads_parameters]
+    offloading = [
+        placement for placement in placements if placement.offloads_optimizer or placement.offloads_parameters
+    ]
     if not offloading:
         raise ConfigError("engine.nvme: nothing is offloaded; set engine.offload=all, or remove engine.nvme")
-    if all(each.zero_stage < 3 for each in offloading):
+    if all(other.zero_stage < 3 for other in offloading):
         raise ConfigError(
             "engine.nvme: DeepSpeed uses a disk at ZeRO-3 only, and no offloaded model uses ZeRO-3; set "
             "engine.zero_stage=3, or remove engine.nvme to offload to the host's memory"
         )
-    if config.ppo.ema and any(each.role.name == "actor" and each.zero_stage == 3 for each in offloading):
+    if config.ppo.ema and any(other.role.name == "actor" and other.zero_stage == 3 for other in offloading):
         raise ConfigError(
             "ppo.ema: a moving average needs the actor's weights in memory, and engine.nvme stores them on disk; "
             "remove one of the two keys, or set roles.actor.offload=none"
