@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -35,24 +35,6 @@ _TYPES = {
 }
 
 
-class Source(Protocol):
-    """A tensor that can be read whole or in part."""
-
-    @property
-    def shape(self) -> torch.Size:
-        """Shape of the tensor."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the stored numbers."""
-        ...
-
-    def read(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return its elements from `start` to `stop`, flat, in stored order and in the stored type."""
-        ...
-
-
 @dataclass(frozen=True)
 class OnDisk:
     """A tensor in a safetensors file."""
@@ -63,7 +45,7 @@ class OnDisk:
     dtype: torch.dtype
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Read elements from the file; see `Source.read`."""
+        """Read elements from the file."""
         stop = self.shape.numel() if stop is None else stop
         tensor = torch.empty(stop - start, dtype=self.dtype)
         self.read_into(tensor, start)
@@ -101,7 +83,7 @@ class InMemory:
         return self.tensor.dtype
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return a view of elements; see `Source.read`."""
+        """Return a view of elements."""
         return self.tensor.detach().reshape(-1)[start:stop]
 
 
@@ -114,7 +96,7 @@ class Computed:
     dtype: torch.dtype
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Compute the tensor and return elements of it; see `Source.read`."""
+        """Compute the tensor and return elements of it."""
         return self.compute().reshape(-1)[start:stop]
 
 
@@ -137,7 +119,7 @@ class Extended:
         return torch.promote_types(self.original.dtype, self.row.dtype)
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Read elements of the original and of the added rows; see `Source.read`."""
+        """Read elements of the original and of the added rows."""
         stop = self.shape.numel() if stop is None else stop
         old = self.original.shape.numel()
         parts = []
@@ -147,6 +129,13 @@ class Extended:
             indices = torch.arange(max(start, old), stop) % self.row.numel()
             parts.append(self.row.reshape(-1)[indices].to(self.dtype))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+Source: TypeAlias = OnDisk | InMemory | Computed | Extended
+"""A tensor of a known `shape` and stored `dtype`.
+
+`read(start, stop)` returns its elements from `start` to `stop`, flat, in stored order and in the stored type.
+"""
 
 
 def open_checkpoint(path: str) -> dict[str, Source] | None:

@@ -72,20 +72,17 @@ def copy(tmp_path: Path) -> Path:
 
 def run(copy: Path, *command: str, timeout: float = 300) -> str:
     environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=timeout)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
+    process = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=timeout)
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
+    return process.stdout
 
 
-def test_a_step_with_it_has_the_advantages_that_it_defines(copy: Path, tmp_path: Path) -> None:
-    run(copy, sys.executable, "-c", STEP, str(tmp_path / "run"))
-
-
-def test_the_command_takes_it(copy: Path) -> None:
+def test_command_accepts_it_and_a_step_has_its_advantages(copy: Path, tmp_path: Path) -> None:
     (command,) = blocks("bash")
     program, stage, *options = command.split()
     assert (program, stage) == ("rlhf", "ppo")
     assert "estimator: median" in run(copy, sys.executable, "-m", "rlhf", "config", *options)
+    run(copy, sys.executable, "-c", STEP, str(tmp_path / "run"))
 
 
 @pytest.mark.slow

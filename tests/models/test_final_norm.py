@@ -173,7 +173,9 @@ def test_reset_norm_is_trained_with_lora(tmp_path: Path) -> None:
     assert trained(50) == {"score.weight", "model.norm.weight"} and trained(1) == {"score.weight"}
 
 
-@pytest.mark.parametrize("keys", [[], ["engine.zero_stage=3", "lora.rank=2"]])
+@pytest.mark.parametrize(
+    "keys", [[], pytest.param(["engine.zero_stage=3", "lora.rank=2"], marks=pytest.mark.slow)], ids=str
+)
 def test_reward_stage_resets_the_norm_and_ppo_keeps_it(
     rlhf: Any, finished_run: Path, tmp_path: Path, keys: list[str]
 ) -> None:

@@ -265,6 +265,7 @@ def test_copy_of_a_data_set_in_the_hubs_spelling(tmp_path: Path) -> None:
     assert note and note.endswith("the copy on this machine is used")
 
 
+@pytest.mark.slow
 def test_libraries_use_the_copy_at_once_and_silently(tmp_path: Path, model_folder: Path) -> None:
     """They would try five times, with a line and a longer pause each."""
     save_copy(tmp_path, "me/tiny", source=model_folder)
