@@ -15,7 +15,7 @@ from rlhf.generation.decoder import Decoder
 from rlhf.models.compatibility import check_support
 from rlhf.models.forward import ScalarHead, completion_log_probs
 from rlhf.models.scalar_head import build_scalar_head_class
-from tests.families.table import BY_NAME, FAMILIES, SIZES, build
+from tests.families.table import BY_NAME, EACH, FAMILIES, SIZES, Family, build
 
 NAMES = [family.name for family in FAMILIES]
 
@@ -82,13 +82,13 @@ def test_padding_changes_neither_scores_nor_draws(accelerator: Any, name: str, t
 
 
 # JetMoE's tolist() reads on the host, unseen here.
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "JetMoE"])
-def test_recorded_step_draws_the_same_tokens(accelerator: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize("family", [parameter for parameter in EACH if parameter.id != "JetMoE"])
+def test_recorded_step_draws_the_same_tokens(accelerator: Any, monkeypatch: pytest.MonkeyPatch, family: Family) -> None:
     """What cannot be recorded is decoded as it is."""
     from accelerators.capture import Graph
     from tests.accelerators.replaying import record
 
-    model = build(BY_NAME[name].configuration(), MODEL_FOR_CAUSAL_LM_MAPPING)
+    model = build(family.configuration(), MODEL_FOR_CAUSAL_LM_MAPPING)
     monkeypatch.setattr(accelerator, "capture", lambda fn, key: Graph(fn, key, record))
     assert_draws_as_generate(accelerator, model)
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
 from rlhf.checkpoint.safetensors_writer import SafetensorsWriter
@@ -20,7 +19,7 @@ from rlhf.config.schema import ModelConfig
 from rlhf.models import lazy_tensors, loading
 from rlhf.models.lazy_tensors import Computed, Extended, InMemory, OnDisk, compute_mean_row, read_whole
 from rlhf.models.loading import load_causal_lm, load_scalar_head
-from rlhf.models.weight_loading import get_source, has_all_weights, place_in_memory, read_parameters
+from rlhf.models.weight_loading import get_source, has_all_weights, place_in_memory
 from tests.families.table import EACH, build
 from tests.helpers import build_tokenizer, llama
 
@@ -160,29 +159,6 @@ print(sum(2 * parameter.numel() for parameter in model.parameters()) // 2**20, s
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     kept, taken = map(int, done.stdout.split()[-2:])
     assert 55 < kept < 70 and taken < kept + 90, "pages of the file would be 128 more"
-
-
-def test_read_parameters_keeps_the_checkpoints_numbers(folder):
-    model, _ = loading._load(str(folder), ModelConfig(path=str(folder)), "sdpa")
-    read_parameters(model.model.norm)
-    assert not model.model.norm.weight.is_meta and model.lm_head.weight.is_meta
-    stored = load_file(folder / "model.safetensors")
-    assert torch.equal(model.model.norm.weight, stored["model.norm.weight"])
-
-
-def test_put_may_place_parameters_itself(folder):
-    names = []
-
-    def put(name: str, module: nn.Module, parameter: nn.Parameter) -> nn.Parameter | None:
-        names.append(name)
-        if not isinstance(module, nn.Linear) or name == "lm_head.weight":
-            return place_in_memory(torch.float32)(name, module, parameter)
-        module.weight = place_in_memory(torch.float64)(name, module, parameter)
-        return None
-
-    model = load(folder, put)
-    assert len(names) == len(set(names)) and "lm_head.weight" not in names, "a tied weight comes once"
-    assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.float64
 
 
 def test_writer_takes_tensors_in_any_order_and_splits_files(tmp_path):

@@ -93,18 +93,6 @@ def test_saved_head_scores_as_in_plain_transformers(tmp_path: Path, name: str) -
         torch.testing.assert_close(scores(scored, ids), expected, atol=2e-5, rtol=0)
 
 
-def test_the_backbone_is_the_language_models(tmp_path: Path) -> None:
-    """The score of a head that is a row of the output embedding is that token's logit."""
-    folder = language_model(tmp_path, "granite")
-    policy = load_causal_lm(ModelConfig(path=str(folder)), build_tokenizer(), attention="sdpa").eval()
-    model = load(folder, seed=0)
-    ids = torch.tensor([[5, 6, 7, 8]])
-    with torch.no_grad():
-        model.score.weight.copy_(policy.get_output_embeddings().weight[9:10])
-        expected = policy(input_ids=ids).logits[..., 9] * policy.config.logits_scaling
-    torch.testing.assert_close(scores(model, ids), expected)
-
-
 def test_load_on_meta_is_the_model_without_weights(tmp_path: Path) -> None:
     folder = language_model(tmp_path, "cohere2")
     outline = load_on_meta(str(folder), ModelConfig(), attention="sdpa", scalar_head=True, trained=False)
