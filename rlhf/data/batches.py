@@ -29,7 +29,7 @@ def collate_sft(
     pad_token_id: int,
     loss_on: Literal["completion", "all"] = "completion",
 ) -> Batch:
-    """Pad demonstrations on the right.
+    """Pad demonstrations on the right; the arguments are those of all collate functions.
 
     Args:
         examples: B examples.
@@ -84,12 +84,7 @@ def collate_dpo(
     """Pad prompts on the left and replies on the right, so that replies begin in one column; the chosen ones first.
 
     Args:
-        examples: B examples.
-        real: number of real examples, which come first; the others are fillers. None: all are real.
-        policy: rounds lengths up to the shapes that the accelerator prefers.
-        prompt: maximum length of a prompt in tokens.
-        completion: maximum length of a reply in tokens.
-        pad_token_id: token of the padding.
+        prompt, completion: maximum length of a prompt and of a reply in tokens.
 
     Returns:
         input_ids, attention_mask (int64), both [2B, P + A]: B rows with the chosen reply, then B with the rejected;

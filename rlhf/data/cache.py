@@ -19,13 +19,14 @@ from functools import cache, cached_property
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
 from rlhf.config.schema import Config, DataConfig, Stage
 from rlhf.data.examples import EXAMPLE_TYPES, Example, TokenCounts
 from rlhf.data.load_sources import list_stage_sources, read_sources
+from rlhf.data.readers import hash_file
 from rlhf.data.records import Message, Row
 from rlhf.data.report import DataReport
 from rlhf.data.stage_dataset import StageData, select_examples
@@ -42,7 +43,6 @@ _EXAMPLES, _TRAIN, _HELDOUT, _STAGE = "examples.arrow", "train.npy", "heldout.np
 _LIBRARIES = ("transformers", "tokenizers", "jinja2")  # their versions may change the tokens
 _ROW = "row"
 _BATCH = 1000  # examples in a record batch
-_CHUNK = 2**20  # bytes
 
 
 class UnstorableRowError(Exception):
@@ -53,13 +53,7 @@ class UnstorableRowError(Exception):
 class StageCache:
     """The cached examples of a stage: the result of `load_stage` with these arguments.
 
-    Attributes:
-        config: sources, splits and length limits.
-        stage: the stage.
-        tokenizer: the model's tokenizer.
-        seed: determines splits and order.
-        end_ids: tokens that end a reply.
-        records: each row has its record, for reward functions.
+    If `records` is true, each row has its record, for reward functions.
     """
 
     config: DataConfig
@@ -173,7 +167,7 @@ class StageCache:
             "end_ids": selection.end_ids,
             "fingerprints": [sources[source].fingerprint() for source in list_stage_sources(config, stage)],
         }
-        digests = {name: _hash_file(folder / name) for name in (_EXAMPLES, _TRAIN, _HELDOUT)}
+        digests = {name: hash_file(folder / name) for name in (_EXAMPLES, _TRAIN, _HELDOUT)}
         if replace(self).key != self.key:
             raise DataError(f"{stage}: a source of data.datasets changed while it was read; run the command again")
         content = {"metadata": metadata, "files": digests, "digest": _hash_json(metadata)}
@@ -185,7 +179,7 @@ class StageCache:
             content = json.loads((self.folder / _STAGE).read_text(encoding="utf-8"))
             if content["digest"] != _hash_json(content["metadata"]):
                 return False
-            return all(_hash_file(self.folder / name) == digest for name, digest in content["files"].items())
+            return all(hash_file(self.folder / name) == digest for name, digest in content["files"].items())
         except (OSError, ValueError, KeyError, TypeError):
             return False
 
@@ -249,13 +243,7 @@ class StoredExamples(Sequence[Example]):
     def __len__(self) -> int:
         return len(self._indices)
 
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> StoredExamples: ...
-
-    def __getitem__(self, index: int | slice) -> Example | StoredExamples:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return self.select(self._indices[index])
         values = {name: column[int(self._indices[index])] for name, column in self._columns.items()}
@@ -329,7 +317,7 @@ def _hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
         with TemporaryDirectory() as folder:
             tokenizer.save_pretrained(folder)
             files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-            return _hash_json([(path.name, _hash_file(path)) for path in files])
+            return _hash_json([(path.name, hash_file(path)) for path in files])
     except OSError as error:
         raise DataError(
             f"the tokenizer cannot be written to a temporary folder ({error}); set TMPDIR to a folder with free space"
@@ -346,11 +334,3 @@ def _restore_report(values: dict[str, Any], examples: StoredExamples) -> DataRep
 
 def _hash_json(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def _hash_file(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf.config.schema import DataConfig, Stage, share_of
 from rlhf.data.load_sources import PROGRESS_MIN_ROWS
@@ -107,13 +107,7 @@ class NumberedPairs(Sequence[Example]):
     def __len__(self) -> int:
         return len(self._pairs)
 
-    @overload
-    def __getitem__(self, index: int) -> NumberedPair: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[NumberedPair]: ...
-
-    def __getitem__(self, index: int | slice) -> NumberedPair | list[NumberedPair]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[position] for position in range(len(self))[index]]
         position = range(len(self))[index]

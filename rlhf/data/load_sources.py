@@ -142,8 +142,8 @@ class SourceReader:
 
     Attributes:
         seed: selects the rows of the embedded world.
-        show: show the progress of long reads.
-        records: keep each row's record, with the columns of the source.
+        show: show the progress of long reads; True on the rank that prints.
+        records: keep each row's record, with the columns of the source, for reward functions.
     """
 
     seed: int
@@ -172,14 +172,7 @@ class SourceReader:
 def read_sources(
     config: DataConfig, stages: Sequence[Stage], *, seed: int, show: bool = False, records: bool = False
 ) -> SourceReader:
-    """Read the sources that `stages` need, each once.
-
-    Args:
-        config: the data sets and their stages.
-        stages: the stages that will train.
-        seed: selects the rows of the embedded world.
-        show: show the progress of long reads; True on the rank that prints.
-        records: keep each row's record, for reward functions.
+    """Read the sources that `stages` need, each once; the options are those of `SourceReader`.
 
     Raises:
         DataError: a stage has no source or no share, or a source cannot be read or has no known format.

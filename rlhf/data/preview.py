@@ -38,10 +38,8 @@ def summarize_lengths(data: StageData) -> dict[str, tuple[int, int, int]]:
 
 def decode_median_row(data: StageData, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
     """Decode the parts of a training row of median length, control tokens included."""
-    return [
-        (name, tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        for name, ids in token_parts(data.train[median_index(count_tokens(data.train))])
-    ]
+    example = data.train[median_index(count_tokens(data.train))]
+    return [(name, _decode(tokenizer, ids)) for name, ids in token_parts(example)]
 
 
 def list_loss_parts(data: StageData, *, loss_on: Literal["completion", "all"] = "completion") -> tuple[str, ...]:
@@ -97,8 +95,8 @@ def _describe_source(
             "parts": [
                 {
                     "part": part,
-                    "text": tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False),
-                    "tokens": [decode_token(tokenizer, token) for token in ids],
+                    "text": _decode(tokenizer, ids),
+                    "tokens": [_decode_token(tokenizer, token) for token in ids],
                     "in_loss": part in loss_parts,
                 }
                 for part, ids in token_parts(example)
@@ -107,8 +105,12 @@ def _describe_source(
     }
 
 
-def decode_token(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _decode_token(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
     """Return the text of one token, with the space before it that some tokenizers drop from a single token."""
-    text = str(tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    text = _decode(tokenizer, [token])
     name = str(tokenizer.convert_ids_to_tokens(token))
     return f" {text}" if name.startswith("\u2581") and not text.startswith(" ") else text

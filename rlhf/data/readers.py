@@ -86,7 +86,9 @@ def read_records(
     elif path.is_dir():
         values, prefix = _load_saved_folder(path, split), f"{path.name}, row "
     elif path.suffix in _READERS:
-        return [record for _, record in _sample(_read_file(path), limit, seed)]
+        with _translate_errors(path):
+            records = list(_READERS[path.suffix](path))
+        return [record for _, record in _sample(records, limit, seed)]
     elif path.is_file():
         raise DataError(f"{source}: unknown kind of file; use one of {', '.join(_READERS)}")
     else:
@@ -131,19 +133,21 @@ def hash_source(source: str, *, split: str = "train", subset: str | None = None,
         return ""
     if not path.exists():
         return str(_load_from_hub(source, subset, split, revision)._fingerprint)
+    files = [file for file in sorted(path.rglob("*")) if file.is_file()] if path.is_dir() else [path]
     digest = hashlib.sha256()
-    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-        if file.is_file():
-            with _translate_errors(file), file.open("rb") as stream:
-                digest.update(f"{file.relative_to(path)}\n".encode())
-                while chunk := stream.read(_CHUNK):
-                    digest.update(chunk)
+    for file in files:
+        with _translate_errors(file):
+            digest.update(f"{file.relative_to(path)}\n{hash_file(file)}\n".encode())
     return digest.hexdigest()
 
 
-def _read_file(path: Path) -> list[SourceRecord]:
-    with _translate_errors(path):
-        return list(_READERS[path.suffix](path))
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 @contextmanager
