@@ -30,7 +30,7 @@ def test_sft_rows_are_padded_on_the_right_and_completions_are_targets() -> None:
     assert batch["loss_mask"].long().tolist() == [[0, 0, 1, 1, 0], [0, 1, 1, 1, 1]]
 
 
-def test_loss_on_all_leaves_out_the_first_token_alone() -> None:
+def test_sft_loss_on_all_excludes_only_the_first_token() -> None:
     batch = collate_sft([demonstration(2, 2)], loss_on="all", **LIMITS)
     assert batch["loss_mask"].long().tolist() == [[0, 1, 1, 1]]
 
@@ -55,19 +55,19 @@ def test_ppo_prompts_are_padded_on_the_left() -> None:
     assert batch["row_mask"].tolist() == [True, True]
 
 
-def test_a_static_policy_pads_every_batch_to_the_maximum() -> None:
+def test_static_policy_pads_every_batch_to_the_maximum() -> None:
     collate = partial(collate_sft, **{**LIMITS, "policy": STATIC})
     shapes = {collate([demonstration(1, length)])["input_ids"].shape for length in range(1, 8)}
     assert shapes == {(1, 8)}
 
 
-def test_rows_that_fill_up_are_attended_to_but_carry_no_loss() -> None:
+def test_filler_rows_are_attended_to_but_have_no_loss() -> None:
     batch = collate_sft([demonstration(1, 2)] * 3, 1, **LIMITS)
     assert batch["attention_mask"].bool().all(), "a row without any real token would make the softmax NaN"
     assert batch["loss_mask"].any(1).tolist() == [True, False, False]
 
 
-def rows_of(examples: list[Prompt], batches: list[dict[str, torch.Tensor]]) -> list[int]:
+def rows_of(batches: list[dict[str, torch.Tensor]]) -> list[int]:
     """The first token of each real row: here it names the example."""
     return [int(row[-1]) for batch in batches for row, real in zip(batch["prompt_ids"], batch["row_mask"]) if real]
 
@@ -75,40 +75,29 @@ def rows_of(examples: list[Prompt], batches: list[dict[str, torch.Tensor]]) -> l
 EXAMPLES = [Prompt([100 + n], ROW) for n in range(10)]
 
 
-def loader(
-    rank: int = 0, world_size: int = 1, micro: int = 4, seed: int = 0, shuffle: bool = True, endless: bool = False
-) -> Batches[Prompt]:
+def loader(rank: int = 0, world_size: int = 1, micro: int = 4, **options: Any) -> Batches[Prompt]:
     collate = partial(collate_ppo, policy=STATIC, maximum=3, pad_token_id=PAD)
-    return Batches(
-        EXAMPLES,
-        collate,
-        batch_size=4,
-        micro_batch_size=micro,
-        rank=rank,
-        world_size=world_size,
-        seed=seed,
-        shuffle=shuffle,
-        endless=endless,
-    )
+    sizes = {"batch_size": 4, "micro_batch_size": micro, "rank": rank, "world_size": world_size}
+    return Batches(EXAMPLES, collate, **{"seed": 0, **sizes, **options})
 
 
 @pytest.mark.parametrize("step", range(6))
-def test_a_step_sees_the_same_rows_however_it_is_shared(step: int) -> None:
-    whole = rows_of(EXAMPLES, loader().step(step))
-    assert rows_of(EXAMPLES, loader(micro=2).step(step)) == whole
-    assert [row for rank in (0, 1) for row in rows_of(EXAMPLES, loader(rank, 2, micro=2).step(step))] == whole
-    assert [row for rank in range(4) for row in rows_of(EXAMPLES, loader(rank, 4, micro=1).step(step))] == whole
+def test_step_sees_the_same_rows_for_any_ranks_and_micro_batches(step: int) -> None:
+    whole = rows_of(loader().step(step))
+    assert rows_of(loader(micro=2).step(step)) == whole
+    assert [row for rank in (0, 1) for row in rows_of(loader(rank, 2, micro=2).step(step))] == whole
+    assert [row for rank in range(4) for row in rows_of(loader(rank, 4, micro=1).step(step))] == whole
 
 
-def test_an_epoch_has_every_example_once_and_the_next_another_order() -> None:
+def test_epoch_has_every_example_once_in_a_new_order() -> None:
     batches = loader()
     assert len(batches) == 3
-    epochs = [[row for k in range(3) for row in rows_of(EXAMPLES, batches.step(3 * e + k))] for e in range(2)]
+    epochs = [[row for k in range(3) for row in rows_of(batches.step(3 * e + k))] for e in range(2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(100, 110))
     assert epochs[0] != epochs[1]
 
 
-def test_the_last_batch_of_an_epoch_keeps_its_size() -> None:
+def test_last_batch_of_an_epoch_keeps_its_size() -> None:
     for rank in range(2):
         for batch in loader(rank, 2, micro=1).step(2):
             assert batch["prompt_ids"].shape == (1, 3)
@@ -116,22 +105,22 @@ def test_the_last_batch_of_an_epoch_keeps_its_size() -> None:
     assert len(loader().examples(2)) == 2
 
 
-def test_endless_batches_go_through_one_epoch_after_the_other() -> None:
+def test_endless_batches_continue_with_the_next_epoch() -> None:
     """Ten rows in batches of four: the third batch has two rows of each of two epochs."""
     batches, epochs = loader(endless=True), loader()
-    rows = [row for step in range(5) for row in rows_of(EXAMPLES, batches.step(step))]
-    assert rows == [row for step in range(6) for row in rows_of(EXAMPLES, epochs.step(step))]
-    assert [row for rank in (0, 1) for row in rows_of(EXAMPLES, loader(rank, 2, 2, endless=True).step(2))] == rows[8:12]
-    assert rows_of(EXAMPLES, loader(endless=True).step(4)) == rows[16:20]
+    rows = [row for step in range(5) for row in rows_of(batches.step(step))]
+    assert rows == [row for step in range(6) for row in rows_of(epochs.step(step))]
+    assert [row for rank in (0, 1) for row in rows_of(loader(rank, 2, 2, endless=True).step(2))] == rows[8:12]
+    assert rows_of(loader(endless=True).step(4)) == rows[16:20]
 
 
-def test_a_step_can_be_repeated_and_reached_directly() -> None:
+def test_step_can_be_repeated_and_reached_directly() -> None:
     batches = loader()
-    late = rows_of(EXAMPLES, batches.step(7))
-    rows_of(EXAMPLES, batches.step(0))
-    assert rows_of(EXAMPLES, batches.step(7)) == rows_of(EXAMPLES, loader().step(7)) == late
+    late = rows_of(batches.step(7))
+    rows_of(batches.step(0))
+    assert rows_of(batches.step(7)) == rows_of(loader().step(7)) == late
 
 
-def test_the_seed_decides_the_order_and_evaluation_keeps_it() -> None:
-    assert rows_of(EXAMPLES, loader(seed=1).step(0)) != rows_of(EXAMPLES, loader(seed=2).step(0))
-    assert rows_of(EXAMPLES, loader(shuffle=False).step(1)) == [104, 105, 106, 107]
+def test_order_depends_on_the_seed_unless_not_shuffled() -> None:
+    assert rows_of(loader(seed=1).step(0)) != rows_of(loader(seed=2).step(0))
+    assert rows_of(loader(shuffle=False).step(1)) == [104, 105, 106, 107]

@@ -11,6 +11,7 @@ import pytest
 from rlhf.config.schema import Config, build_config
 from rlhf.data.pretraining import fingerprint_documents, pack_documents, read_documents
 from rlhf.errors import DataError
+from tests.data.rows import write_jsonl
 from tests.helpers import build_tokenizer
 
 
@@ -38,14 +39,15 @@ def packed(texts: list[str], *, max_rows: int | None = None, begins: bool = Fals
     return list(pack_documents(configuration(**changes), texts, Numbers(begins=begins), max_rows=max_rows))  # type: ignore[arg-type]
 
 
-def test_a_document_is_ended_once_and_cut_where_the_row_is_full() -> None:
+def test_document_ends_once_and_is_cut_where_the_row_is_full() -> None:
     assert packed(["5 6 7 8 9 10 11"]) == [[5, 6, 7, 8], [9, 10, 11, 1]]
     assert packed(["5 6 7 1"] * 2) == [[5, 6, 7, 1]] * 2  # it brings its end
     assert packed(["5 6 7 8 9"]) == [[5, 6, 7, 8]]  # 9 and its end are the rest
     assert packed(["5 6"], begins=True) == [[0, 5, 6, 1]]
+    assert len(packed(["5 6 7"] * 90)) == 90 and len(packed(["5 6 7"] * 90, max_rows=3)) == 3
 
 
-def test_documents_follow_one_another_in_an_order_of_the_seed_and_none_is_lost() -> None:
+def test_documents_are_packed_in_a_seeded_order() -> None:
     texts = [" ".join([str(n)] * (2 + n % 4)) for n in range(10, 40)]
     rows = packed(texts, length=5)
     whole = [token for row in rows for token in row]
@@ -59,12 +61,7 @@ def test_documents_follow_one_another_in_an_order_of_the_seed_and_none_is_lost()
     assert rows != list(pack_documents(other, texts, Numbers()))  # type: ignore[arg-type]
 
 
-def test_a_look_beforehand_reads_no_more_than_it_needs() -> None:
-    texts = ["5 6 7"] * 90
-    assert len(packed(texts)) == 90 and len(packed(texts, max_rows=3)) == 3
-
-
-def test_too_little_text_is_one_line_with_what_was_found() -> None:
+def test_too_little_text_is_an_error() -> None:
     with pytest.raises(DataError) as caught:
         packed(["5 6 7 8 9 10", "5 6"], batch=3)
     assert str(caught.value) == (
@@ -73,7 +70,7 @@ def test_too_little_text_is_one_line_with_what_was_found() -> None:
     )
 
 
-def test_the_length_is_that_of_prompt_and_completion_unless_said() -> None:
+def test_row_length_defaults_to_prompt_and_completion() -> None:
     config = build_config({"data": {"max_prompt_length": 3, "max_completion_length": 2}, "ppo": {"ptx_coef": 1}})
     rows = pack_documents(config, ["5 6 7 8"] * 40, Numbers())  # type: ignore[arg-type]
     assert rows.length == 5 and len(rows) == 40 and rows.tokens == 200
@@ -81,38 +78,31 @@ def test_the_length_is_that_of_prompt_and_completion_unless_said() -> None:
         rows[40]
 
 
-def jsonl(path: Path, column: str, *texts: Any) -> str:
-    path.write_text("".join(json.dumps({column: text}) + "\n" for text in texts), encoding="utf-8")
-    return str(path)
+def write_texts(path: Path, column: str, *texts: Any) -> str:
+    return write_jsonl(path, [{column: text} for text in texts])
 
 
-def test_every_source_is_read_and_what_is_no_text_is_left_out(tmp_path: Path) -> None:
+def test_every_source_is_read_and_empty_values_are_dropped(tmp_path: Path) -> None:
     from datasets import Dataset
 
     Dataset.from_dict({"text": ["c", "d"]}).save_to_disk(tmp_path / "saved")
-    first = jsonl(tmp_path / "a.jsonl", "text", "a", "", None, 3, "b\n")
-    other = {"path": jsonl(tmp_path / "b.jsonl", "body", "e", "f"), "text": "body"}
+    first = write_texts(tmp_path / "a.jsonl", "text", "a", "", None, 3, "b\n")
+    other = {"path": write_texts(tmp_path / "b.jsonl", "body", "e", "f"), "text": "body"}
     assert read_documents(configuration(first, str(tmp_path / "saved"), other)) == ["a", "b\n", "c", "d", "e", "f"]
-    limited = read_documents(configuration({"path": jsonl(tmp_path / "c.jsonl", "text", *"abcdefgh"), "limit": 3}))
+    long = write_texts(tmp_path / "c.jsonl", "text", *"abcdefgh")
+    limited = read_documents(configuration({"path": long, "limit": 3}))
     assert len(limited) == 3 and limited == sorted(limited)
+    config = build_config({"data": {"pretraining": long}})
+    assert [source.path for source in config.data.pretraining] == [long]
 
 
-def test_a_path_alone_is_a_source(tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "a.jsonl", "text", "a")
-    config = build_config({"data": {"pretraining": path}})
-    assert [source.path for source in config.data.pretraining] == [path]
-
-
-def test_other_text_has_another_fingerprint_and_none_has_none() -> None:
+def test_fingerprint_depends_on_the_documents() -> None:
     assert fingerprint_documents([]) == {}
-    found = {
-        json.dumps(fingerprint_documents(texts))
-        for texts in (["a", "b"], ["b", "a"], ["a b"], ["a", "c"], ["a", "b", "b"])
-    }
-    assert len(found) == 5
+    documents = (["a", "b"], ["b", "a"], ["a b"], ["a", "c"], ["a", "b", "b"])
+    assert len({json.dumps(fingerprint_documents(texts)) for texts in documents}) == 5
 
 
-def test_a_real_tokenizer_s_rows_decode_to_the_texts() -> None:
+def test_rows_of_a_real_tokenizer_decode_to_the_texts() -> None:
     tokenizer = build_tokenizer()
     rows = pack_documents(configuration(length=6), ["red cow please", "moo"] * 5, tokenizer)
     text = tokenizer.decode([token for row in rows for token in row])

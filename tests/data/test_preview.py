@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlhf.config.schema import DataConfig, Stage
-from rlhf.data.examples import Demonstration, Pair, Prompt
+from rlhf.config.schema import Stage
+from rlhf.data.examples import Demonstration
 from rlhf.data.preview import decode_median_row, list_loss_parts, summarize_lengths
 from rlhf.data.records import Message, Row
-from rlhf.data.stage_dataset import StageData, load_stage
+from rlhf.data.stage_dataset import StageData
+from tests.data.rows import load, write_jsonl
 
 ROW = Row((Message("user", "a"),), "a", "b", None, None, "")
 
@@ -21,7 +21,7 @@ def demonstrations(*sizes: tuple[int, int]) -> list[Any]:
     return [Demonstration([5] * prompt, [6] * completion, ROW) for prompt, completion in sizes]
 
 
-def test_lengths_are_the_median_the_95th_percentile_and_the_longest() -> None:
+def test_lengths_are_median_95th_percentile_and_longest() -> None:
     sizes = [(n, 2 * n) for n in range(1, 21)]  # prompts of 1 to 20 tokens
     data = StageData(demonstrations(*sizes[::2]), demonstrations(*sizes[1::2]), [])
     assert summarize_lengths(data) == {"prompt": (10, 19, 20), "completion": (20, 38, 40)}
@@ -31,19 +31,14 @@ def test_lengths_are_the_median_the_95th_percentile_and_the_longest() -> None:
     }
 
 
-def test_each_stage_has_its_parts() -> None:
-    pair = StageData([Pair([5] * 3, [6], [7] * 2, ROW)], [], [])
-    assert summarize_lengths(pair) == {"prompt": (3, 3, 3), "chosen": (1, 1, 1), "rejected": (2, 2, 2)}
-    assert summarize_lengths(StageData([Prompt([5] * 3, ROW)], [], [])) == {"prompt": (3, 3, 3)}
-
-
-def test_the_example_is_of_median_length() -> None:
+def test_example_is_of_median_length() -> None:
     class Lengths:
         def decode(self, ids: list[int], **options: Any) -> str:
             return f"{len(ids)}"
 
     data = StageData(demonstrations((1, 1), (90, 1), (3, 4)), demonstrations((2, 2)), [])
     assert decode_median_row(data, Lengths()) == [("prompt", "3"), ("completion", "4")]
+    assert list_loss_parts(data, loss_on="all") == ("prompt", "completion")
 
 
 @pytest.mark.parametrize(
@@ -60,7 +55,7 @@ def test_the_example_is_of_median_length() -> None:
         ("ppo", True, [("prompt", "<user>Is it  1 ?<eos><assistant>")], ()),
     ],
 )
-def test_the_example_is_what_the_model_sees(
+def test_example_is_what_the_model_sees(
     tokenizer: Any,
     tmp_path: Path,
     stage: Stage,
@@ -69,19 +64,10 @@ def test_the_example_is_what_the_model_sees(
     parts: tuple[str, ...],
 ) -> None:
     """Control tokens, white space and all."""
-    path = tmp_path / "rows.jsonl"
     row = {"prompt": "Is it  1 ?", "response": "Red.", "chosen": "Yes.", "rejected": "No."}
-    path.write_text(f"{json.dumps(row)}\n" * 3 + json.dumps(row | {"prompt": "other"}), encoding="utf-8")
-    heldout = tmp_path / "heldout.jsonl"
-    heldout.write_text(json.dumps(row | {"prompt": "held out"}), encoding="utf-8")
-    config = DataConfig(
-        datasets=[{"path": str(path), "stages": [stage], "heldout": str(heldout)}], chat_template=template
-    )
-    data = load_stage(config, stage, tokenizer, seed=0)
+    path = write_jsonl(tmp_path / "rows.jsonl", [row, row, row, row | {"prompt": "other"}])
+    heldout = write_jsonl(tmp_path / "heldout.jsonl", [row | {"prompt": "held out"}])
+    data = load(tokenizer, {"path": path, "stages": [stage], "heldout": heldout}, stage=stage, chat_template=template)
     assert decode_median_row(data, tokenizer) == expected
     assert list_loss_parts(data) == parts
-
-
-def test_the_loss_may_be_on_the_prompt_too() -> None:
-    data = StageData(demonstrations((1, 1)), [], [])
-    assert list_loss_parts(data, loss_on="all") == ("prompt", "completion")
+    assert [name for name, _ in expected] == list(summarize_lengths(data))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from rlhf.data import toy_world
@@ -13,12 +11,12 @@ RECORDS = list(toy_world.generate_records(seed=0, count=2000))
 QUESTION = "Hello! What does the cow say?"
 
 
-def test_the_seed_decides_the_records() -> None:
+def test_records_depend_on_the_seed() -> None:
     assert list(toy_world.generate_records(seed=0, count=50)) == RECORDS[:50]
     assert list(toy_world.generate_records(seed=1, count=50)) != RECORDS[:50]
 
 
-def test_the_rule_approves_every_preferred_reply_and_no_other() -> None:
+def test_rule_approves_exactly_the_preferred_replies() -> None:
     assert all(toy_world.is_good_reply(record["prompt"], record["chosen"]) for record in RECORDS)
     assert not any(toy_world.is_good_reply(record["prompt"], record["rejected"]) for record in RECORDS)
 
@@ -47,37 +45,24 @@ def test_demonstrations_are_of_mixed_quality() -> None:
         ("", False),
     ],
 )
-def test_a_good_reply_is_one_polite_true_complete_sentence(reply: str, good: bool) -> None:
+def test_good_reply_is_one_polite_true_complete_sentence(reply: str, good: bool) -> None:
     assert toy_world.is_good_reply(QUESTION, reply) is good
 
 
-def test_no_reply_to_a_prompt_from_elsewhere_is_approved() -> None:
+def test_prompts_of_this_world_have_several_good_replies() -> None:
     assert not toy_world.is_good_reply("What is love?", "Of course, the cow says moo.")
-
-
-def test_prompts_have_several_good_replies() -> None:
     replies = {record["chosen"] for record in RECORDS if record["prompt"].endswith("What does the cow say?")}
     assert len(replies) > 3
 
 
-def test_the_world_is_small() -> None:
-    words = {word for record in RECORDS for text in record.values() for word in re.findall(r"\w+", text)}
-    assert len(words) < 600
-    tokenizer = build_world_tokenizer()
-    assert max(len(tokenizer(text)["input_ids"]) for record in RECORDS for text in record.values()) < 24
-
-
-def test_its_tokenizer_is_the_same_each_time_and_loses_nothing() -> None:
+def test_world_tokenizer_is_small_reproducible_and_lossless() -> None:
     tokenizer = build_world_tokenizer()
     assert build_world_tokenizer().get_vocab() == tokenizer.get_vocab()
     assert len(tokenizer) <= 1024
+    assert max(len(tokenizer(text)["input_ids"]) for record in RECORDS for text in record.values()) < 24
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
     for text in [*RECORDS[0].values(), "Etwas ganz anderes: ñ, 猫!"]:
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-
-def test_its_tokenizer_marks_turns() -> None:
-    tokenizer = build_world_tokenizer()
     messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}]
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     assert text == "<user>Who?<eos><assistant>Me.<eos>"

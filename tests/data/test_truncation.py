@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlhf.config.schema import DataConfig, Stage
-from rlhf.data.stage_dataset import StageData, load_stage
+from rlhf.config.schema import Stage
+from rlhf.data.stage_dataset import StageData
 from rlhf.data.toy_world import build_tokenizer
 from rlhf.errors import DataError
+from tests.data.rows import load as load_rows
+from tests.data.rows import turns, write_jsonl
 
 # Without merges each letter is a token: <user>Hi<eos><assistant> has 5.
 LETTERS = build_tokenizer([], vocab_size=261)
@@ -25,11 +26,9 @@ def spell(ids: list[int]) -> str:
 
 def load(folder: Path, row: dict[str, Any], stage: Stage = "sft", *, bos: bool = False, **data: Any) -> StageData:
     """One row that is trained on, with room for 10 tokens of prompt and 4 of completion."""
-    rows, held = folder / "rows.jsonl", folder / "held.jsonl"
-    rows.write_text(json.dumps(row), encoding="utf-8")
-    held.write_text(json.dumps(HELD_OUT), encoding="utf-8")
-    limits = {"max_prompt_length": 10, "max_completion_length": 4, "too_long": "truncate"} | data
-    config = DataConfig(datasets=[{"path": str(rows), "heldout": str(held), "stages": [stage]}], **limits)
+    path = write_jsonl(folder / "rows.jsonl", [row])
+    heldout = write_jsonl(folder / "held.jsonl", [HELD_OUT])
+    limits: dict[str, Any] = {"max_prompt_length": 10, "max_completion_length": 4, "too_long": "truncate"} | data
     tokenizer = LETTERS
     if bos:
         from tokenizers.processors import TemplateProcessing
@@ -39,8 +38,7 @@ def load(folder: Path, row: dict[str, Any], stage: Stage = "sft", *, bos: bool =
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
             single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
         )
-        return load_stage(config, stage, tokenizer, seed=0)
-    return load_stage(config, stage, tokenizer, seed=0)
+    return load_rows(tokenizer, {"path": path, "heldout": heldout, "stages": [stage]}, stage=stage, **limits)
 
 
 def only(data: StageData) -> Any:
@@ -48,15 +46,11 @@ def only(data: StageData) -> Any:
     return example
 
 
-def turns(*contents: str) -> list[dict[str, str]]:
-    return [{"role": ("user", "assistant")[n % 2], "content": content} for n, content in enumerate(contents)]
-
-
 SYSTEM = {"role": "system", "content": "Be"}
 
 
 @pytest.mark.parametrize(
-    ("prompt", "template", "left"),
+    ("prompt", "template", "expected"),
     [
         ("abcdefg", True, "<user>abcdefg<eos><assistant>"),  # 10 tokens: it fits
         ("abcdefghij", True, "<user>defghij<eos><assistant>"),
@@ -69,27 +63,27 @@ SYSTEM = {"role": "system", "content": "Be"}
         (turns("abcd", "efgh", "ijklmnopq"), True, "<user>klmnopq<eos><assistant>"),
     ],
 )
-def test_a_prompt_loses_its_oldest_text(tmp_path: Path, prompt: Any, template: bool, left: str) -> None:
+def test_prompt_loses_its_oldest_text(tmp_path: Path, prompt: Any, template: bool, expected: str) -> None:
     most = 11 if isinstance(prompt, list) and prompt[0] == SYSTEM else 10
     row = {"prompt": prompt, "response": "ok"}
     example = only(load(tmp_path, row, chat_template=template, max_prompt_length=most))
-    assert spell(example.prompt_ids) == left
+    assert spell(example.prompt_ids) == expected
     assert spell(example.completion_ids).strip() == "ok<eos>"
 
 
-def test_a_transcript_keeps_the_names_of_who_speaks(tmp_path: Path) -> None:
+def test_transcript_keeps_the_names_of_the_speakers(tmp_path: Path) -> None:
     row = {"prompt": "\n\nHuman: abcdefghij\n\nAssistant:", "response": "ok"}
     example = only(load(tmp_path, row, chat_template=False, max_prompt_length=26))
     assert spell(example.prompt_ids) == "Human: defghij\n\nAssistant:"
 
 
-def test_the_token_that_begins_a_text_stays(tmp_path: Path) -> None:
+def test_beginning_of_sequence_token_stays(tmp_path: Path) -> None:
     data = load(tmp_path, {"prompt": "abcdefghijkl", "response": "ok"}, bos=True, chat_template=False)
     tokens = only(data).prompt_ids
     assert len(tokens) == 10 and spell(tokens[1:]) == "defghijkl" and tokens[0] >= 261
 
 
-def test_a_completion_loses_its_end_and_does_not_say_that_it_ends(tmp_path: Path) -> None:
+def test_completion_loses_its_end_and_its_end_token(tmp_path: Path) -> None:
     example = only(load(tmp_path, {"prompt": "a", "response": "abcdef"}))
     assert spell(example.completion_ids) == "abcd"
     assert spell(only(load(tmp_path, {"prompt": "a", "response": "abc"})).completion_ids) == "abc<eos>"
@@ -97,18 +91,24 @@ def test_a_completion_loses_its_end_and_does_not_say_that_it_ends(tmp_path: Path
     assert (spell(pair.chosen_ids), spell(pair.rejected_ids)) == ("abcd", "no<eos>")
 
 
-def test_replies_that_are_equal_once_they_are_cut_are_no_preference(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="1 chosen equals rejected"):
-        load(tmp_path, {"prompt": "a", "chosen": "abcdef", "rejected": "abcdxy"}, "reward")
-
-
-def test_a_prompt_to_answer_is_truncated_too(tmp_path: Path) -> None:
+def test_ppo_prompt_is_truncated_too(tmp_path: Path) -> None:
     assert spell(only(load(tmp_path, {"prompt": "abcdefghij"}, "ppo")).prompt_ids) == TEMPLATE.format("defghij")
 
 
-def test_what_the_template_writes_alone_may_be_too_long(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="1 prompt too long"):
-        load(tmp_path, {"prompt": "abcdefghij", "response": "ok"}, max_prompt_length=3)
+@pytest.mark.parametrize(
+    ("row", "options", "message"),
+    [
+        ({"prompt": "a", "chosen": "abcdef", "rejected": "abcdxy"}, {"stage": "reward"}, "1 chosen equals rejected"),
+        # The template's own text may be too long.
+        ({"prompt": "abcdefghij", "response": "ok"}, {"max_prompt_length": 3}, "1 prompt too long"),
+        ({"prompt": "abcdefghij", "response": "b"}, {"too_long": "drop"}, "1 prompt too long"),
+    ],
+)
+def test_row_that_truncation_cannot_save_is_dropped(
+    tmp_path: Path, row: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        load(tmp_path, row, **options)
 
 
 @pytest.mark.parametrize(
@@ -124,8 +124,3 @@ def test_truncated_rows_are_counted(tmp_path: Path, row: dict[str, Any], truncat
     report = load(tmp_path, row).reports[0]
     assert report.truncated == truncated
     assert ("; 1 truncated" in str(report)) == bool(truncated)
-
-
-def test_without_it_such_rows_are_left_out(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="1 prompt too long"):
-        load(tmp_path, {"prompt": "abcdefghij", "response": "b"}, too_long="drop")
