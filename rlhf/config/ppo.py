@@ -276,7 +276,7 @@ class PPOConfig(TrainingConfig):
         return name
 
     @model_validator(mode="after")
-    def _check_rewards(self) -> PPOConfig:
+    def _check_rewards_and_sampling(self) -> PPOConfig:
         if not self.reward_weight and not any(function.weight for function in self.reward_functions):
             raise error_at("reward_weight", "there is no reward if this is 0; add ppo.reward_functions with a weight")
         if not self.reward_weight and self.reward_model:
@@ -286,10 +286,6 @@ class PPOConfig(TrainingConfig):
                 raise error_at(
                     "reward_functions", f"{count} functions are called {label}; give each a different `name`"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _check_sampling(self) -> PPOConfig:
         if self.sampling.temperature == 0:
             raise error_at(
                 "sampling.temperature", "PPO needs different completions, and 0 samples only one; set e.g. 1"
@@ -306,6 +302,10 @@ class PPOConfig(TrainingConfig):
                 "kl_horizon",
                 f"one step with {self.batch_size} completions (ppo.batch_size) could reduce the KL coefficient to 0; "
                 f"set more than {self.batch_size // 5}",
+            )
+        if self.kl_stop is not None and self.updates == 1:
+            raise error_at(
+                "kl_stop", "has no effect with one update per rollout; increase ppo.ppo_epochs, or remove this key"
             )
         return self
 
@@ -326,17 +326,9 @@ class PPOConfig(TrainingConfig):
             if getattr(self, key) != PPOConfig.model_fields[key].default:
                 able = " or ".join(name for name, other in ESTIMATORS.items() if key in other.keys)
                 raise error_at(key, f"needs ppo.estimator={able}, got {self.estimator}; change one of them")
-        return self
-
-    @model_validator(mode="after")
-    def _check_kl(self) -> PPOConfig:
         if (self.method.kl_in, self.method.kl_estimator) == ("loss", "k1"):
             key = "kl_estimator" if self.kl_estimator else "kl_in"
             raise error_at(key, "k1 has no effect in the loss (its gradient has mean 0); set kl_estimator=k2 or k3")
-        if self.kl_stop is not None and self.updates == 1:
-            raise error_at(
-                "kl_stop", "has no effect with one update per rollout; increase ppo.ppo_epochs, or remove this key"
-            )
         return self
 
     @property
@@ -349,9 +341,8 @@ class PPOConfig(TrainingConfig):
             "loss_mean": self.loss_mean,
             "whiten_advantages": self.whiten_advantages,
         }
-        return replace(
-            ESTIMATORS[self.estimator], **{key: set_to for key, set_to in settings.items() if set_to is not None}
-        )
+        replaced = {key: value for key, value in settings.items() if value is not None}
+        return replace(ESTIMATORS[self.estimator], **replaced)
 
     @property
     def updates(self) -> int:

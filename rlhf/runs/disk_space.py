@@ -21,7 +21,7 @@ _MOMENTS, _MASTER = 8, 4
 
 
 class StorageNeed(NamedTuple):
-    """The files of a stage: checkpoints of the models that it trains; at the end the first model, or both."""
+    """The models that a stage trains, the first of which it saves, and its steps."""
 
     models: Sequence[nn.Module]
     steps: int
@@ -35,8 +35,8 @@ def check_disk_space(config: Config, folder: Path, needs: Mapping[Stage, Storage
     """
     needed = bytes_needed(config, needs, precision)
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    held = sum(path.stat().st_size for stage in needs for path in (folder / stage).rglob("*") if path.is_file())
-    free = shutil.disk_usage(place).free + held  # what is there of these stages gives way
+    replaced = sum(path.stat().st_size for stage in needs for path in (folder / stage).rglob("*") if path.is_file())
+    free = shutil.disk_usage(place).free + replaced
     if needed > free:
         raise RunError(
             f"{folder}: checkpoints and models need {format_bytes(needed)}, and its disk has "
@@ -49,7 +49,7 @@ def bytes_needed(config: Config, needs: Mapping[Stage, StorageNeed], precision: 
     """Return the largest number of bytes on disk at any time: saved models and the checkpoints of a stage."""
     width = precision.dtype.itemsize
     state = width + _MOMENTS + (_MASTER if width < 4 or config.engine.zero_stage else 0)
-    left, most = 0, 0
+    saved, most = 0, 0
     for stage, need in needs.items():
         counts = [sum(parameter.numel() for parameter in model.parameters()) for model in need.models]
         adapters_only = config.lora.rank > 0  # little compared with the weights, which the checkpoints leave out
@@ -62,6 +62,6 @@ def bytes_needed(config: Config, needs: Mapping[Stage, StorageNeed], precision: 
         critic = sum(counts[1:]) if stage == "ppo" and config.ppo.save_critic else 0
         trained = width * ((1 + averaged) * sum(counts[:1]) + critic)
         best = trained if getattr(config, stage).selection_metric else 0  # lies there while others are tried
-        most = max(most, left + max(checkpoint * min(written, 3) + best, checkpoint * min(written, 2) + trained))
-        left += trained
+        most = max(most, saved + max(checkpoint * min(written, 3) + best, checkpoint * min(written, 2) + trained))
+        saved += trained
     return most

@@ -100,27 +100,27 @@ class StageDirectory:
         path = self.latest_checkpoint
         if path is None:
             return
-        wrote = len(list(path.glob(STATE.format(rank="*"))))
-        if wrote not in (0, ranks):
-            raise RunError(f"{path}: written by {wrote} ranks, resumed by {ranks}; resume with --ranks {wrote}")
+        writers = len(list(path.glob(STATE.format(rank="*"))))
+        if writers not in (0, ranks):
+            raise RunError(f"{path}: written by {writers} ranks, resumed by {ranks}; resume with --ranks {writers}")
         for file in sorted(path.rglob("*.pt")):
             if not zipfile.is_zipfile(file):  # what torch.save writes ends with the list of its parts
                 raise self.unreadable(f"{file.name} is damaged or cut short")
 
-    def unreadable(self, why: str) -> RunError:
+    def unreadable(self, reason: str) -> RunError:
         """Return the error for an unreadable newest checkpoint, with the alternatives."""
         path = self.latest_checkpoint
         earlier = [other.name for other in self.all_checkpoints if other != path]
-        what = f"resume from {earlier[-1]}" if earlier else f"start the {self.name} stage again; there is no other"
-        return RunError(f"{path}: cannot be read ({why}); move this folder away to {what}")
+        remedy = f"resume from {earlier[-1]}" if earlier else f"start the {self.name} stage again; there is no other"
+        return RunError(f"{path}: cannot be read ({reason}); move this folder away to {remedy}")
 
     def check_steps(self, steps: int) -> None:
         """Raise `RunError` if the newest checkpoint is of a later step than the last of `steps`."""
         path = self.latest_checkpoint
-        if path and (saved := parse_step(path)) > steps:
+        if path and (step := parse_step(path)) > steps:
             raise RunError(
-                f"{path}: {saved} steps of {self.name} are done, and {steps} are asked for; "
-                f"ask for {saved} or more, or train again with --overwrite"
+                f"{path}: {step} steps of {self.name} are done, and {steps} are asked for; "
+                f"ask for {step} or more, or train again with --overwrite"
             )
 
     def finish(self, summary: dict[str, Any]) -> None:

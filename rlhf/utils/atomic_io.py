@@ -40,12 +40,12 @@ def check_writable(folder: Path) -> None:
     """Raise `RunError` if `folder` cannot be written to or created."""
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not place.is_dir():
-        why = "is a file"
+        reason = "is a file"
     elif os.access(place, os.W_OK | os.X_OK):
         return
     else:
-        why = "is read-only" if os.statvfs(place).f_flag & os.ST_RDONLY else "is not yours"
-    raise RunError(f"{folder}: cannot be written ({place} {why}); choose another --output")
+        reason = "is read-only" if os.statvfs(place).f_flag & os.ST_RDONLY else "is not yours"
+    raise RunError(f"{folder}: cannot be written ({place} {reason}); choose another --output")
 
 
 def atomic_write_json(path: Path, value: dict[str, Any]) -> None:

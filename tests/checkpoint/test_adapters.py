@@ -52,7 +52,7 @@ def logits(model):
 
 
 @pytest.mark.parametrize("also", [[], ["norms"], ["biases"], ["embeddings"], ["norms", "biases", "embeddings"]])
-def test_peft_loads_an_adapter_and_computes_what_the_merged_model_does(accelerator, tmp_path, also):
+def test_peft_computes_what_the_merged_model_does(accelerator, tmp_path, also):
     model = llama(60, attention_bias=True, mlp_bias=True)
     model.save_pretrained(tmp_path / "base")
     trained = engine(accelerator, model, also_train=also)
@@ -113,7 +113,7 @@ def test_a_reward_model_is_its_language_model_and_its_adapter(accelerator, tmp_p
     assert read_adapter_config(tmp_path / "adapter").modules_to_save is None
 
 
-def test_a_norm_that_was_reset_under_the_head_comes_with_the_adapter(accelerator, tmp_path):
+def test_reset_norm_is_saved_with_the_adapter(accelerator, tmp_path):
     language = llama(60)
     with torch.no_grad():
         language.model.norm.weight.uniform_(0.5, 2)

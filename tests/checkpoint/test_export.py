@@ -52,7 +52,7 @@ def test_a_disk_that_fills_up_leaves_what_was_there(accelerator, tmp_path, monke
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == before
 
 
-def test_the_weights_are_as_they_were_and_the_saved_model_uses_its_cache(accelerator, tmp_path):
+def test_export_keeps_the_weights_and_turns_on_the_cache(accelerator, tmp_path):
     from transformers import AutoModelForCausalLM
 
     trained = engine(accelerator, 0)

@@ -62,7 +62,7 @@ def test_the_newest_two_are_kept(engine, tmp_path):
     assert training_state.restore_checkpoint(place(tmp_path), {"model": engine}) == (3, {"number": 3})
 
 
-def test_a_checkpoint_that_cannot_be_read_is_answered_with_the_one_before_it(engine, tmp_path):
+def test_unreadable_checkpoint_error_names_the_one_before(engine, tmp_path):
     for step in (1, 2):
         training_state.save_checkpoint(place(tmp_path), step, {"model": engine}, {})
     newest = place(tmp_path).latest_checkpoint

@@ -95,7 +95,7 @@ def test_the_cause_comes_before_what_it_brought_down(run: Run) -> None:
     ]
 
 
-def test_a_member_that_is_killed_is_the_cause_though_others_speak_first(run: Run) -> None:
+def test_killed_member_is_the_cause_though_others_report_first(run: Run) -> None:
     lost = error("connection closed by peer", follows=True)
     run.members[2]._connection.shutdown(socket.SHUT_RDWR)  # as the kernel does with the connection of a process
     assert [verdict and verdict.message for verdict in run.together(lost, lost)] == 2 * [
@@ -116,7 +116,7 @@ def test_a_member_that_ends_as_soon_as_it_has_come_is_heard() -> None:
     assert run.verdict(0).message == "rank 1 on host-1: no rows"
 
 
-def test_a_signal_that_a_launcher_sends_after_a_failure_is_not_the_cause(run: Run) -> None:
+def test_signal_after_a_failure_is_not_the_cause(run: Run) -> None:
     run.members[2]._connection.shutdown(socket.SHUT_RDWR)
     time.sleep(0.05)
     found = run.members[1].conclude(ExitStatus(INTERRUPTED, "rlhf: interrupted; by a signal", time.time()))
@@ -139,7 +139,7 @@ def test_a_member_that_does_not_get_as_far_as_the_others_hangs() -> None:
     assert run.verdict(0).message.startswith("rank 1 on host-1 hangs: the others waited for it")
 
 
-def test_a_process_that_is_stopped_hangs_though_it_is_where_the_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_process_hangs_though_it_is_not_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(timeout=0.5)
     run.members[0].wait_for_all()
     monkeypatch.setattr(run.members[1], "_send", lambda message: None)

@@ -179,9 +179,7 @@ def test_what_can_be_known_is_known_before_a_run_is_replaced(
     assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
 
 
-def test_a_rank_that_follows_another_leaves_no_traceback_and_is_not_the_cause(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_rank_that_follows_another_is_not_the_cause(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(RemoteRankError) as caught:
         run_that(monkeypatch, tmp_path, RemoteRankError("saving failed on rank 0"))
     assert not list(tmp_path.rglob("traceback*"))

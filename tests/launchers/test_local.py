@@ -125,9 +125,7 @@ except KeyboardInterrupt as error:
 """
 
 
-def test_after_a_signal_ranks_have_all_the_time_that_saving_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_signal_ranks_have_the_time_that_saving_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hurried = SimpleNamespace(monotonic=lambda: 1000 * time.monotonic(), sleep=time.sleep, time=time.time)
     monkeypatch.setattr(local, "time", hurried)  # half a second of the ranks is eight minutes to their launcher
     monkeypatch.setattr(local, "_SECONDS_AFTER_SIGNAL", 60_000)
@@ -165,7 +163,7 @@ def test_ranks_that_do_not_end_after_a_signal_are_killed(
     assert time.monotonic() - begun < 30
 
 
-def test_a_job_in_the_background_is_heard_and_what_it_ignores_stays_ignored(tmp_path: Path) -> None:
+def test_job_in_the_background_ignores_what_its_shell_does(tmp_path: Path) -> None:
     """A shell starts it with SIGINT ignored, nohup with SIGHUP; ranks inherit that."""
     rank = f"{HEAD}\nopen('{tmp_path}/' + rank, 'w').close()\ntime.sleep(30)"
     script = (
@@ -218,9 +216,7 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path) -> None:
         time.sleep(0.02)
 
 
-def test_modules_of_the_working_directory_are_not_taken_for_those_of_python(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_ignores_modules_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "random.py").write_text("raise SystemExit(7)")
     monkeypatch.chdir(tmp_path)
     assert local.spawn_ranks(2, local.rank_command(["--version"])) is None

@@ -39,7 +39,7 @@ def test_a_dry_run_finds_it_too(rlhf: Any, bench: Bench) -> None:
     assert done.returncode == 2 and all(word in done.stderr for word in words)
 
 
-def test_a_dry_run_shows_what_each_stage_would_do_and_writes_nothing(rlhf: Any, bench: Bench) -> None:
+def test_dry_run_shows_each_stage_and_writes_nothing(rlhf: Any, bench: Bench) -> None:
     found = rlhf("--dry-run", "--output", bench.output, "--ranks", 2)
     shown = " ".join(found.stdout.split())
     for part in (
@@ -100,7 +100,7 @@ def test_rows_that_change_between_two_stages_stop_the_second(rlhf: Any, bench: B
     assert (bench.output / "sft" / "stage.json").is_file() and not (bench.output / "reward").exists()
 
 
-def test_a_later_stage_and_a_resumed_one_take_the_settings_of_the_run(
+def test_later_and_resumed_stages_take_the_settings_of_the_run(
     rlhf: Any, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rlhf("sft", "--output", bench.output)

@@ -35,9 +35,7 @@ def test_a_file_is_refused_as_output(tmp_path: Path) -> None:
         check(config_in(tmp_path / "file"))
 
 
-def test_a_folder_of_somebody_else_is_refused_before_anything_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_that_is_not_writable_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)  # root may write everywhere
     with pytest.raises(RunError, match=r"a/run: cannot be written \(.* is not yours\); choose another --output"):
         check(config_in(tmp_path / "a" / "run"))
@@ -75,7 +73,7 @@ def test_a_stage_that_is_there_is_kept_unless_asked(tmp_path: Path) -> None:
         check(config, stages=("sft",))
 
 
-def test_leftovers_of_a_crash_go_when_the_run_goes_on_and_files_of_others_stay(tmp_path: Path) -> None:
+def test_resume_removes_half_written_files_and_no_others(tmp_path: Path) -> None:
     config = config_in(tmp_path / "run")
     run = run_stages(config, "sft", finish=False)
     kept = checkpoint(run.stage("sft"), 1)
@@ -102,7 +100,7 @@ def test_resume_and_overwrite_exclude_each_other(tmp_path: Path) -> None:
         check(config_in(tmp_path / "run"), resume=True, overwrite=True)
 
 
-def test_a_stage_that_left_nothing_is_started_anew_without_any_flag(tmp_path: Path) -> None:
+def test_stage_without_a_step_starts_again_without_any_flag(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     run.stage("sft").path.mkdir(parents=True)
     run.stage("sft").metrics.touch()
@@ -149,7 +147,7 @@ def test_the_latest_checkpoint_is_a_complete_one(tmp_path: Path) -> None:
     assert stage.latest_checkpoint == stage.checkpoints / "step-00000010"
 
 
-def test_saved_state_names_complete_stages_and_the_last_checkpoint(tmp_path: Path) -> None:
+def test_describe_saved_names_stages_and_the_last_checkpoint(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     assert run.describe_saved() is None
     run.stage("sft").finish({})

@@ -85,9 +85,7 @@ class Disk(NamedTuple):
     free: int
 
 
-def test_a_disk_without_room_is_named_with_what_is_free_and_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_needed_are_those_counted_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.nn.Linear(1000, 1000, bias=False)  # a million parameters: 12 MB a checkpoint, 4 MB as a model
     few, many = ({stage: StorageNeed([model], steps) for stage in ("sft", "reward")} for steps in (100, 101))
     assert bytes_needed(config(), few, FP32) == (4 + 12 + 4) * 10**6  # a checkpoint of the last step alone

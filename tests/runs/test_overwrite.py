@@ -20,7 +20,7 @@ from rlhf.utils.file_lock import LOCK, OWNER, lock_folder
 from tests.run_folders import check, checkpoint, config_in, contents, fail_in, record, run_stages
 
 
-def test_overwrite_removes_the_stages_that_are_run_and_nothing_else(tmp_path: Path) -> None:
+def test_overwrite_removes_only_the_stages_that_are_run(tmp_path: Path) -> None:
     config = config_in(tmp_path / "run")
     run_stages(config, "sft", "reward")
     (tmp_path / "run" / "notes.txt").write_text("mine")
@@ -30,7 +30,7 @@ def test_overwrite_removes_the_stages_that_are_run_and_nothing_else(tmp_path: Pa
     assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
 
 
-def test_overwrite_leaves_no_stage_that_started_from_what_it_replaced(tmp_path: Path) -> None:
+def test_overwrite_refuses_stages_that_later_ones_started_from(tmp_path: Path) -> None:
     run = run_stages(config_in(tmp_path / "run"), *STAGES)
     config, before = config_in(tmp_path / "run"), contents(run.path)
     for stage, later in (("sft", "reward"), ("reward", "ppo")):
@@ -41,7 +41,7 @@ def test_overwrite_leaves_no_stage_that_started_from_what_it_replaced(tmp_path: 
         check(config, stages=stages, overwrite=True)
 
 
-def test_overwrite_of_the_default_stages_says_that_dpo_which_is_none_of_them_must_go(tmp_path: Path) -> None:
+def test_overwrite_of_the_default_stages_says_that_dpo_must_go(tmp_path: Path) -> None:
     run = run_stages(config_in(tmp_path / "run"), "sft", "dpo")
     with pytest.raises(RunError, match=rf"dpo comes from the sft stage, .* replaces; delete {run.path}/dpo, or"):
         check(config_in(tmp_path / "run"), stages=STAGES, overwrite=True)
@@ -49,7 +49,7 @@ def test_overwrite_of_the_default_stages_says_that_dpo_which_is_none_of_them_mus
     assert run.stage("sft").done and run.stage("dpo").done
 
 
-def test_overwrite_keeps_a_stage_that_started_from_models_of_its_own(tmp_path: Path) -> None:
+def test_overwrite_keeps_a_stage_of_other_base_models(tmp_path: Path) -> None:
     run_stages(config_in(tmp_path / "run"), "sft")
     own = config_in(tmp_path / "run", "ppo.actor=x", "ppo.reward_model=y")
     run = run_stages(own, "ppo")
@@ -59,7 +59,7 @@ def test_overwrite_keeps_a_stage_that_started_from_models_of_its_own(tmp_path: P
 
 @pytest.mark.parametrize("error", [RunError("x"), KeyError("x"), OSError("x"), KeyboardInterrupt()])
 @pytest.mark.parametrize("stages", [STAGES, ("ppo",)])
-def test_what_overwrite_replaces_is_back_where_the_new_run_fails_before_a_step(
+def test_overwrite_that_fails_before_a_step_restores_the_run(
     tmp_path: Path, error: BaseException, stages: tuple[Stage, ...]
 ) -> None:
     run = run_stages(config_in(tmp_path / "run"), *STAGES)
@@ -72,7 +72,7 @@ def test_what_overwrite_replaces_is_back_where_the_new_run_fails_before_a_step(
     assert contents(run.path) == before
 
 
-def test_what_overwrite_replaces_goes_with_the_first_step_of_the_new_run(tmp_path: Path) -> None:
+def test_overwrite_deletes_the_old_run_after_the_first_step(tmp_path: Path) -> None:
     config = config_in(tmp_path / "run")
     run = run_stages(config, *STAGES)
     with pytest.raises(KeyError):
@@ -144,7 +144,7 @@ with run.open_for(load_config(None, [f"output={{run.path}}", "seed=5"]), overwri
         assert contents(run.path) == before
 
 
-def test_a_continuation_that_cannot_start_leaves_the_description_as_it_was(tmp_path: Path) -> None:
+def test_stage_that_cannot_start_leaves_the_description(tmp_path: Path) -> None:
     run = run_stages(config_in(tmp_path / "run"), "sft")
     before = contents(run.path)
     with pytest.raises(RunError):
@@ -211,7 +211,7 @@ def test_lock_without_kernel_locks_trusts_the_owner_in_the_file(
     assert capsys.readouterr().err.count("cannot be locked") == 1
 
 
-def test_a_lock_outlives_no_process_that_was_forked_from_its_owner(tmp_path: Path) -> None:
+def test_lock_does_not_stay_with_a_forked_process(tmp_path: Path) -> None:
     with lock_folder(tmp_path / "run"):
         child = os.fork()
         if not child:

@@ -50,7 +50,7 @@ def test_a_run_that_is_replaced_has_its_own_settings_again(tmp_path: Path, stage
     assert (config.ppo.kl_coef, config.ppo.steps) == (0.3, 7)
 
 
-def test_another_model_in_the_place_of_a_run_starts_from_the_defaults(tmp_path: Path) -> None:
+def test_overwrite_with_another_model_starts_from_the_defaults(tmp_path: Path) -> None:
     """What suits the embedded model would ruin it."""
     run_stages(config_in(tmp_path / "run"), *STAGES)
     options = Options(output=tmp_path / "run", overwrite=True, overrides=["model.path=./other"])
@@ -69,7 +69,7 @@ def test_a_file_in_the_place_of_a_run_has_no_settings(tmp_path: Path) -> None:
         assert Options(output=folder).with_run_recipe(STAGES).config is None
 
 
-def test_what_a_killed_run_was_to_replace_is_back_before_its_recipe_is_read(tmp_path: Path) -> None:
+def test_backup_is_restored_before_the_recipe_is_read(tmp_path: Path) -> None:
     """The recipe of the run that was killed is not that of the one that goes on."""
     run = run_stages(config_in(tmp_path / "run", "ppo.steps=200"), "ppo", finish=False)
     new = config_in(tmp_path / "run", "ppo.steps=5")
@@ -97,7 +97,7 @@ def test_a_recipe_that_is_named_counts(tmp_path: Path) -> None:
     assert Options(config=own, output=tmp_path / "run").with_run_recipe(STAGES).load().seed == 5
 
 
-def test_a_run_goes_on_where_its_rows_have_a_column_that_is_now_asked_about(tmp_path: Path) -> None:
+def test_resume_with_prefer_none_is_no_difference(tmp_path: Path) -> None:
     """That it does not decide changes no row."""
     rows = "data.datasets=[{path: a}]"
     run_stages(config_in(tmp_path / "run", rows), "sft")
@@ -209,9 +209,7 @@ def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path, folder: str) -
         ("precision=bf16", "fp32", "bf16"),
     ],
 )
-def test_a_complete_run_with_other_settings_is_refused_and_stays_as_it_was(
-    tmp_path: Path, override: str, there: Any, now: Any
-) -> None:
+def test_complete_run_with_other_settings_is_refused(tmp_path: Path, override: str, there: Any, now: Any) -> None:
     run = run_stages(config_in(tmp_path / "run", "precision=fp32"), *STAGES)
     before = contents(run.path)
     config = config_in(tmp_path / "run", "precision=fp32", override)
@@ -222,14 +220,14 @@ def test_a_complete_run_with_other_settings_is_refused_and_stays_as_it_was(
     assert contents(run.path) == before
 
 
-def test_settings_for_stages_to_come_are_no_other_settings_of_complete_ones(tmp_path: Path) -> None:
+def test_settings_of_later_stages_may_differ_from_complete_ones(tmp_path: Path) -> None:
     run_stages(config_in(tmp_path / "run"), "sft")
     check(config_in(tmp_path / "run", "ppo.steps=7", "engine.zero_stage=2"), resume=True)
     with pytest.raises(RunError, match=r"sft\.epochs"):
         check(config_in(tmp_path / "run", "sft.epochs=7"), resume=True)
 
 
-def test_a_source_that_has_changed_is_named_and_nothing_is_written(tmp_path: Path) -> None:
+def test_changed_source_is_named_and_nothing_is_written(tmp_path: Path) -> None:
     config, run = config_in(tmp_path / "run"), RunDirectory(tmp_path / "run")
     with run.open_for(config, stages=("sft",), data=ROWS):
         record(run.stage("sft"), 1)
@@ -275,9 +273,7 @@ def test_ranks_with_different_settings_are_told_where(tmp_path: Path) -> None:
     assert find_first_difference(configs) == "ppo.steps (7 on rank 0, 9 on rank 2)"
 
 
-def test_an_interruption_prints_the_command_that_goes_on_with_the_same_settings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interruption_prints_the_command_that_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything of it is kept, that is the command that was given: the folder is as it was, with its settings."""
 
     def interrupted(config: Config, selection: Any, request: Any, pending: Any) -> None:

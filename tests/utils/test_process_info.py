@@ -181,7 +181,7 @@ def test_what_is_half_set_or_contradicts_itself_is_refused(environ: dict[str, st
         current_process(environ)
 
 
-def test_what_contradicts_itself_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_contradicting_variables_are_refused_at_once(tmp_path: Path) -> None:
     for variables, said in (
         ({"RANK": "0"}, "WORLD_SIZE is not set, but RANK=0"),
         ({"WORLD_SIZE": "2"}, "RANK is not set, but WORLD_SIZE=2"),
@@ -200,7 +200,7 @@ def test_what_contradicts_itself_is_refused_before_anything_is_written(tmp_path:
         assert list(tmp_path.iterdir()) == []
 
 
-def test_the_local_rank_on_a_command_line_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_rank_argument_must_agree_with_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     for given in (["--local_rank=1"], ["--local-rank=1"], ["--local_rank", "1"]):
         assert strip_local_rank([*given, "sft", "--seed", "1"]) == ["sft", "--seed", "1"]

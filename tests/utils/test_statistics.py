@@ -45,7 +45,7 @@ def test_a_mean_has_the_interval_of_the_paired_t_test() -> None:
 
 
 @pytest.mark.parametrize("successes", [0, 3, 7.5, 20])
-def test_wilsons_bounds_are_the_shares_that_the_score_test_just_does_not_refuse(successes: float) -> None:
+def test_wilson_bounds_are_where_the_score_test_just_accepts(successes: float) -> None:
     z = NormalDist().inv_cdf(0.975)
     for bound in wilson(successes, 20):
         if 0 < bound < 1:
@@ -85,7 +85,7 @@ def test_the_largest_n_of_a_kl_is_the_last_that_keeps_to_it() -> None:
         assert best_of_at(best_of_kl(best_of) - 1e-9) == best_of - 1
 
 
-def test_variety_counts_different_runs_of_tokens_over_all_completions() -> None:
+def test_distinct_counts_runs_of_tokens_over_all_completions() -> None:
     both = [[1, 2, 1, 2], [2, 1]]
     assert distinct(both, 1) == 2 / 6
     assert distinct(both, 2) == 2 / 4  # 12 21 12 | 21
