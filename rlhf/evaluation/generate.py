@@ -47,7 +47,7 @@ class GenerationSettings:
 
 @torch.no_grad()
 def generate_completions(
-    model: LanguageModel, prompts: Sequence[Ids], manner: GenerationSettings, done: Done
+    model: LanguageModel, prompts: Sequence[Ids], settings: GenerationSettings, done: Done
 ) -> list[Ids]:
     """Return the completion of each prompt, with its end token if it ends within `max_tokens`.
 
@@ -58,29 +58,29 @@ def generate_completions(
     device, longest = model.device, max(map(len, prompts))
     accelerator, pad = device.accelerator, _pad(model)
     decoder = Decoder(
-        accelerator, eos_ids=model.end_ids, pad_id=pad, max_new_tokens=manner.max_tokens, shapes=device.shapes
+        accelerator, eos_ids=model.end_ids, pad_id=pad, max_new_tokens=settings.max_tokens, shapes=device.shapes
     )
-    accelerator.seed(manner.seed)
-    written: list[Ids] = []
-    for real, (rows,) in _batches(manner.batch_size, prompts):
+    accelerator.seed(settings.seed)
+    completions: list[Ids] = []
+    for real, (rows,) in _batches(settings.batch_size, prompts):
         ids, mask = accelerator.to_device(_left(model, rows, longest))
         with _computing(model, len(ids)):
             # From NaN no token can be drawn: its id would be outside the vocabulary.
             first = model.module(**model_inputs(model.module, ids, mask), logits_to_keep=1).logits
             _check(model, first.isnan().any().item())
             accelerator.step_boundary("write/check")
-            drawn = decoder.generate(model.module, ids, mask, manner.sampling)
+            drawn = decoder.generate(model.module, ids, mask, settings.sampling)
             lengths = drawn.mask.sum(1)
         accelerator.step_boundary("write/end")
-        written += [row[:length] for row, length in zip(drawn.ids.tolist(), lengths.tolist())][:real]
+        completions += [row[:length] for row, length in zip(drawn.ids.tolist(), lengths.tolist())][:real]
         done(real)
     decoder.release()
-    return written
+    return completions
 
 
 @torch.no_grad()
 def score_completions(
-    model: LanguageModel, prompts: Sequence[Ids], completions: Sequence[Ids], manner: GenerationSettings, done: Done
+    model: LanguageModel, prompts: Sequence[Ids], completions: Sequence[Ids], settings: GenerationSettings, done: Done
 ) -> list[float]:
     """Return log p(completion | prompt) of each row, in nats: the sum over its tokens, at the sampling temperature.
 
@@ -90,24 +90,24 @@ def score_completions(
         OutOfMemory, ModelError: as `generate_completions`.
     """
     device, longest = model.device, max(map(len, prompts))
-    found: list[float] = []
-    for real, (rows, ends) in _batches(manner.batch_size, prompts, completions):
-        right = pad_right(ends, device.shapes, manner.max_tokens, _pad(model))
-        (ids, mask), (more, drawn) = device.accelerator.to_device((_left(model, rows, longest), right))
+    log_probs: list[float] = []
+    for real, (rows, ends) in _batches(settings.batch_size, prompts, completions):
+        right = pad_right(ends, device.shapes, settings.max_tokens, _pad(model))
+        (ids, mask), (completion_ids, drawn) = device.accelerator.to_device((_left(model, rows, longest), right))
         with _computing(model, len(ids)):
-            each, _ = completion_log_probs(
+            token_log_probs, _ = completion_log_probs(
                 model.module,
-                torch.cat([ids, more], 1),
+                torch.cat([ids, completion_ids], 1),
                 torch.cat([mask, drawn], 1),
-                more.shape[1],
-                temperature=manner.sampling.temperature or 1.0,
+                completion_ids.shape[1],
+                temperature=settings.sampling.temperature or 1.0,
             )
-            sums = masked(each, drawn).sum(1)
+            sums = masked(token_log_probs, drawn).sum(1)
         device.accelerator.step_boundary("write/read")
-        found += sums.tolist()[:real]
-        _check(model, not all(map(math.isfinite, found[-real:])))
+        log_probs += sums.tolist()[:real]
+        _check(model, not all(map(math.isfinite, log_probs[-real:])))
         done(real)
-    return found
+    return log_probs
 
 
 def _check(model: LanguageModel, wrong: bool) -> None:

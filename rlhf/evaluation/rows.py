@@ -61,11 +61,10 @@ def list_overrides(source: str, option: str) -> list[str]:
     written = source.lstrip().startswith("{") and not Path(source).exists()
     if not written:
         readers.check_source_exists(source, option)
-    return (
-        []
-        if _is_text(source)
-        else [f"data.datasets=[{source if written else json.dumps({'path': source})}]", "data.stage_split=1:1:1"]
-    )
+    if _is_text(source):
+        return []
+    dataset = source if written else json.dumps({"path": source})
+    return [f"data.datasets=[{dataset}]", "data.stage_split=1:1:1"]
 
 
 def read_rows(
@@ -101,7 +100,7 @@ def read_rows(
 
 
 def encode_examples(
-    found: EvaluationRows, config: DataConfig, model: EvaluatedModel, *, fits: bool, show: bool = False
+    source_rows: EvaluationRows, config: DataConfig, model: EvaluatedModel, *, fits: bool, show: bool = False
 ) -> tuple[list[Any], DataReport]:
     """Return (the examples of the rows for `model`, a report on rows that are left out).
 
@@ -109,7 +108,7 @@ def encode_examples(
     them the model's maximum length does.
 
     Args:
-        found: the rows.
+        source_rows: the rows.
         config: settings with length limits.
         model: the model.
         fits: leave out rows that exceed the model's maximum length.
@@ -120,11 +119,11 @@ def encode_examples(
     """
     from rlhf.data.examples import encode_rows, filter_usable, token_parts
 
-    report = DataReport(found.report.stage, found.report.source, dropped=dict(found.report.dropped))
+    report = DataReport(source_rows.report.stage, source_rows.report.source, dropped=dict(source_rows.report.dropped))
     settings = _as_trained(config, model)
     free = {limit: model.max_length if fits else 10**9 for limit in _LIMITS if limit not in config.model_fields_set}
     settings = settings.model_copy(update=free)
-    rows = filter_usable(found.rows, report)
+    rows = filter_usable(source_rows.rows, report)
     examples: list[Example] = []
     for example in encode_rows(rows, settings, model.tokenizer, report, model.end_ids, show=show):
         (_, prompt), *replies = token_parts(example)
