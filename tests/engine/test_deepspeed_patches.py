@@ -8,46 +8,32 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from rlhf.config.schema import OptimizerConfig
 from rlhf.engine import deepspeed_patches as patches
-from rlhf.engine.deepspeed_patches import replace_step
 from rlhf.engine.engine import TrainingEngine
 from rlhf.errors import DependencyError
-from tests.engine import averages, halves
-from tests.helpers import llama, user_environment
-from tests.in_process import make_placement
+from tests.engine.engines import IDS, accepted_fp16, build, scaled, step
+from tests.engine.engines import loss as plain_loss
+from tests.helpers import user_environment
 
 RATE, BETAS, EPSILON, DECAY = 1e-2, (0.9, 0.95), 1e-8, 0.1
 
 
 @pytest.fixture(params=["torch-fused", "torch-foreach"])
 def engine_of(request, accelerator):
-    def build(most: float) -> TrainingEngine:
+    def build_clipped(most: float) -> TrainingEngine:
+        settings = {"learning_rate": RATE, "schedule": "constant", "warmup": 0, "weight_decay": DECAY}
         accelerator.kernels.choose("adamw", request.param)
         try:
-            return TrainingEngine(
-                "test",
-                llama(60),
-                accelerator=accelerator,
-                precision=accelerator.precision("bf16"),
-                placement=make_placement(0),
-                optimizer=OptimizerConfig(
-                    learning_rate=RATE, schedule="constant", warmup=0, weight_decay=DECAY, max_grad_norm=most
-                ),
-                total_steps=100,
-                micro_batch_size=4,
-                accumulation=1,
-            )
+            return build(accelerator, 0, "bf16", optimizer=settings | {"max_grad_norm": most})
         finally:
             accelerator.kernels.choose("adamw", "auto")
 
-    return build
+    return build_clipped
 
 
 def loss(model: Any, ids: torch.Tensor) -> Any:
@@ -57,7 +43,6 @@ def loss(model: Any, ids: torch.Tensor) -> Any:
 @pytest.mark.parametrize("most", [0.01, 1e6])
 def test_masters_take_the_step_of_clipped_gradients(engine_of, most):
     engine = engine_of(most)
-    ids = torch.randint(2, 60, (4, 12), generator=torch.Generator().manual_seed(0))
     pairs = [
         (parameter, master)
         for groups in zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups)
@@ -65,7 +50,7 @@ def test_masters_take_the_step_of_clipped_gradients(engine_of, most):
     ]
     moments = [[torch.zeros_like(master, dtype=torch.float64) for _ in range(2)] for _, master in pairs]
     for count in range(1, 4):
-        engine.step([ids], loss, apply=False)
+        engine.step([IDS], loss, apply=False)
         before = [master.detach().double() for _, master in pairs]
         gradients = [parameter.grad.double() for parameter, _ in pairs]
         norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt().item()
@@ -84,42 +69,27 @@ def test_masters_take_the_step_of_clipped_gradients(engine_of, most):
             assert master.grad is None
 
 
-@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-def test_a_step_of_gradients_that_are_no_numbers_is_skipped(engine_of, wrong):
-    engine = engine_of(1.0)
-    before = [master.clone() for group in engine.optimizer.fp32_groups for master in group]
-    engine.step([torch.ones(1, 3, dtype=torch.long)], lambda model, ids: (loss(model, ids)[0] * wrong, {}))
-    assert engine.skipped == 1
-    after = [master for group in engine.optimizer.fp32_groups for master in group]
-    assert all(torch.equal(*pair) for pair in zip(after, before))
-
-
-def test_one_number_is_read_on_the_host(engine_of, monkeypatch):
-    engine = engine_of(0.01)
-    engine.step([torch.ones(1, 3, dtype=torch.long)], loss, apply=False)
-    engine.optimizer.optimizer.step = lambda: None  # that of torch-foreach reads counters, which are on the host
+def count_host_reads(engine: TrainingEngine, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Numbers that a step reads on the host, but for those of the inner optimizer: torch-foreach's counters."""
     reads: list[torch.Tensor] = []
+    engine.optimizer.optimizer.step = lambda: None
     for name in ("item", "__float__", "__bool__", "tolist"):
         read = getattr(torch.Tensor, name)
         monkeypatch.setattr(torch.Tensor, name, lambda self, read=read: reads.append(self) or read(self))
     engine.optimizer.step()
-    assert len(reads) == 1
+    return len(reads)
 
 
-def test_an_optimizer_without_masters_and_one_that_scales_losses_keep_their_step():
-    for scaling, names in ((True, {"fp16_groups": []}), (False, {})):
-        engine = SimpleNamespace(optimizer=SimpleNamespace(step="theirs", **names))
-        replace_step(engine, ranks=2, loss_scaling=scaling)
-        assert engine.optimizer.step == "theirs"
-
-
-@pytest.mark.parametrize("version", ["0.19.8", "0.19.12+hpu.synapse.1", "0.19.9a0"])
-def test_check_version_of_the_known_series_passes(version):
-    patches.check_version(version)
+def test_step_reads_one_number_on_the_host(engine_of, monkeypatch):
+    engine = engine_of(0.01)
+    engine.step([torch.ones(1, 3, dtype=torch.long)], loss, apply=False)
+    assert count_host_reads(engine, monkeypatch) == 1
 
 
 @pytest.mark.parametrize("version", ["0.18.9", "0.20.0", "0.190.0", "1.19.0", "unknown"])
-def test_check_version_of_another_series_names_it(version):
+def test_check_version_refuses_another_series(version):
+    for known in ("0.19.8", "0.19.12+hpu.synapse.1", "0.19.9a0"):
+        patches.check_version(known)
     with pytest.raises(DependencyError, match=f"deepspeed: .*0.19, got {version}; install"):
         patches.check_version(version)
 
@@ -154,30 +124,24 @@ def test_upstream_rounds_a_product_before_it_adds_the_bias():
 
 def test_upstream_takes_a_step_while_it_sets_up(accelerator, monkeypatch):
     monkeypatch.setattr(patches, "undo_setup_step", lambda engine: None)
-    engine = averages.build(accelerator, 0, "bf16")
+    engine = build(accelerator, 0, "bf16")
     steps = [state["step"].item() for state in engine.optimizer.optimizer.state.values() if "step" in state]
     assert steps and set(steps) == {1.0}
 
 
 def test_upstream_reads_a_number_for_every_gradient(accelerator, monkeypatch):
     monkeypatch.setattr(patches, "replace_step", lambda engine, **options: None)
-    engine = averages.build(accelerator, 0, "bf16")
-    engine.step([averages.IDS], averages.loss, apply=False)
-    engine.optimizer.optimizer.step = lambda: None
-    reads: list[torch.Tensor] = []
-    for name in ("item", "__float__", "__bool__", "tolist"):
-        read = getattr(torch.Tensor, name)
-        monkeypatch.setattr(torch.Tensor, name, lambda self, read=read: reads.append(self) or read(self))
-    engine.optimizer.step()
-    assert len(reads) > len(list(engine.module.parameters()))
+    engine = build(accelerator, 0, "bf16")
+    engine.step([IDS], plain_loss, apply=False)
+    assert count_host_reads(engine, monkeypatch) > len(list(engine.module.parameters()))
 
 
-def test_upstream_divides_fp16_gradients_by_a_scale_that_the_loss_never_had(accelerator, monkeypatch):
+def test_upstream_divides_fp16_gradients_by_a_missing_scale(accelerator, monkeypatch):
     monkeypatch.setattr(patches, "missing_loss_scale", lambda engine, **options: 1.0)
-    with halves.accepted() as precision:
-        engine = averages.build(accelerator, 0, precision)
+    with accepted_fp16() as precision:
+        engine = build(accelerator, 0, precision)
         scale = engine.loss_scale()
-        engine.step([averages.IDS], averages.loss, apply=False)
+        engine.step([IDS], plain_loss, apply=False)
         largest = max(parameter.grad.abs().max().item() for parameter in engine.module.parameters())
         applied: list[float] = []
         weights = [weight for group in engine.optimizer.fp32_groups for weight in group]
@@ -189,14 +153,10 @@ def test_upstream_divides_fp16_gradients_by_a_scale_that_the_loss_never_had(acce
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
-def test_upstream_raises_a_bare_exception_at_the_lowest_loss_scale(accelerator, zero_stage):
-    def infinite(model, ids):
-        value, statistics = averages.loss(model, ids)
-        return value * float("inf"), statistics
-
-    with halves.accepted() as precision:
-        engine = averages.build(accelerator, zero_stage, precision)
-        engine.step([averages.IDS], infinite, apply=False)
+def test_upstream_raises_bare_exception_at_lowest_loss_scale(accelerator, zero_stage):
+    with accepted_fp16() as precision:
+        engine = build(accelerator, zero_stage, precision)
+        engine.step([IDS], scaled(float("inf")), apply=False)
         scaler = engine.optimizer.loss_scaler
         scaler.cur_scale = scaler.min_scale
         with pytest.raises(Exception, match="already at minimum") as raised:
@@ -204,18 +164,14 @@ def test_upstream_raises_a_bare_exception_at_the_lowest_loss_scale(accelerator, 
     assert raised.type is Exception
 
 
-def score(engine):
-    with torch.no_grad():
-        engine.engine(input_ids=averages.IDS)
-
-
-def test_upstream_records_a_scoring_pass_as_the_order_of_training(accelerator, monkeypatch):
+def test_upstream_records_a_scoring_pass_as_training_order(accelerator, monkeypatch):
     def trace_is_complete():
-        engine = averages.build(accelerator, 3)
-        score(engine)
+        engine = build(accelerator, 3)
+        with torch.no_grad():
+            engine.engine(input_ids=IDS)
         coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
         for _ in range(2):
-            averages.step(engine)
+            step(engine)
         return coordinator.is_complete_trace()
 
     assert trace_is_complete()
@@ -226,27 +182,26 @@ def test_upstream_records_a_scoring_pass_as_the_order_of_training(accelerator, m
 def test_upstream_releases_gathered_weights_after_each_layer(accelerator):
     from deepspeed.runtime.zero import GatheredParameters
 
-    engine = averages.build(accelerator, 3)
+    engine = build(accelerator, 3)
     parameters = list(engine.module.parameters())
     with GatheredParameters(parameters), patches.without_hooks(engine):
-        engine.module(input_ids=averages.IDS)
+        engine.module(input_ids=IDS)
         assert all(parameter.numel() for parameter in parameters)
     with GatheredParameters(parameters):
-        engine.module(input_ids=averages.IDS)
+        engine.module(input_ids=IDS)
         assert not all(parameter.numel() for parameter in parameters)
 
 
-def test_upstream_keeps_its_process_group_after_torchs_is_gone():
+def test_upstream_keeps_its_process_group_after_torchs():
     code = """
-import torch.distributed as dist
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-import deepspeed
+import accelerators
+from rlhf.engine import deepspeed_patches, distributed
+clear, deepspeed_patches.clear_process_groups = deepspeed_patches.clear_process_groups, lambda: None
+with distributed.start_process_group(accelerators.select("cpu", environ={})):
+    pass
 from deepspeed.comm import comm
-deepspeed.init_distributed("gloo", verbose=False)
-dist.destroy_process_group()
 assert comm.cdb is not None
-from rlhf.engine.deepspeed_patches import clear_process_groups
-clear_process_groups()
+clear()
 assert comm.cdb is None
 """
     subprocess.run([sys.executable, "-c", code], check=True, env=user_environment())

@@ -8,6 +8,7 @@ from rlhf.config.schema import LoraConfig, OptimizerConfig, build_config
 from rlhf.engine.engine import TrainingEngine, compute_adapter_factor, compute_learning_rate, group_parameters
 from rlhf.models.lora import add_adapters
 from rlhf.roles.roles import model_placements
+from tests.engine.engines import weights_of
 
 
 def rates(**settings):
@@ -15,21 +16,18 @@ def rates(**settings):
     return [compute_learning_rate(config, step, 100) for step in range(100)]
 
 
-def test_the_rate_rises_over_the_warm_up_and_then_falls():
-    found = rates(schedule="linear", warmup=0.1, min_lr_ratio=0.0)
-    assert 0 < found[0] < found[5] < found[10] == 1.0
-    assert found[10] > found[50] > found[98] > found[99] == 0.0
-
-
-def test_no_step_has_a_rate_of_zero_at_its_start():
+def test_rate_rises_over_the_warm_up_and_then_falls():
+    warming = rates(schedule="linear", warmup=0.1, min_lr_ratio=0.0)
+    assert 0 < warming[0] < warming[5] < warming[10] == 1.0
+    assert warming[10] > warming[50] > warming[98] > warming[99] == 0.0
     assert rates(warmup=0.5)[0] > 0
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
 @pytest.mark.parametrize("warmup", [0.0, 0.3])
-def test_the_last_step_has_the_rate_that_min_lr_ratio_names(schedule, warmup):
-    found = rates(schedule=schedule, warmup=warmup, min_lr_ratio=0.2)
-    assert max(found) == 1.0 and found[-1] == pytest.approx(0.2) and found[-2] > 0.2
+def test_last_step_has_the_rate_of_min_lr_ratio(schedule, warmup):
+    schedule_rates = rates(schedule=schedule, warmup=warmup, min_lr_ratio=0.2)
+    assert max(schedule_rates) == 1.0 and schedule_rates[-1] == pytest.approx(0.2) and schedule_rates[-2] > 0.2
 
 
 def test_the_cosine_is_half_way_down_in_the_middle():
@@ -39,11 +37,8 @@ def test_the_cosine_is_half_way_down_in_the_middle():
     assert found == pytest.approx([2.0, 1 + 0.5**0.5, 1.0, 0.0])
 
 
-def test_a_single_step_is_taken_at_the_peak():
+def test_single_step_and_constant_schedule_are_at_the_peak():
     assert compute_learning_rate(OptimizerConfig(learning_rate=1.0, warmup=0.0), 0, 1) == 1.0
-
-
-def test_a_constant_schedule_stays_at_its_peak():
     assert set(rates(schedule="constant", warmup=0.0)) == {1.0}
 
 
@@ -86,40 +81,30 @@ def test_adapters_step_at_a_rate_of_their_own():
             torch.testing.assert_close(moved[name], torch.full_like(moved[name], expected), atol=1e-6, rtol=1e-3)
 
 
-def test_an_engine_steps_adapters_and_head_by_the_rates_that_it_records(accelerator):
-    """As above, through DeepSpeed, which makes groups of its own, at ZeRO 0 to 3."""
-    for zero_stage in (0, 1, 2, 3):
-        model = adapted()
-        config = build_config({"lora": {"rank": 2}, "engine": {"zero_stage": zero_stage}})
-        engine = TrainingEngine(
-            "test",
-            model,
-            accelerator=accelerator,
-            precision=accelerator.precision("fp32"),
-            placement=model_placements(config, "reward")["reward"],
-            optimizer=OptimizerConfig(
-                learning_rate=1e-3,
-                warmup=0.5,
-                schedule="linear",
-                weight_decay=0.0,
-                eps=1e-12,
-                max_grad_norm=1e9,
-            ),
-            total_steps=2,
-            micro_batch_size=1,
-            accumulation=1,
-        )
-        assert engine.rates == {"learning_rate": 5e-4, "lora_learning_rate": 5e-3}
-        with engine.whole_weights() as module:
-            before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-        # lora_A has no gradient while lora_B is zero
-        engine.step([torch.ones(1, 4)], lambda model, inputs: (model(inputs).sum(), {}))
-        with engine.whole_weights() as module:
-            moved = {
-                name: (before[name] - parameter).abs().max().item() for name, parameter in module.named_parameters()
-            }
-        assert moved["score.weight"] == pytest.approx(5e-4, rel=1e-3)
-        assert moved["layer.lora_B.default.weight"] == pytest.approx(5e-3, rel=1e-3)
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_engine_steps_adapters_and_head_by_recorded_rates(accelerator, zero_stage):
+    """As above, through DeepSpeed, which makes groups of its own."""
+    config = build_config({"lora": {"rank": 2}, "engine": {"zero_stage": zero_stage}})
+    engine = TrainingEngine(
+        "test",
+        adapted(),
+        accelerator=accelerator,
+        precision=accelerator.precision("fp32"),
+        placement=model_placements(config, "reward")["reward"],
+        optimizer=OptimizerConfig(
+            learning_rate=1e-3, warmup=0.5, schedule="linear", weight_decay=0.0, eps=1e-12, max_grad_norm=1e9
+        ),
+        total_steps=2,
+        micro_batch_size=1,
+        accumulation=1,
+    )
+    assert engine.rates == {"learning_rate": 5e-4, "lora_learning_rate": 5e-3}
+    before = weights_of(engine)
+    # lora_A has no gradient while lora_B is zero
+    engine.step([torch.ones(1, 4)], lambda model, inputs: (model(inputs).sum(), {}))
+    moved = {name: (before[name] - tensor).abs().max().item() for name, tensor in weights_of(engine).items()}
+    assert moved["score.weight"] == pytest.approx(5e-4, rel=1e-3)
+    assert moved["layer.lora_B.default.weight"] == pytest.approx(5e-3, rel=1e-3)
 
 
 def adapted():

@@ -13,8 +13,7 @@ from rlhf.checkpoint.export import save_model
 from rlhf.engine import distributed
 from rlhf.engine.engine import synchronized_step
 from rlhf.engine.fp32_weights import EMA
-from tests.engine import halves
-from tests.engine.averages import DECAY, IDS, Plain, build, loss, masters
+from tests.engine.engines import DECAY, IDS, PlainAverage, accepted_fp16, build, loss, masters, scaled
 from tests.helpers import build_tokenizer
 
 AVERAGES: dict[str, dict[str, Any]] = {
@@ -34,7 +33,7 @@ def main(folder: str) -> None:
         rank = distributed.world().rank
         found = {name: averaged(accelerator, Path(folder) / name, **how) for name, how in AVERAGES.items()}
         torch.save(found, Path(folder) / f"averages, rank {rank}")
-        with halves.accepted() as precision:
+        with accepted_fp16() as precision:
             skipped = {stage: overflowed(accelerator, stage, precision) for stage in range(4)}
         torch.save(skipped, Path(folder) / f"overflows, rank {rank}")
 
@@ -47,7 +46,7 @@ def rows() -> Any:
 def averaged(accelerator: Accelerator, folder: Path, *, precision: str = "fp32", **how: Any) -> dict[str, Any]:
     """Three steps, and the average in the weights' place; it is saved to `folder`."""
     engine = build(accelerator, how.pop("zero_stage"), precision, **how)
-    plain, engine.ema = Plain(engine), EMA(engine.optimizer, DECAY, engine.accelerator)
+    plain, engine.ema = PlainAverage(engine), EMA(engine.optimizer, DECAY, engine.accelerator)
     for _ in range(3):
         engine.step([rows()], loss)
         plain.follow(engine)
@@ -67,11 +66,7 @@ def averaged(accelerator: Accelerator, folder: Path, *, precision: str = "fp32",
 
 def overflowed(accelerator: Accelerator, zero_stage: int, precision: Any) -> dict[str, Any]:
     """One step of two engines; then one in which the second's gradients overflow, by what the second rank has."""
-
-    def huge(model: Any, ids: Any) -> Any:
-        value, found = loss(model, ids)
-        return value * (1e6 if distributed.world().rank else 1), found
-
+    huge = scaled(1e6 if distributed.world().rank else 1)
     engines = [build(accelerator, zero_stage, precision) for _ in range(2)]
     synchronized_step([(engine, [rows()], loss) for engine in engines])
     before = [masters(engine) for engine in engines]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 
 import pytest
 
@@ -43,7 +42,7 @@ def test_the_table_by_hand() -> None:
     assert log_loss(margins) == pytest.approx(-sum(map(math.log, claimed)) / 6)
 
 
-def test_a_lower_bound_belongs_to_its_bin_and_equal_scores_are_not_right() -> None:
+def test_lower_bound_belongs_to_its_bin() -> None:
     (first,) = bin_by_confidence([0.0], 2)
     assert (first.low, first.pairs, first.confidence, first.accuracy) == (0.5, 1, 0.5, 0)
     (second,) = bin_by_confidence([margin(0.75) + 1e-12], 2)
@@ -65,16 +64,7 @@ def test_the_temperature_undoes_a_scale(scale: float) -> None:
     assert fit_temperature([scale * one for one in margins]) == pytest.approx(scale)
 
 
-def test_no_temperature_near_it_is_better() -> None:
-    rng = random.Random(0)
-    margins = [rng.gauss(1, 2) for _ in range(300)]
-    found = fit_temperature(margins)
-    assert found is not None
-    least = log_loss(margins, 1 / found)
-    assert all(log_loss(margins, 1 / (found * by)) > least for by in (0.5, 0.9, 0.999, 1.001, 1.1, 2))
-
-
-def test_no_temperature_is_best_of_a_model_that_is_always_right_or_no_better_than_a_coin() -> None:
+def test_temperature_of_a_perfect_or_random_model_is_none() -> None:
     assert fit_temperature([0.5, 2.0]) is None
     assert fit_temperature([1.0, -1.0]) is None
     assert fit_temperature([1.0, -2.0]) is None

@@ -16,7 +16,6 @@ from accelerators import Precision, ShapePolicy
 from rlhf.config.schema import Config, build_config
 from rlhf.data.prompt_encoding import make_conversation_row
 from rlhf.data.records import Message
-from rlhf.data.stage_dataset import load_stage
 from rlhf.errors import ModelError, OutOfMemory, RunError
 from rlhf.evaluation.models import (
     EvaluationDevice,
@@ -119,15 +118,7 @@ def test_prompts_and_ends_are_those_of_the_training(
     assert ids[-1] == moo, "the reply ends at the first of them"
 
 
-def test_prompts_of_a_critic_are_those_of_its_training(tmp_path: Path) -> None:
-    (tmp_path / "ppo/critic").mkdir(parents=True)
-    (tmp_path / "ppo/stage.json").write_text(json.dumps({"prompt_format": "transcript"}))
-    assert read_summary(tmp_path / "ppo/critic") == {"prompt_format": "transcript"}
-
-
-def test_scores_in_16_bits_are_rounded_no_further_than_what_they_are_made_of(
-    device: EvaluationDevice, judge_folder: tuple[Path, Any]
-) -> None:
+def test_scores_in_16_bits_are_computed_in_float32(device: EvaluationDevice, judge_folder: tuple[Path, Any]) -> None:
     """Rounded themselves, those of good and bad replies would often be equal."""
     coarse = replace(device, precision=Precision(torch.bfloat16, "bf16", "a test's"))
     judge = load_reward_model(judge_folder[0], Config(), coarse)
@@ -208,12 +199,6 @@ def test_static_shapes_give_every_batch_one_shape(device: EvaluationDevice, rows
     assert static.map_rows([], compute, pad=9, batch_size=rows) == []
 
 
-def test_a_stage_says_what_ended_its_replies(data_file: Path, tokenizer: Any) -> None:
-    config = build_config({"data": {"datasets": [{"path": str(data_file)}]}}).data
-    assert load_stage(config, "reward", tokenizer, seed=0, end_ids=[1, 7]).summary["end_ids"] == [1, 7]
-    assert load_stage(config, "reward", tokenizer, seed=0).summary["end_ids"] == [1]
-
-
 def test_a_lack_of_memory_is_one_line(device: EvaluationDevice) -> None:
     def compute(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -248,7 +233,7 @@ def test_an_adapter_alone_writes_as_peft_has_it(
     assert not any("lora" in name for name, _ in writer.module.named_parameters())
 
 
-def test_an_adapter_of_no_model_or_another_one_is_an_error_of_one_line(
+def test_adapter_of_no_model_or_another_one_is_an_error(
     device: EvaluationDevice, adapter: tuple[Path, Any], tmp_path: Path
 ) -> None:
     folder, _ = adapter

@@ -27,7 +27,7 @@ def model(model_folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64).eval()
 
 
-def foretold(model: Any, ids: list[int], first: int) -> float:
+def plain_nll(model: Any, ids: list[int], first: int) -> float:
     """-log p of the tokens from `first` on, in float64 and without padding."""
     with torch.no_grad():
         log_probs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
@@ -54,7 +54,7 @@ def test_perplexity_is_that_of_transformers(
     assert found.keys() == defined("text")
     written = [of_row(tokenizer, row) for row in ROWS]
     starts = [prompt if loss_on == "completion" else 1 for _, prompt in written]
-    expected = [foretold(model, ids, start) for (ids, _), start in zip(written, starts, strict=True)]
+    expected = [plain_nll(model, ids, start) for (ids, _), start in zip(written, starts, strict=True)]
     tokens = [len(ids) - start for (ids, _), start in zip(written, starts, strict=True)]
     assert [one["nll"] for one in found["each"]] == pytest.approx(expected, rel=1e-5)
     assert [one["tokens"] for one in found["each"]] == tokens
@@ -66,9 +66,9 @@ def test_perplexity_is_that_of_transformers(
     assert found["bits_per_byte"] == (bits if bits is None else pytest.approx(bits, rel=1e-5))
 
 
-@pytest.mark.parametrize("length", [5, 8, 9, 12, 13, 31])
+@pytest.mark.parametrize("length", [5, 8, 9, 13, 31])
 @pytest.mark.parametrize("first", [1, 4, 11])
-def test_windows_foretell_each_token_once_from_half_a_window_at_least(length: int, first: int) -> None:
+def test_windows_predict_each_token_once_from_half_a_window(length: int, first: int) -> None:
     ids, room, seen = list(range(length)), 8, []
     for window in split_windows(ids, first, room):
         assert len(window.ids) <= room and window.ids == ids[window.ids[0] : window.ids[-1] + 1]
@@ -87,9 +87,9 @@ def test_a_long_text_is_read_in_windows(
     (found,) = told(evaluate(model_folder, "--text", tmp_path / "book.txt", "--json"))["models"]
     ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     assert len(ids) > 300 and found["tokens"] == len(ids) - 1
-    expected, done = foretold(model, ids[:128], 1), 128
+    expected, done = plain_nll(model, ids[:128], 1), 128
     while done < len(ids):
-        expected += foretold(model, ids[done - 64 : done + 64], 64)
+        expected += plain_nll(model, ids[done - 64 : done + 64], 64)
         done += 64
     assert found["loss"] == pytest.approx(expected / (len(ids) - 1), rel=1e-5)
     assert found["bits_per_byte"] == pytest.approx(expected / math.log(2) / len(text.encode()), rel=1e-5)
@@ -122,24 +122,3 @@ def test_a_likelihood_that_is_no_number_is_an_error(
     tokenizer.save_pretrained(tmp_path / "broken")
     done = evaluate(tmp_path / "broken", "--text", lines(tmp_path / "rows.jsonl", ROWS))
     assert "the likelihood of rows.jsonl:1 is not finite in fp32" in str(done.exception)
-
-
-def test_an_adapter_alone_is_measured_and_talked_to_in_its_model(
-    evaluate: Evaluate, model_folder: Path, tokenizer: Any, tmp_path: Path
-) -> None:
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-    from typer.testing import CliRunner
-
-    from rlhf.cli.app import app
-
-    torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_pretrained(model_folder)
-    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
-    model.save_pretrained(tmp_path / "adapter")
-    expected = [foretold(model.double().eval(), *of_row(tokenizer, row)) for row in ROWS]
-    file = lines(tmp_path / "rows.jsonl", ROWS)
-    (found,) = told(evaluate(tmp_path / "adapter", "--text", file, "--json", "--rows"))["models"]
-    assert [one["nll"] for one in found["each"]] == pytest.approx(expected, rel=1e-4)
-    line = ["chat", str(tmp_path / "adapter"), "--max-tokens", "2"]
-    assert CliRunner().invoke(app, line, input="cow\n").exit_code == 0

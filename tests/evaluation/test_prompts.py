@@ -1,6 +1,5 @@
 """Where the prompts of `rlhf compare` come from."""
 
-import io
 import json
 from pathlib import Path
 
@@ -24,11 +23,6 @@ def test_a_text_file_has_a_prompt_on_each_line(tmp_path: Path) -> None:
     path.write_bytes("\ufeffone\r\n\n  two\u2028words \nHuman: hi\n".encode())
     assert texts(path) == ["one", "two\u2028words", "Human: hi\n\nAssistant:"]
     assert [row.source for row in read_lines(str(path))] == [f"{path}:{line}" for line in (1, 3, 4)]
-
-
-def test_standard_input_has_a_prompt_on_each_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo"))
-    assert texts("-") == ["one", "two"]
 
 
 def test_data_sets_give_their_prompts_in_every_format(tmp_path: Path) -> None:

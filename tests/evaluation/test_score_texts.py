@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -32,33 +33,27 @@ def test_lines_are_read(line: str, prompt: str, replies: tuple[str, ...]) -> Non
     assert found.replies == replies
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        '{"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, '
-        '{"role": "user", "content": "c"}], "reply": "d"}',
-        '{"prompt": "Human: a\\n\\nAssistant: b\\n\\nHuman: c\\n\\nAssistant:", "reply": "d"}',
-    ],
-)
-def test_a_prompt_may_be_a_conversation(line: str) -> None:
+def test_prompt_may_be_a_conversation() -> None:
     turns = [("user", "a"), ("assistant", "b"), ("user", "c")]
-    assert [(message.role, message.content) for message in read_line(line, "line 1").prompt] == turns
+    messages = [{"role": role, "content": content} for role, content in turns]
+    for prompt in (messages, "Human: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:"):
+        reply_set = read_line(json.dumps({"prompt": prompt, "reply": "d"}), "line 1")
+        assert [(message.role, message.content) for message in reply_set.prompt] == turns
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("a prompt alone", "line 7: a reply is missing"),
-        ("\tmoo", "line 7: empty prompt; write prompt, tab, reply"),
-        ('{"prompt": "a"}', "line 7: a reply is missing"),
+        ("\tmoo", "line 7: empty prompt"),
         ('{"prompt": "a", "reply": 3}', "line 7: a reply is missing, or not a text"),
         ('{"prompt": "a", "replies": []}', "line 7: a reply is missing"),
         ('{"prompt": 3, "reply": "a"}', "line 7: prompt is a number, not text"),
         ('{"prompt": "a", "reply"', "line 7: not readable as JSON"),
     ],
 )
-def test_a_line_of_no_known_form_is_named(line: str, said: str) -> None:
-    with pytest.raises(DataError, match=said):
+def test_a_line_of_no_known_form_is_named(line: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
         read_line(line, "line 7")
 
 

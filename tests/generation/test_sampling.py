@@ -15,13 +15,10 @@ def frequencies(config, draws=40_000):
     return torch.bincount(tokens, minlength=5) / draws
 
 
-def test_tokens_come_with_their_probability():
-    torch.testing.assert_close(frequencies(SamplingConfig()), LOGITS.softmax(-1), atol=0.01, rtol=0)
-
-
-def test_temperature_flattens_the_distribution():
-    found = frequencies(SamplingConfig(temperature=2.0))
-    torch.testing.assert_close(found, (LOGITS / 2).softmax(-1), atol=0.01, rtol=0)
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_tokens_come_with_their_probability(temperature):
+    expected = (LOGITS / temperature).softmax(-1)
+    torch.testing.assert_close(frequencies(SamplingConfig(temperature=temperature)), expected, atol=0.01, rtol=0)
 
 
 def test_temperature_zero_takes_the_most_likely_token():
@@ -42,25 +39,13 @@ def test_top_p_draws_from_the_smallest_set_that_reaches_p():
     assert found[[1, 2, 4]].sum() == 0 and found[3] > 0.2
 
 
-def test_the_extremes_of_the_uniform_number_never_draw_an_impossible_token():
-    logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]]).expand(2, -1)
-    uniform = torch.tensor([0.0, 1 - 2**-24])
-    assert sample(logits, uniform, SamplingConfig()).tolist() == [1, 2]
-
-
-def test_equal_uniform_numbers_draw_equal_tokens():
-    uniform = torch.rand(64, generator=torch.Generator().manual_seed(1))
-    logits = torch.randn(64, 30, generator=torch.Generator().manual_seed(2))
-    assert torch.equal(sample(logits, uniform, SamplingConfig()), sample(logits, uniform.clone(), SamplingConfig()))
-
-
 @pytest.mark.parametrize("vocabulary", [3, 256, 1000, 4096])
-def test_the_token_is_the_one_at_which_the_sum_of_probabilities_passes_the_number(vocabulary):
+def test_token_is_where_summed_probabilities_pass_the_number(vocabulary):
     """In float64; numbers within rounding of such a place may fall to either side."""
     generator = torch.Generator().manual_seed(vocabulary)
     logits = 4 * torch.randn(1, vocabulary, generator=generator)
     logits[:, ::3] = -torch.inf
-    uniform = torch.rand(20_000, generator=generator)
+    uniform = torch.rand(5_000, generator=generator)
     uniform[:2] = torch.tensor([0.0, 1 - 2**-24])
     sums = logits.double().softmax(-1).cumsum(-1)[0]
     far = (sums.unsqueeze(0) - uniform.double().unsqueeze(1)).abs().amin(-1) > 1e-6
@@ -78,7 +63,7 @@ def test_logits_stay_as_they_are():
 
 @pytest.mark.parametrize("settings", [{}, {"top_k": 3}, {"top_p": 0.9}])
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
-def test_logits_that_are_no_numbers_draw_a_token_of_the_vocabulary(settings, wrong):
+def test_logits_that_are_nan_or_inf_draw_a_valid_token(settings, wrong):
     """So that the loss, which is none either, ends the run and says why."""
     logits = torch.zeros(2, 300)
     logits[1, 7] = wrong

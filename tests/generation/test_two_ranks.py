@@ -10,7 +10,7 @@ import torch
 
 from tests.forks import Forks
 from tests.generation import two_ranks
-from tests.generation.two_ranks import GREEDY, MODELS, RANK_GROUPS, SAMPLED, SLOW
+from tests.generation.two_ranks import GREEDY, MODELS, SAMPLED, SHARDED
 
 
 def run(forks: Forks, function: str, count: int, folder: Path) -> list[Any]:
@@ -20,7 +20,7 @@ def run(forks: Forks, function: str, count: int, folder: Path) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def left(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def results(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return run(forks, "main", 2, tmp_path_factory.mktemp("two-ranks"))
 
 
@@ -40,33 +40,33 @@ def alone(accelerator: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [(name, mode) for name in MODELS for mode in RANK_GROUPS if mode != "layerwise" or name not in SLOW],
+    [*((name, "tensor_parallel") for name in MODELS), (SHARDED, "whole"), (SHARDED, "layerwise")],
 )
-def test_tokens_are_those_of_one_device_whoever_holds_the_weights(left, alone, name, mode):
+def test_tokens_are_those_of_one_device(results, alone, name, mode):
     for rank in range(2):
         for sampling in (GREEDY, SAMPLED):
-            found, expected = left[rank][name, mode, sampling.temperature], alone(name, rank, sampling)
+            found, expected = results[rank][name, mode, sampling.temperature], alone(name, rank, sampling)
             length = expected.ids.shape[1]
             assert torch.equal(found.ids[:, :length], expected.ids), (rank, sampling)
             assert torch.equal(found.mask[:, :length], expected.mask), (rank, sampling)
             assert found.mask[:, length:].sum() == 0, "another rank's rows were longer"
 
 
-def test_some_rows_end_early_so_that_the_ranks_do_not_do_the_same(alone):
+def test_rows_end_early_so_that_the_ranks_differ(alone):
     lengths = [alone(name, rank, SAMPLED).mask.sum(-1).tolist() for name in MODELS for rank in range(2)]
     assert any(max(first) != max(other) for first, other in zip(lengths[::2], lengths[1::2]))
 
 
-def test_a_rank_whose_rows_have_ended_gathers_layers_for_the_other(left):
-    assert left[0]["early"].mask.sum(-1).tolist() == [two_ranks.LENGTH] * 3
-    assert left[1]["early"].mask.sum(-1).tolist() == [1] * 3
+def test_a_rank_whose_rows_have_ended_gathers_layers_for_the_other(results):
+    assert results[0]["early"].mask.sum(-1).tolist() == [two_ranks.LENGTH] * 3
+    assert results[1]["early"].mask.sum(-1).tolist() == [1] * 3
 
 
-def test_a_rank_of_a_team_holds_its_part_and_lets_go_of_it(left):
+def test_rank_of_a_group_holds_its_part_and_releases_it(results):
     model = two_ranks.model(MODELS[-1])
     whole = sum(parameter.numel() for parameter in model.parameters())
     layers = [sum(parameter.numel() for parameter in layer.parameters(recurse=False)) for layer in model.modules()]
-    for found in left:
+    for found in results:
         assert found["gathered"] == max(layers), "one layer at a time"
         assert found["held"] < whole * 0.52, "norms and a row that fills up the vocabulary are whole"
         assert found["freed"], "and not only when Python looks for circles"
@@ -75,30 +75,10 @@ def test_a_rank_of_a_team_holds_its_part_and_lets_go_of_it(left):
 
 @pytest.mark.parametrize(
     ("case", "rank_group", "words"),
-    zip(
-        two_ranks.CASES,
-        [
-            "SingleRank",
-            "TensorParallelGroup",
-            "TensorParallelGroup",
-            "LockstepRanks",
-            "SingleRank",
-            "LockstepRanks",
-            "TensorParallelGroup",
-        ],
-        [
-            "",
-            "do not fit",
-            "do not fit",
-            "do not fit",
-            "",
-            "(layerwise), which is slow",
-            "each of 2 ranks keeps its part",
-        ],
-    ),
+    [(case, *expected) for case, expected in two_ranks.CASES.items()],
 )
-def test_the_first_way_that_fits_on_all_ranks_is_taken_on_all(left, case, rank_group, words):
-    (kind, said), (other, _) = (found["chosen"][case] for found in left)
+def test_first_rank_group_that_fits_on_all_ranks_is_chosen(results, case, rank_group, words):
+    (kind, said), (other, _) = (found["chosen"][case] for found in results)
     assert kind == other == rank_group
     assert len(said) == bool(words) and words in "".join(said)
 

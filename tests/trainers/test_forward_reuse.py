@@ -12,7 +12,7 @@ from rlhf.errors import ConfigError
 from rlhf.trainers import context as stage
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.ppo.trainer import PPOTrainer
-from tests.engine import halves
+from tests.engine.engines import accepted_fp16
 from tests.helpers import llama
 from tests.in_process import build_ppo, ppo_models
 from tests.trainers.test_ppo import NO_BF16, gpt2, scalar
@@ -160,7 +160,7 @@ def test_steps_are_those_of_two_passes(build, changes):
 def test_with_loss_scaling_too(build, zero_stage, rows):
     """Both models' gradients are there before either steps."""
     found = []
-    with halves.accepted() as precision:
+    with accepted_fp16() as precision:
         for once in (True, False):
             ppo, _ = build(reuse_forward=once, zero_stage=zero_stage, micro_batch_size=rows, precision=precision)
             assert passes(ppo, 0)["actor"] == (3 if rows else 1) * (1 if once else 2)

@@ -13,7 +13,7 @@ from rlhf.memory.advice import advise
 from rlhf.memory.environment import Environment
 from rlhf.models.loading import load_causal_lm
 from rlhf.trainers.oom import format_message
-from tests.engine.test_engine import build, train
+from tests.engine.engines import build, train
 from tests.helpers import llama
 from tests.in_process import bytes_held, make_placement
 
