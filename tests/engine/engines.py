@@ -36,16 +36,17 @@ def build(
     accumulation: int = 1,
     *,
     model: Any = None,
-    lora: int = 0,
+    lora: int | dict[str, Any] = 0,
     rows: int = ROWS,
     optimizer: dict[str, Any] = CONSTANT,
     **engine: Any,
 ) -> TrainingEngine:
     """An engine for `rows` rows a step on each rank, with all parameters sharded at ZeRO-3."""
-    values = {"engine": {"zero_stage": zero_stage, "zero_persistence_threshold": 0, **engine}, "lora": {"rank": lora}}
+    lora = lora if isinstance(lora, dict) else {"rank": lora}
+    values = {"engine": {"zero_stage": zero_stage, "zero_persistence_threshold": 0, **engine}, "lora": lora}
     placement = model_placements(build_config(values), "sft")["sft"]
     model = model or llama(60)
-    if lora:
+    if placement.lora.rank:
         add_adapters(model, placement.lora, seed=0)
     return TrainingEngine(
         "test",

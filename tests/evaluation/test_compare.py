@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from rlhf.config.schema import load_config
 from rlhf.utils.units import format_number
+from tests.evaluation.conftest import told
 from tests.helpers import build_tokenizer, llama
 from tests.in_process import scalar_llama
 from tests.trainers.test_keys import table
@@ -80,11 +81,6 @@ def run(monkeypatch: pytest.MonkeyPatch, questions: Path) -> Run:
         return CliRunner().invoke(app, ["compare", *map(str, [*more, *arguments])], input=standard_input)
 
     return run
-
-
-def told(done: Result) -> Any:
-    assert done.exit_code == 0, done.exception or done.output
-    return json.loads(done.stdout)
 
 
 class Plain:

@@ -74,17 +74,6 @@ def test_a_model_of_deepspeed_chat_is_read_at_the_token_before_the_end(
     assert judge.scores([ids]) == pytest.approx([float(theirs.scores(ids[:-1])[-1])], abs=1e-4)
 
 
-def test_one_device_serves_several_models(
-    device: EvaluationDevice, judge_folder: tuple[Path, Any], model_folder: Path, tokenizer: Any
-) -> None:
-    writer = load_language_model(model_folder, Config(), device)
-    judges = [load_reward_model(judge_folder[0], Config(), device) for _ in range(2)]
-    assert writer.name == str(model_folder) and writer.max_length == judges[0].max_length == 128
-    assert not writer.module.training and not judges[0].module.training
-    sequences = [ids or [] for ids in judges[0].encode(ROWS, REPLIES)]
-    assert judges[0].scores(sequences) == judges[1].scores(sequences)
-
-
 def test_of_a_run_the_reward_stage_s_model_is_meant(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     with run.open_for(Config()):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,15 +16,14 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from accelerators.backends.cpu import info as cpu_info
 from accelerators.backends.cpu.kernels import packed
-from rlhf.config.schema import LoraConfig, OptimizerConfig
 from rlhf.engine.engine import TrainingEngine, freeze_model
 from rlhf.generation.hybrid_engine import generation_mode
-from rlhf.models.forward import ScalarHead, completion_log_probs
-from rlhf.models.lora import add_adapters
+from rlhf.models.forward import ScalarHead
+from tests.engine import engines
+from tests.engine.engines import IDS
 from tests.helpers import llama
 from tests.in_process import bytes_held, make_placement
 
-IDS = torch.randint(2, 60, (4, 12), generator=torch.Generator().manual_seed(0))
 PRECISIONS = ["fp32", *(["bf16"] if cpu_info.native_bf16() else [])]
 
 pytestmark = pytest.mark.skipif(not packed.supported(None), reason=packed.supported(None).reason)
@@ -46,24 +44,11 @@ def without(accelerator: Any) -> Iterator[None]:
 
 
 def build(accelerator: Any, precision: str, zero_stage: int = 0, **lora: Any) -> TrainingEngine:
-    model, placement = llama(60), make_placement(zero_stage)
-    if lora:
-        placement = replace(placement, lora=LoraConfig(rank=4, **lora))
-        add_adapters(model, placement.lora, seed=0)
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.data.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
-    return TrainingEngine(
-        "test",
-        model,
-        accelerator=accelerator,
-        precision=accelerator.precision(precision),
-        placement=placement,
-        optimizer=OptimizerConfig(learning_rate=1e-2, schedule="constant", warmup=0),
-        total_steps=100,
-        micro_batch_size=4,
-        accumulation=1,
-    )
+    engine = engines.build(accelerator, zero_stage, precision, model=llama(60), lora={"rank": 4, **lora} if lora else 0)
+    for name, parameter in engine.module.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
+    return engine
 
 
 @torch.no_grad()
@@ -76,12 +61,8 @@ def packed_layers(module: nn.Module) -> list[str]:
 
 
 def train(engine: TrainingEngine) -> dict[str, torch.Tensor]:
-    def loss(model: Any, ids: torch.Tensor) -> Any:
-        return -completion_log_probs(model, ids, torch.ones_like(ids), 8).log_probs.sum() / 32, {}
-
-    engine.step([IDS], loss)
-    with engine.whole_weights() as module:
-        return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    engines.step(engine)
+    return engines.weights_of(engine)
 
 
 # rollouts
@@ -89,7 +70,7 @@ def train(engine: TrainingEngine) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("zero_stage", [0, 2, 3])
-def test_training_after_rollouts_is_bit_for_bit_that_without_the_operation(accelerator, precision, zero_stage):
+def test_training_after_rollouts_is_that_without_packing(accelerator, precision, zero_stage):
     weights, read = {}, {}
     for way in ("packed", "none"):
         engine = build(accelerator, precision, zero_stage)
@@ -108,7 +89,7 @@ def test_training_after_rollouts_is_bit_for_bit_that_without_the_operation(accel
 
 
 @pytest.mark.parametrize("merge", [True, False])
-def test_adapters_are_in_the_packed_weights_or_run_beside_them(accelerator, merge):
+def test_adapters_are_in_packed_weights_or_separate(accelerator, merge):
     engine = build(accelerator, "fp32", merge=merge)
     with without(accelerator), generation_mode(engine) as module:
         expected = logits(module)
@@ -159,7 +140,7 @@ def frozen(accelerator: Any, model: Any, precision: str = "fp32", shared: bool =
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_frozen_model_takes_the_same_memory_and_computes_the_same(accelerator, precision):
+def test_frozen_model_takes_the_same_memory_and_scores(accelerator, precision):
     with without(accelerator):
         plain = frozen(accelerator, llama(60), precision)
     model = frozen(accelerator, llama(60), precision)
@@ -169,10 +150,7 @@ def test_a_frozen_model_takes_the_same_memory_and_computes_the_same(accelerator,
     tolerance = 1e-5 if precision == "fp32" else 2**-6
     torch.testing.assert_close(logits(model), expected, rtol=0, atol=tolerance * expected.abs().max().item())
     assert not any(parameter.requires_grad for parameter in model.parameters())
-
-
-def test_weights_of_another_model_stay_as_they_are(accelerator):
-    assert packed_layers(frozen(accelerator, llama(60), shared=True)) == []
+    assert packed_layers(frozen(accelerator, llama(60), precision, shared=True)) == []
 
 
 def test_the_last_product_of_a_scalar_head_stays_in_float32(accelerator):

@@ -15,7 +15,7 @@ from deepspeed.runtime.zero import GatheredParameters
 
 import accelerators
 from accelerators import Memory
-from rlhf.config.schema import LoraConfig, OptimizerConfig, SamplingConfig, build_config
+from rlhf.config.schema import LoraConfig, SamplingConfig, build_config
 from rlhf.engine import distributed
 from rlhf.engine.engine import TrainingEngine
 from rlhf.generation import tensor_parallel
@@ -23,8 +23,8 @@ from rlhf.generation.decoder import Completions, Decoder
 from rlhf.generation.hybrid_engine import choose_rank_group, generation_mode
 from rlhf.generation.rank_groups import LockstepRanks, SingleRank, TensorParallelGroup
 from rlhf.models.lora import add_adapters
+from tests.engine.engines import build as build_engine
 from tests.families.table import BY_NAME, build
-from tests.in_process import make_placement
 
 LENGTH = 12
 RANK_GROUPS = {
@@ -78,20 +78,6 @@ def draw(accelerator: Any, module: Any, rank: int, sampling: SamplingConfig, **o
     return decoder.generate(module, *prompts(rank), sampling)
 
 
-def engine(accelerator: Any, found: Any) -> TrainingEngine:
-    return TrainingEngine(
-        "test",
-        found,
-        accelerator=accelerator,
-        precision=accelerator.precision("fp32"),
-        placement=make_placement(3),
-        optimizer=OptimizerConfig(),
-        total_steps=1,
-        micro_batch_size=1,
-        accumulation=1,
-    )
-
-
 CASES = {
     # (generation_weights, tensor_parallel, each rank's memory in times the weights): the rank group, and words about it
     ("auto", None, (2.0, 2.0)): ("SingleRank", ""),
@@ -139,7 +125,7 @@ def main(folder: str) -> None:
         rank_groups = {name: make() for name, make in RANK_GROUPS.items()}
         found: dict[Any, Any] = {}
         for name in MODELS:
-            trained = engine(accelerator, model(name))
+            trained = build_engine(accelerator, 3, model=model(name))
             for mode, rank_group in rank_groups.items():
                 if mode != "tensor_parallel" and name != SHARDED:
                     continue
@@ -170,7 +156,7 @@ def groups_of_two(folder: str) -> None:
     """Of four ranks, the first two generate together and the last two."""
     with distributed.start_process_group(accelerators.select("cpu", environ={})) as accelerator:
         rank, rank_group = distributed.world().rank, TensorParallelGroup.create(2)
-        with generation_mode(engine(accelerator, model("Llama 3, LoRA")), rank_group) as module:
+        with generation_mode(build_engine(accelerator, 3, model=model("Llama 3, LoRA")), rank_group) as module:
             torch.save(
                 draw(accelerator, module, rank, SAMPLED, batch_size=2, rank_group=rank_group),
                 Path(folder) / f"rank {rank}",

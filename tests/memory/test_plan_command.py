@@ -33,28 +33,22 @@ def test_plan_with_given_memory_loads_no_deepspeed() -> None:
     assert "PPO  fits: peak about" in done.stdout
 
 
-def test_cheapest_change_makes_the_stage_fit(forks: Forks) -> None:
-    (report,) = plan_reports(forks, "--memory", "40GiB", "--stage", "ppo", code=1)
-    change = report["advice"]["cheapest change"].partition(" (")[0].split()
-    assert change[:1] == ["--set"]
-    (changed,) = plan_reports(forks, "--memory", "40GiB", "--stage", "ppo", *change)
-    assert changed["fits"]
-
-
-def test_several_changes_are_options_of_one_command(forks: Forks) -> None:
-    tight = ["--memory", "24GB", "--stage", "ppo", "--set", "model.path=opt-13b", "--set", "lora.rank=8"]
+@pytest.mark.parametrize(
+    ("tight", "several"),
+    [
+        (["--memory", "40GiB", "--stage", "ppo"], False),
+        (["--memory", "24GB", "--stage", "ppo", "--set", "model.path=opt-13b", "--set", "lora.rank=8"], True),
+    ],
+)
+def test_cheapest_changes_make_the_stage_fit(forks: Forks, tight: list[str], several: bool) -> None:
     (report,) = plan_reports(forks, *tight, code=1)
-    change = report["advice"]["cheapest change"].partition(" (")[0].split()
-    assert change.count("--set") > 1
-    assert plan_reports(forks, *tight, *change)[0]["fits"]
-
-
-def test_items_list_each_kind_of_a_role_once(forks: Forks) -> None:
-    (report,) = plan_reports(forks, "--memory", "1TB", "--devices", "2", "--stage", "sft")
-    kinds = [(item["role"], item["kind"], item["host"]) for item in report["items"]]
-    assert len(kinds) == len(set(kinds))
+    items = [(item["role"], item["kind"], item["host"]) for item in report["items"]]
+    assert len(items) == len(set(items))
     (fullest,) = [phase for phase in report["phases"] if phase["phase"] == report["fullest"]]
     assert sum(item["bytes"] for item in report["items"] if not item["host"]) == fullest["device"]
+    change = report["advice"]["cheapest change"].partition(" (")[0].split()
+    assert (change.count("--set") > 1) == several
+    assert plan_reports(forks, *tight, *change)[0]["fits"]
 
 
 def test_fewest_devices_suffice_and_half_of_them_do_not(forks: Forks) -> None:
@@ -103,16 +97,14 @@ def test_measured_run_gives_its_pace(forks: Forks, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--memory", "lots"], "--memory: must be a size, got lots; write e.g. 80GiB"),
-        (["--memory", "24"], "--memory: needs a unit, got 24; write 24GiB"),
-        (["--memory", "1TB", "--host-memory", "64"], "--host-memory: needs a unit, got 64; write 64GiB"),
-        (["--memory", "1TB", "--set", "engine.frozen=int8", "--set", "engine.zero_stage=3"], "engine.frozen: int8: .*"),
-        (["--memory", "1TB", "--set", "ppo.generation_weights=layerwise"], "ppo.generation_weights: layerwise .*"),
+        (["--memory", "lots"], "--memory: must be a size, got lots"),
+        (["--memory", "1TB", "--host-memory", "64"], "--host-memory: needs a unit, got 64"),
+        (["--memory", "1TB", "--set", "ppo.generation_weights=layerwise"], "ppo.generation_weights: layerwise"),
         (["--memory", "1TB", "--set", "model.path=opt-13"], "opt-13: is no folder, .* did you mean opt-13b"),
-        (["--memory", "1TB", "--accelerator", "cpu"], "--memory and --accelerator: .* give one of them"),
-        (["--memory", "1TB", "--stage", "kto"], "--stage kto: no such stage; use one of sft, reward, dpo, ppo"),
+        (["--memory", "1TB", "--accelerator", "cpu"], "--memory and --accelerator: "),
+        (["--memory", "1TB", "--stage", "kto"], "--stage kto: no such stage"),
         (["--memory", "1TB", "--devices", "3"], "sft.batch_size: 32 rows cannot be divided among 3 ranks"),
-        (["--memory", "1TB", "--measured", "nowhere"], "--measured nowhere: holds no run; name a run's folder"),
+        (["--memory", "1TB", "--measured", "nowhere"], "--measured nowhere: holds no run"),
     ],
 )
 def test_wrong_option_is_a_one_line_error(forks: Forks, arguments: list[str], message: str) -> None:

@@ -69,16 +69,12 @@ def test_resolve_engine_takes_the_least_sharding_that_fits(accelerator: Accelera
     assert line and line.startswith(f"auto: engine.zero_stage={stage} (sft: peak about ")
 
 
-def test_resolve_engine_of_resumed_run_takes_recorded_values(accelerator: Accelerator) -> None:
+def test_resolve_engine_takes_recorded_values_and_nothing_without_auto(accelerator: Accelerator) -> None:
+    recorded = {"zero_stage": 2, "offload": "none"}
     small: Any = Small(accelerator, 64 * 1024 * MIB)
-    config_of_run, line = resolve_engine(
-        opt_config(zero_stage="auto"), ["sft"], small, 8, 8, {"zero_stage": 2, "offload": "none"}
-    )
-    assert config_of_run.engine.zero_stage == 2
+    resumed, line = resolve_engine(opt_config(zero_stage="auto"), ["sft"], small, 8, 8, recorded)
+    assert resumed.engine.zero_stage == 2
     assert line == "auto: engine.zero_stage=2 (as the run was started)"
-
-
-def test_resolve_engine_without_auto_changes_nothing(accelerator: Accelerator) -> None:
     config = opt_config(zero_stage=1)
     assert resolve_engine(config, ["sft"], accelerator, 8, 8, {}) == (config, None)
 
