@@ -46,7 +46,7 @@ class ModelOutputs:
         name: the user's name for the model.
         ids: token ids of each completion.
         texts: text of each completion.
-        ended: True for completions that ended within `max_tokens`.
+        truncated: True for completions that did not end within `max_tokens`.
         log_ratios: log p(completion) under this model minus that under the first one, in nats; None for the first
             model, or for the reason in `no_ratios`.
         no_ratios: the reason why there are no log-ratios.
@@ -57,7 +57,7 @@ class ModelOutputs:
     name: str
     ids: list[Ids] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    ended: list[bool] = field(default_factory=list)
+    truncated: list[bool] = field(default_factory=list)
     log_ratios: list[float] | None = None
     no_ratios: str = ""
     counted: list[Ids] = field(default_factory=list)
@@ -126,25 +126,24 @@ def compare_models(
     places = [os.path.realpath(model_folder(name)) for name in models]
     if twice := [name for name, place in zip(models, places) if places.count(place) > 1]:
         raise ConfigError(f"{twice[-1]}: is the same model as {twice[0]}; name each model once")
-    writers = [_look(name, config, device) for name in models]
-    judge = _look(reward_model, config, device, scalar_head=True) if reward_model else None
-    kept, prompts, left_out = _fitting([*writers, *([judge] if judge else [])], rows, settings.max_tokens)
-    comparison = Comparison(
-        settings, reward_model, samples, kept, left_out, [ModelOutputs(name) for name in models], []
-    )
+    writers = [_summarize(name, config, device) for name in models]
+    judge = _summarize(reward_model, config, device, scalar_head=True) if reward_model else None
+    summaries = [*writers, judge] if judge else writers
+    fitting, prompts, left_out = _select_fitting(summaries, rows, settings.max_tokens)
+    outputs = [ModelOutputs(name) for name in models]
+    comparison = Comparison(settings, reward_model, samples, fitting, left_out, outputs, [])
     repeated = [[ids for ids in column for _ in range(samples)] for column in prompts]
-    first, *others = zip(writers, repeated, comparison.columns)
-    for known, asked, column in (*others, first):
-        writer = load_language_model(known.name, config, device)
-        _write(writer, asked, column, settings)
-        if column is not first[2] and _reads(first[0], known, column):
-            column.log_ratios = _read(writer, asked, column, settings)
-        if column is first[2]:
-            for _, _, other in others:
-                if other.log_ratios is not None:
-                    theirs = _read(writer, asked, other, settings)
-                    other.log_ratios = [own - base for own, base in zip(other.log_ratios, theirs)]
-        del writer
+    first, *others = zip(writers, repeated, outputs)
+    for summary, inputs, column in (*others, first):
+        model = load_language_model(summary.name, config, device)
+        _write(model, inputs, column, settings)
+        if column is outputs[0]:
+            for other in (other for other in outputs if other.log_ratios is not None):
+                log_probs = _read(model, inputs, other, settings)
+                other.log_ratios = [ratio - base for ratio, base in zip(other.log_ratios, log_probs)]
+        elif _reads(writers[0], summary, column):
+            column.log_ratios = _read(model, inputs, column, settings)
+        del model
         device.free_memory()
     _count_tokens(comparison, writers)
     if judge:
@@ -153,7 +152,7 @@ def compare_models(
     return comparison
 
 
-def _look(name: str, config: Config, device: EvaluationDevice, *, scalar_head: bool = False) -> ModelSummary:
+def _summarize(name: str, config: Config, device: EvaluationDevice, *, scalar_head: bool = False) -> ModelSummary:
     """Summarize a model without reading its weights; raise the errors of loading them."""
     folder = (reward_model_folder if scalar_head else model_folder)(name)
     if scalar_head:
@@ -169,28 +168,26 @@ def _look(name: str, config: Config, device: EvaluationDevice, *, scalar_head: b
     )
 
 
-def _fitting(
+def _select_fitting(
     models: Sequence[ModelSummary], rows: Sequence[Row], max_tokens: int
 ) -> tuple[list[Row], list[Any], DropCounts]:
     """Return the rows that every model can complete, the prompts of each model, and the reasons for the other rows."""
     columns = [model.prompts(rows) for model in models]
     left_out: DropCounts = {}
-    kept: list[int] = []
+    places: list[int] = []
     for place, row in enumerate(rows):
-        reason = next(
-            filter(None, (_unfit(model, column[place], max_tokens) for model, column in zip(models, columns))), ""
-        )
-        if reason:
+        reasons = (_find_obstacle(model, column[place], max_tokens) for model, column in zip(models, columns))
+        if reason := next(filter(None, reasons), ""):
             add_drop(left_out, reason, row.source)
         else:
-            kept.append(place)
-    if not kept:
+            places.append(place)
+    if not places:
         reason, (_, where) = next(iter(left_out.items()))
         raise DataError(f"no prompt fits all models: {reason} ({where}); give shorter prompts, or lower --max-tokens")
-    return [rows[place] for place in kept], [[column[place] for place in kept] for column in columns], left_out
+    return [rows[place] for place in places], [[column[place] for place in places] for column in columns], left_out
 
 
-def _unfit(model: ModelSummary, prompt: Ids | None, max_tokens: int) -> str:
+def _find_obstacle(model: ModelSummary, prompt: Ids | None, max_tokens: int) -> str:
     """Return the reason why a model cannot complete a prompt, or ""."""
     if prompt is None:
         return f"{model.name}: its chat template refuses the turns"
@@ -205,7 +202,7 @@ def _write(writer: LanguageModel, prompts: Sequence[Ids], column: ModelOutputs, 
     with progress(len(prompts), f"{writer.name} writes", unit="completions") as bar:
         column.ids = generate_completions(writer, prompts, settings, bar.advance)
     column.texts = completion_texts(writer.tokenizer, column.ids)
-    column.ended = [ids[-1] in writer.end_ids for ids in column.ids]
+    column.truncated = [ids[-1] not in writer.end_ids for ids in column.ids]
 
 
 def _read(
@@ -243,7 +240,7 @@ def _count_tokens(comparison: Comparison, writers: Sequence[ModelSummary]) -> No
 
 def _score(
     comparison: Comparison,
-    known: ModelSummary,
+    summary: ModelSummary,
     writers: Sequence[ModelSummary],
     prompts: Sequence[Ids],
     judge: RewardModel,
@@ -252,7 +249,7 @@ def _score(
 
     Truncated completions have no end token in either case, as in PPO.
     """
-    by_text = not all(_reads(known, writer, column) for writer, column in zip(writers, comparison.columns))
+    by_text = not all(_reads(summary, writer, column) for writer, column in zip(writers, comparison.columns))
     if by_text:
         comparison.notes.append(
             f"{judge.name}: its vocabulary differs from that of a model: completions are scored by their text"
@@ -278,10 +275,10 @@ def _by_text(comparison: Comparison, column: ModelOutputs, judge: RewardModel) -
         for _ in range(comparison.samples)
     ]
     sequences = []
-    for text, ended, ids in zip(column.texts, column.ended, judge.encode(rows, column.texts), strict=True):
+    for text, truncated, ids in zip(column.texts, column.truncated, judge.encode(rows, column.texts), strict=True):
         if ids is None:
             raise ModelError(f"{judge.name}: its chat template refuses the reply {text[:60]!r}; name another model")
-        sequences.append(ids if ended else ids[:-1])
+        sequences.append(ids[:-1] if truncated else ids)
     return sequences
 
 
@@ -319,37 +316,31 @@ def compute_statistics(comparison: Comparison, best_of: Sequence[int] = ()) -> d
     return statistics
 
 
-def kl_name(comparison: Comparison) -> str:
-    """Return `kl` if the mean log-ratio estimates KL(model || first), else `log_ratio`.
-
-    It estimates the KL divergence only if tokens are drawn from the whole distribution, not greedily or truncated.
-    """
-    sampling = comparison.settings.sampling
-    return "kl" if sampling.temperature > 0 and sampling.top_p == 1 and sampling.top_k == 0 else "log_ratio"
-
-
 def _of_model(comparison: Comparison, column: ModelOutputs) -> dict[str, Any]:
     first = comparison.columns[0]
     numbers: dict[str, Any] = {"model": column.name}
     if column.scores is not None and first.scores is not None:
-        own, base = _by_prompt(comparison, column.scores), _by_prompt(comparison, first.scores)
-        numbers["reward"] = _with_interval([fmean(scores) for scores in own])
+        rewards, base_rewards = _by_prompt(comparison, column.scores), _by_prompt(comparison, first.scores)
+        numbers["reward"] = _with_interval([fmean(scores) for scores in rewards])
         if column is not first:
-            shares = [win_share(mine, theirs) for mine, theirs in zip(own, base)]
+            pairs = list(zip(rewards, base_rewards))
+            shares = [win_share(scores, base) for scores, base in pairs]
             low, high = wilson(sum(shares), len(shares))
             numbers["win_rate"] = {"mean": fmean(shares), "low": low, "high": high}
-            numbers["reward_difference"] = _with_interval(
-                [fmean(mine) - fmean(theirs) for mine, theirs in zip(own, base)]
-            )
+            numbers["reward_difference"] = _with_interval([fmean(scores) - fmean(base) for scores, base in pairs])
     lengths = [len(ids) for ids in column.ids]
     if column.log_ratios is not None:
         per_prompt = [fmean(ratios) for ratios in _by_prompt(comparison, column.log_ratios)]
-        numbers[kl_name(comparison)] = _with_interval(per_prompt) | {"per_token": sum(column.log_ratios) / sum(lengths)}
+        # The mean estimates KL(model || first) only if tokens are drawn from the whole distribution.
+        sampling = comparison.settings.sampling
+        is_kl = sampling.temperature > 0 and sampling.top_p == 1 and sampling.top_k == 0
+        per_token = sum(column.log_ratios) / sum(lengths)
+        numbers["kl" if is_kl else "log_ratio"] = _with_interval(per_prompt) | {"per_token": per_token}
     elif column.no_ratios:
         numbers["no_log_ratio"] = column.no_ratios
     numbers |= {f"distinct_{length}": distinct(column.counted, length) for length in _GRAMS}
     numbers["length"] = fmean(lengths)
-    numbers["truncated_share"] = 1 - fmean(column.ended)
+    numbers["truncated_share"] = 1 - fmean(not truncated for truncated in column.truncated)
     numbers["repeated_share"] = repeated(column.texts)
     return numbers
 
@@ -371,7 +362,7 @@ def _at_same_kl(comparison: Comparison, first: ModelOutputs, column: ModelOutput
     """
     number = best_of_at(kl)
     scores = _by_prompt(comparison, first.scores or [])
-    reward = _with_interval([expected_best(own, number) for own in scores]) if number <= comparison.samples else None
+    reward = _with_interval([expected_best(row, number) for row in scores]) if number <= comparison.samples else None
     return {"model": column.name, "kl": kl, "best_of": number, "kl_at_most": best_of_kl(number), "reward": reward}
 
 
@@ -387,25 +378,20 @@ def _with_interval(values: Sequence[float]) -> dict[str, float | None]:
 
 def list_records(comparison: Comparison) -> list[dict[str, Any]]:
     """Return a record for each prompt: the completions of each model and their scores, in order of sampling."""
-    lines: list[dict[str, Any]] = []
-    for place, row in enumerate(comparison.rows):
+
+    def by_model(key: str, place: int) -> dict[str, Any]:
         part = slice(place * comparison.samples, (place + 1) * comparison.samples)
-        lines.append(
-            {
-                "prompt": row.text,
-                "source": row.source,
-                "completions": {column.name: column.texts[part] for column in comparison.columns},
-                "scores": {
-                    column.name: column.scores[part] for column in comparison.columns if column.scores is not None
-                },
-                "truncated": {
-                    column.name: [not ended for ended in column.ended[part]] for column in comparison.columns
-                },
-                "log_ratios": {
-                    column.name: column.log_ratios[part]
-                    for column in comparison.columns
-                    if column.log_ratios is not None
-                },
-            }
-        )
-    return lines
+        columns = {column.name: getattr(column, key) for column in comparison.columns}
+        return {name: values[part] for name, values in columns.items() if values is not None}
+
+    return [
+        {
+            "prompt": row.text,
+            "source": row.source,
+            "completions": by_model("texts", place),
+            "scores": by_model("scores", place),
+            "truncated": by_model("truncated", place),
+            "log_ratios": by_model("log_ratios", place),
+        }
+        for place, row in enumerate(comparison.rows)
+    ]

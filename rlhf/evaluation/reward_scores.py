@@ -63,12 +63,12 @@ def measure_pairs(
         DataError: the model can read no pair.
         ModelError: a score is not finite.
     """
-    kept, report = encode_examples(rows, config.data, judge, fits=True, show=show)
-    replies = [example.prompt_ids + ids for example in kept for ids in (example.chosen_ids, example.rejected_ids)]
+    examples, report = encode_examples(rows, config.data, judge, fits=True, show=show)
+    replies = [example.prompt_ids + ids for example in examples for ids in (example.chosen_ids, example.rejected_ids)]
     description = f"{judge.name}: scoring" if show else ""
     scores = judge.scores(replies, batch_size=batch_size, description=description)
-    both = zip(kept, scores[::2], scores[1::2], strict=True)
-    scored = [PairScores(example.row.source, chosen, rejected) for example, chosen, rejected in both]
+    pairs = zip(examples, scores[::2], scores[1::2], strict=True)
+    scored = [PairScores(example.row.source, chosen, rejected) for example, chosen, rejected in pairs]
     return Measurement(summarize_pairs(scored, bins), scored, report)
 
 

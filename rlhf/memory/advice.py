@@ -100,16 +100,16 @@ def find_changes(
 
     if fit([]):
         return []
-    known = [
+    possible = [
         change
         for change in list_changes(config, stages, environment)
         if _is_possible(apply_settings(config, change.settings), stages)
     ]
-    for change in known:
+    for change in possible:
         if fit([change]):
             return [change]
     taken: list[Change] = []
-    for change in known:
+    for change in possible:
         taken.append(change)
         if fit(taken):
             break

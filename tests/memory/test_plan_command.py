@@ -34,20 +34,17 @@ def test_plan_with_given_memory_loads_no_deepspeed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tight", "several"),
-    [
-        (["--memory", "40GiB", "--stage", "ppo"], False),
-        (["--memory", "24GB", "--stage", "ppo", "--set", "model.path=opt-13b", "--set", "lora.rank=8"], True),
-    ],
+    "tight", [["--memory", "40GiB"], ["--memory", "24GB", "--set", "model.path=opt-13b", "--set", "lora.rank=8"]]
 )
-def test_cheapest_changes_make_the_stage_fit(forks: Forks, tight: list[str], several: bool) -> None:
+def test_cheapest_changes_make_the_stage_fit(forks: Forks, tight: list[str]) -> None:
+    tight = [*tight, "--stage", "ppo"]
     (report,) = plan_reports(forks, *tight, code=1)
     items = [(item["role"], item["kind"], item["host"]) for item in report["items"]]
     assert len(items) == len(set(items))
     (fullest,) = [phase for phase in report["phases"] if phase["phase"] == report["fullest"]]
     assert sum(item["bytes"] for item in report["items"] if not item["host"]) == fullest["device"]
     change = report["advice"]["cheapest change"].partition(" (")[0].split()
-    assert (change.count("--set") > 1) == several
+    assert change.count("--set") > 1, "several changes are options of one command"
     assert plan_reports(forks, *tight, *change)[0]["fits"]
 
 
