@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf.config.paths import is_path, missing_path_hint
 from rlhf.config.schema import ModelConfig
 from rlhf.errors import ModelError
-from rlhf.models.hub import check_available, hub_load_error, summarize_error
+from rlhf.models.hub import check_available, load_error, summarize_error
 from rlhf.models.transformers_patches import STATIC_CACHE_WORKS
 
 if TYPE_CHECKING:
@@ -105,11 +105,7 @@ def load_model_config(path: str, config: ModelConfig) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code, **gguf)
     except Exception as error:
-        if not Path(path).exists():
-            raise hub_load_error(path, error) from error
-        raise ModelError(
-            f"{path}: its configuration cannot be read ({summarize_error(error)}); check config.json"
-        ) from error
+        raise load_error(path, "its configuration cannot be read", error, "check config.json") from error
 
 
 def load_generation_config(path: str, config: ModelConfig) -> GenerationConfig:

@@ -214,6 +214,9 @@ def summarize_error(error: BaseException) -> str:
     return _ADVICE.split((text or type(error).__name__).splitlines()[0])[0].rstrip(".!")
 
 
-def hub_load_error(path: str, error: BaseException) -> ModelError:
-    """Return the error for a name that is no local folder and could not be loaded from the hub."""
-    return ModelError(f"{path}: no folder here, and not loaded from the hub ({summarize_error(error)}); check the name")
+def load_error(path: str, problem: str, error: BaseException, remedy: str) -> ModelError:
+    """Return the error for a folder or hub name that a library could not load."""
+    reason = summarize_error(error)
+    if not Path(path).exists():
+        return ModelError(f"{path}: no folder here, and not loaded from the hub ({reason}); check the name")
+    return ModelError(f"{path}: {problem} ({reason}); {remedy}")

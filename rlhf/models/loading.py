@@ -1,4 +1,4 @@
-"""Load causal language models and scalar-head models from a folder, a hub name or a GGUF file.
+"""Load causal language models and scalar-head models from a folder, a hub name or a GGUF file; build the embedded one.
 
 A folder is checked before transformers reads it, so that a missing file is one clear line. transformers builds the
 model without its weights and reports what the checkpoint lacks; the weights are then read one by one
@@ -13,7 +13,6 @@ import logging
 import re
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -22,9 +21,9 @@ from torch import nn
 from accelerators import find_out_of_memory
 from rlhf.config.schema import ModelConfig
 from rlhf.errors import ModelError
-from rlhf.models import hub, lazy_tensors
+from rlhf.models import lazy_tensors
 from rlhf.models.compatibility import check_model_folder, check_support
-from rlhf.models.hub import hub_load_error, summarize_error
+from rlhf.models.hub import check_available, load_error
 from rlhf.models.tokenizers import find_end_tokens, load_tokenizer
 from rlhf.models.transformers_patches import forget_key_mapping
 from rlhf.models.weight_loading import (
@@ -152,7 +151,7 @@ def load_model_tokenizer(config: ModelConfig, path: str | None = None) -> tuple[
     source = path or config.tokenizer or _require_path(config)
     if path is None and config.tokenizer is None:
         check_model_folder(source)
-    hub.check_available(source, "model")
+    check_available(source, "model")
     return load_tokenizer(source, trust_remote_code=config.trust_remote_code, eos_token=config.eos_token)
 
 
@@ -224,7 +223,7 @@ def _load(
     Without `weights`, all of it is on the meta device. The report also tells if DeepSpeed-Chat saved the weights.
     """
     check_model_folder(path)
-    hub.check_available(path, "model")
+    check_available(path, "model")
     model_config = check_support(path, config, attention=attention, scalar_head=scalar_head)
     model_class = _find_auto_class(model_config, config, scalar_head=scalar_head)
     options: dict[str, Any] = {"num_labels": 1} if scalar_head else {}
@@ -265,12 +264,8 @@ def _load(
     except Exception as error:
         if find_out_of_memory(error):  # its files may be in order
             raise
-        if not Path(path).exists():
-            raise hub_load_error(path, error) from error
-        raise ModelError(
-            f"{path}: cannot be loaded as {model_class.__name__} ({summarize_error(error)}); "
-            "check its files, or name another"
-        ) from error
+        problem = f"cannot be loaded as {model_class.__name__}"
+        raise load_error(path, problem, error, "check its files, or name another") from error
     report |= {"deepspeed_chat": chats}
     _check_whole(path, report, model_class.__name__, model.base_model_prefix, trained=trained)
     if scalar_head and not hasattr(model, "score"):  # an architecture with custom code

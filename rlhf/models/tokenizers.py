@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.config.paths import is_path, missing_path_hint
 from rlhf.errors import ModelError
-from rlhf.models.hub import hub_load_error, summarize_error
+from rlhf.models.hub import load_error
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -55,11 +55,7 @@ def load_tokenizer(
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
-        if not folder.exists():
-            raise hub_load_error(path, error) from error
-        raise ModelError(
-            f"{path}: its tokenizer cannot be loaded ({summarize_error(error)}); check its files, or name another"
-        ) from error
+        raise load_error(path, "its tokenizer cannot be loaded", error, "check its files, or name another") from error
     before = tokenizer.eos_token_id
     notes = _end_with(tokenizer, eos_token, path) if eos_token else []
     if tokenizer.eos_token_id is None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from rlhf.config.schema import Config, EngineConfig, LoraConfig, RoleConfig, Stage
+from rlhf.config.schema import Config, EngineConfig, LoraConfig, Stage
 from rlhf.errors import ConfigError
 from rlhf.roles.lineage import ACTOR, CRITIC, DPO, MODEL, REWARD, REWARD_MODEL, BaseModelRef, base_models
 
@@ -116,17 +116,13 @@ def model_placements(config: Config, stage: Stage) -> dict[RoleName, ModelPlacem
 
 
 def _place_model(config: Config, stage: Stage, role: Role) -> ModelPlacement:
-    overrides: RoleConfig = getattr(config.roles, role.name)
-    rank = config.lora.rank if overrides.lora_rank is None else overrides.lora_rank
-    rate = config.lora.learning_rate if overrides.lora_learning_rate is None else overrides.lora_learning_rate
-    checkpointing = overrides.gradient_checkpointing
-    if checkpointing is None:
-        checkpointing = config.model.gradient_checkpointing
-    zero = config.engine.zero_stage if overrides.zero_stage is None else overrides.zero_stage
+    overrides = getattr(config.roles, role.name).model_dump(exclude_none=True)
+    checkpointing = overrides.get("gradient_checkpointing", config.model.gradient_checkpointing)
+    offload = overrides.get("offload", config.engine.offload)
+    zero = overrides.get("zero_stage", config.engine.zero_stage)
     zero_stage = 0 if zero == "auto" else int(zero)  # auto: 0 until the plan has chosen
     if not role.trained and zero_stage != 3:
         zero_stage = 0  # no optimizer to shard
-    offload = config.engine.offload if overrides.offload is None else overrides.offload
     return ModelPlacement(
         role,
         stage,
@@ -134,14 +130,17 @@ def _place_model(config: Config, stage: Stage, role: Role) -> ModelPlacement:
         dropout=_dropout(config, stage, role),
         lora=config.lora.model_copy(
             # Rollouts are scored without dropout: with it, the ratio of new to old policy would not start at 1.
-            update={"rank": rank if role.trained else 0, "learning_rate": rate}
+            update={
+                "rank": overrides.get("lora_rank", config.lora.rank) if role.trained else 0,
+                "learning_rate": overrides.get("lora_learning_rate", config.lora.learning_rate),
+            }
             | ({"dropout": 0.0} if stage == "ppo" else {})
         ),
         engine=config.engine.model_copy(
             update={
                 "zero_stage": zero_stage,
                 "offload": "none" if offload == "auto" else offload,  # auto: none until the plan has chosen
-                "frozen": config.engine.frozen if overrides.frozen is None else overrides.frozen,
+                "frozen": overrides.get("frozen", config.engine.frozen),
             }
         ),
     )
@@ -204,11 +203,14 @@ def _check_reference(config: Config, stages: Sequence[Stage]) -> None:
         )
 
 
+def _find_key(config: Config, role: RoleName, setting: str) -> str:
+    """Return the key that sets `setting` for a model: that of its role, else that of all models."""
+    return f"engine.{setting}" if getattr(getattr(config.roles, role), setting) is None else f"roles.{role}.{setting}"
+
+
 def _check_offload(config: Config, placement: ModelPlacement, placements: Sequence[ModelPlacement]) -> None:
     name, offload, zero_stage = placement.role.name, placement.engine.offload, placement.zero_stage
-    overrides = getattr(config.roles, name)
-    key = "engine.offload" if overrides.offload is None else f"roles.{name}.offload"
-    zero_key = "engine.zero_stage" if overrides.zero_stage is None else f"roles.{name}.zero_stage"
+    key, zero_key = _find_key(config, name, "offload"), _find_key(config, name, "zero_stage")
     if placement.offloads_optimizer and zero_stage == 0:
         raise ConfigError(
             f"{key}: {offload}: DeepSpeed offloads an optimizer only at ZeRO 1 to 3, and the {name} model uses ZeRO 0; "
@@ -216,7 +218,7 @@ def _check_offload(config: Config, placement: ModelPlacement, placements: Sequen
         )
     # engine.offload must suit some model of the run; roles.*.offload must suit its model in some stage.
     affected = [other for other in placements if getattr(config.roles, other.role.name).offload is None]
-    if overrides.offload is not None:
+    if key != "engine.offload":
         affected = [
             other for stage in ROLES for other in model_placements(config, stage).values() if other.role.name == name
         ]
@@ -229,18 +231,16 @@ def _check_offload(config: Config, placement: ModelPlacement, placements: Sequen
 
 def _check_frozen(config: Config, placement: ModelPlacement) -> None:
     name, kind = placement.role.name, placement.engine.frozen
-    overrides = getattr(config.roles, name)
-    key = "engine.frozen" if overrides.frozen is None else f"roles.{name}.frozen"
+    key, zero_key = _find_key(config, name, "frozen"), _find_key(config, name, "zero_stage")
     # engine.frozen applies to frozen models only, and the reward model is one in PPO.
-    if overrides.frozen not in (None, "auto") and placement.quantization is None and name != "reward":
+    if key != "engine.frozen" and kind != "auto" and placement.quantization is None and name != "reward":
         raise ConfigError(
             f"{key}: {kind}: the {name} model is trained in full and has no frozen weights; set "
             f"roles.{name}.lora_rank, or remove this key"
         )
     if placement.quantization and placement.zero_stage == 3:
-        zero_key = "engine.zero_stage" if overrides.zero_stage is None else f"roles.{name}.zero_stage"
         # For all models, 2 is the closest: it becomes 0 for frozen ones.
-        closest = 2 if placement.role.trained or overrides.zero_stage is None else 0
+        closest = 2 if placement.role.trained or zero_key == "engine.zero_stage" else 0
         raise ConfigError(
             f"{key}: {kind}: quantized weights cannot be sharded, and the {name} model uses ZeRO-3; set "
             f"{zero_key}={closest}, or {key}=auto"

@@ -102,7 +102,7 @@ def test_find_differences_missing_keys_of_earlier_version_none() -> None:
 def test_contradicting_ppo_settings_are_refused(ppo: dict[str, Any], key: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         configured(**ppo)
-    assert str(caught.value).startswith(f"ppo.{key}") and words in str(caught.value)
+    assert f"ppo.{key}: " in str(caught.value) and words in str(caught.value)
 
 
 def shared(**sections: Any) -> Sharing:
