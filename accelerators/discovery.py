@@ -108,11 +108,9 @@ def discover(environ: Mapping[str, str]) -> tuple[pluggy.PluginManager, list[Rep
     with stdout_to_stderr():
         for point in points:
             origin = (point.name, *_named(point.dist))
-            registered = plugin_name(*origin)
             clean = "torch" not in sys.modules
             try:
-                plugin = _loaded(point, limit)
-                _register(plugins, plugin, registered)
+                plugin = _load(plugins, point, origin, limit)
             except PluginError as error:
                 reports.append(Report(*origin, error=str(error)))
                 continue
@@ -127,11 +125,6 @@ def discover(environ: Mapping[str, str]) -> tuple[pluggy.PluginManager, list[Rep
                 for report in _offers(plugins, plugin, origin, limit)
             ]
     return plugins, sorted(reports, key=_rank)
-
-
-def plugin_name(point: str, distribution: str, version: str) -> str:
-    """Return a plugin's name in the manager and in messages: the reports' `provider`, and the entry point."""
-    return f"{f'{distribution} {version}'.strip()} ({point})"
 
 
 def _installed() -> tuple[list[EntryPoint], list[Report]]:
@@ -166,21 +159,19 @@ def _named(distribution: Distribution | None) -> tuple[str, str]:
         return "unknown", ""
 
 
-def _loaded(point: EntryPoint, limit: float) -> ModuleType:
-    """Return a plugin's module; the built-in plugin needs no time limit."""
+def _load(plugins: pluggy.PluginManager, point: EntryPoint, origin: tuple[str, str, str], limit: float) -> ModuleType:
+    """Import a plugin and register it under the reports' `provider` and its entry point."""
     plugin = run_within(None if point.value == BUILTIN else limit, "its import", point.load)
     if not isinstance(plugin, ModuleType):
         raise PluginError(f"its entry point names a {type(plugin).__name__} instead of a module")
-    return plugin
-
-
-def _register(plugins: pluggy.PluginManager, plugin: ModuleType, name: str) -> None:
+    name = f"{f'{origin[1]} {origin[2]}'.strip()} ({origin[0]})"
     try:
         plugins.register(plugin, name=name)
     except (Exception, SystemExit) as error:
         if plugins.get_plugin(name) is plugin:
             plugins.unregister(plugin)
         raise PluginError(describe_error(error)) from error
+    return plugin
 
 
 def _allowed(

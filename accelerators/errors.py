@@ -18,7 +18,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import MethodType
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from accelerators.types import (
     ALLOWLIST_ENV,
@@ -31,7 +31,8 @@ from accelerators.types import (
     one_line,
 )
 
-Backend = TypeVar("Backend")
+if TYPE_CHECKING:
+    from accelerators.accelerator import Accelerator
 
 AUTHORS = "report it to the plugin's authors"
 """The remedy for an error in a plugin's code."""
@@ -75,17 +76,10 @@ class CaptureError(AcceleratorError):
     """A function cannot be captured: it reads values on the host, or its arguments do not fit the recording."""
 
 
-class OutOfMemoryJudge(Protocol):
-    """A backend, which can recognize out-of-memory errors."""
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Return whether an error says that memory was lacking."""
+_judge: weakref.ref[Accelerator] | None = None
 
 
-_judge: weakref.ref[OutOfMemoryJudge] | None = None
-
-
-def set_out_of_memory_judge(backend: OutOfMemoryJudge) -> None:
+def set_out_of_memory_judge(backend: Accelerator) -> None:
     """Let `find_out_of_memory` ask this backend too, as long as it exists."""
     global _judge
     _judge = weakref.ref(backend)
@@ -97,11 +91,15 @@ def find_out_of_memory(error: BaseException) -> BaseException | None:
     The selected backend is asked too, since its device may have its own words. An error that was worded for the
     user already contains a remedy.
     """
+    backend = _judge() if _judge is not None else None
     for cause in causes(error):
         if hasattr(cause, "exit_code"):
             return None
-        if is_out_of_memory(cause) or _judge_says(cause):
+        if is_out_of_memory(cause):
             return cause
+        with contextlib.suppress(Exception, SystemExit):  # a judgement that fails counts as no
+            if backend is not None and backend.is_out_of_memory(cause) is True:
+                return cause
     return None
 
 
@@ -182,9 +180,9 @@ def naming_method(backend: Any, method: str) -> contextlib.AbstractContextManage
     return naming(f"accelerator {backend.name} of {backend.provider}: {method}()")
 
 
-def name_backend(backend: Backend, where: str) -> Backend:
+def name_backend(backend: Accelerator, where: str) -> Accelerator:
     """Return a plugin's backend for callers outside the plugin; the methods that the plugin wrote name it."""
-    return cast(Backend, _Named(backend, where))
+    return cast("Accelerator", _Named(backend, where))
 
 
 def name_kernel(implementation: KernelImpl, made: Any, plugin: str) -> Any:
@@ -297,12 +295,3 @@ def _code(function: Any) -> Any:
         function = function.func
     function = inspect.unwrap(function) if function else function
     return getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
-
-
-def _judge_says(error: BaseException) -> bool:
-    """Return the backend's judgement; False if it fails."""
-    backend = _judge() if _judge is not None else None
-    try:
-        return backend is not None and backend.is_out_of_memory(error) is True
-    except (Exception, SystemExit):
-        return False

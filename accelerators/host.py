@@ -37,10 +37,13 @@ def resident_memory() -> tuple[int, int]:
     return bytes_used, bytes_used
 
 
-def reset_peak_memory() -> None:
-    """Reset the maximum of `resident_memory` if the system allows it."""
-    with contextlib.suppress(OSError):  # no /proc, or a container that forbids it: the maximum stays
+def reset_peak_memory() -> bool:
+    """Reset the maximum of `resident_memory`; return whether the system allows it."""
+    try:
         Path("/proc/self/clear_refs").write_text("5")
+    except OSError:  # no /proc, or a container that forbids it: the maximum stays
+        return False
+    return True
 
 
 def read_text(path: Path) -> str:

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, ClassVar, Protocol
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from accelerators.errors import AcceleratorError, describe_error, is_built_in, name_kernel, naming_method
 from accelerators.types import AUTO, NONE, OPERATIONS, KernelImpl, Support, expect, one_line
+
+if TYPE_CHECKING:
+    from accelerators.accelerator import Accelerator
 
 CHECK_OF_A_MODEL = "its check of the model"
 """Beginning of a refusal that is an error in the plugin."""
 
 logger = logging.getLogger(__name__)
-
-
-class Backend(Protocol):
-    """The part of an `Accelerator` that `KernelSet` uses."""
-
-    name: ClassVar[str]
-    absent: ClassVar[Mapping[str, str]]
-    provider: str
-
-    def kernel_implementations(self) -> Iterable[KernelImpl]:
-        """Return the implementations that the backend brings."""
 
 
 class KernelSet:
@@ -33,7 +25,7 @@ class KernelSet:
     check, factory or result fails gives way to the next, with a warning that names its plugin.
     """
 
-    def __init__(self, accelerator: Backend) -> None:
+    def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._added: list[KernelImpl] = []
         self._choices: dict[str, str] = {}

@@ -77,39 +77,27 @@ def handed_over(model: Any, features: Iterable[str]) -> list[str]:
     return [name for name in features if (softcap(model) if name == "softcap" else f" {name}=" in code)]
 
 
-def _always(reason: str) -> Any:
+def always(reason: str) -> Callable[[Any], Support]:
+    """Return a check (`KernelImpl.supported`) that every device passes."""
     return lambda accelerator: Support(True, reason)
 
 
+def _plain(operation: str, name: str, factory: Callable[[Any], Any], reason: str, **fields: Any) -> KernelImpl:
+    return KernelImpl(operation=operation, name=name, factory=factory, supported=always(reason), **fields)
+
+
+_SDPA = "torch's scaled_dot_product_attention picks its own kernel"
 KERNELS = (
-    KernelImpl(operation="adamw", name="torch-foreach", factory=adamw, supported=_always("plain torch operators")),
-    KernelImpl(
-        operation="adamw_cpu_offload",
-        name="torch-fused",
-        factory=fused_adamw,
-        supported=_always("torch's fused AdamW also runs on the host, with nothing to compile"),
+    _plain("adamw", "torch-foreach", adamw, "plain torch operators"),
+    _plain(
+        *("adamw_cpu_offload", "torch-fused", fused_adamw),
+        "torch's fused AdamW also runs on the host, with nothing to compile",
     ),
-    KernelImpl(
-        operation="clip_grad_norm", name="torch", factory=clip_grad_norm, supported=_always("plain torch operators")
-    ),
-    KernelImpl(
-        operation="attention",
-        name="sdpa",
-        factory=lambda accelerator: "sdpa",
-        supported=_always("torch's scaled_dot_product_attention picks its own kernel"),
-        refuses=beyond_sdpa,
-    ),
-    KernelImpl(
-        operation="attention",
-        name="eager",
-        factory=lambda accelerator: "eager",
-        supported=_always("every architecture's own operators"),
-        priority=-1000,
-    ),
-    KernelImpl(
-        operation="quantized_weights",
-        name="torch",
-        factory=quantized_weights,
-        supported=_always("plain torch operators: the weight of one layer at a time is unpacked, then multiplied"),
+    _plain("clip_grad_norm", "torch", clip_grad_norm, "plain torch operators"),
+    _plain("attention", "sdpa", lambda accelerator: "sdpa", _SDPA, refuses=beyond_sdpa),
+    _plain("attention", "eager", lambda accelerator: "eager", "every architecture's own operators", priority=-1000),
+    _plain(
+        *("quantized_weights", "torch", quantized_weights),
+        "plain torch operators: the weight of one layer at a time is unpacked, then multiplied",
     ),
 )

@@ -28,7 +28,7 @@ from accelerators.errors import (
     naming,
     set_out_of_memory_judge,
 )
-from accelerators.types import ALLOWLIST_ENV, AcceleratorSpec, KernelImpl, Problem, expect, nearest
+from accelerators.types import ALLOWLIST_ENV, AcceleratorSpec, KernelImpl, Problem, did_you_mean, expect
 
 if TYPE_CHECKING:
     from accelerators.accelerator import Accelerator
@@ -223,8 +223,7 @@ def _named(name: str, source: str, reports: list[Report]) -> Report:
                 f"{where}: its plugin {report.provider} is {report.reason}; update or reinstall it, or use: {usable}"
             )
         raise AcceleratorError(f"{where}: not available here: {report.reason}; available: {usable}{broken}")
-    near = nearest(name, [report.name for report in reports], cutoff=0.7)
-    hint = f"did you mean {near!r}? " if near else ""
+    hint = did_you_mean(name, {report.name for report in reports}, cutoff=0.7)
     raise AcceleratorError(f"{where}: no such accelerator; {hint}available: {usable}{broken}")
 
 

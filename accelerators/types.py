@@ -141,10 +141,6 @@ class Support:
         return self.ok
 
 
-def _no_env(run: Mapping[str, Any]) -> dict[str, str]:
-    return {}
-
-
 @dataclass(frozen=True, kw_only=True)
 class AcceleratorSpec:
     """A backend that a plugin offers.
@@ -164,16 +160,12 @@ class AcceleratorSpec:
     factory: str
     probe: Callable[[], Probe]
     priority: int = 0
-    env: Callable[[Mapping[str, Any]], Mapping[str, str]] = _no_env
+    env: Callable[[Mapping[str, Any]], Mapping[str, str]] = lambda run: {}
 
     def __post_init__(self) -> None:
         _check_types(self, name=str, api_version=int, factory=str, probe=Callable, priority=int, env=Callable)
         if self.name in ("", AUTO) or self.name != "".join(self.name.split()):
             raise ValueError(f"AcceleratorSpec: name is {self.name!r}, expected one word other than auto")
-
-
-def _serves_all(model: Any) -> str:
-    return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,18 +189,16 @@ class KernelImpl:
     factory: Callable[[Any], Any]
     supported: Callable[[Any], Support]
     priority: int = 0
-    refuses: Callable[[Any], str] = _serves_all
+    refuses: Callable[[Any], str] = lambda model: ""
     plugin: str = ""
 
     def __post_init__(self) -> None:
         _check_types(self, operation=str, name=str, factory=Callable, supported=Callable, priority=int, plugin=str)
         _check_types(self, refuses=Callable)
         if self.operation not in OPERATIONS:
-            near = nearest(self.operation, OPERATIONS)
-            hint = f"did you mean {near!r}? " if near else ""
-            raise ValueError(
-                f"KernelImpl: no operation is named {self.operation!r}; {hint}known: {', '.join(OPERATIONS)}"
-            )
+            hint = did_you_mean(self.operation, OPERATIONS)
+            known = ", ".join(OPERATIONS)
+            raise ValueError(f"KernelImpl: no operation is named {self.operation!r}; {hint}known: {known}")
         if self.name in ("", AUTO, NONE):
             raise ValueError(f"KernelImpl: name is {self.name!r}, expected one that says what it is")
 
@@ -318,9 +308,9 @@ def expect(value: Any, kind: type[Value]) -> Value:
     return value
 
 
-def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return the known name that `name` may be a slip of; "" if none is near."""
-    return next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=cutoff)), "")
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the hint "did you mean ...? " with the known name that `name` may be a slip of; "" if none is near."""
+    return "".join(f"did you mean {near!r}? " for near in difflib.get_close_matches(name, sorted(known), 1, cutoff))
 
 
 def one_line(text: str) -> str:

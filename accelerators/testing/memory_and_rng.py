@@ -6,14 +6,13 @@ import gc
 import io
 import random
 from collections import namedtuple
-from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import SkipTest
 
 import torch
 from torch import Tensor
 
+from accelerators import host
 from accelerators.errors import AcceleratorError, describe_error, find_out_of_memory
 
 if TYPE_CHECKING:
@@ -50,16 +49,9 @@ def check_placement(selection: Selection) -> None:
         "named tuple": Pair(tensor, 2.5),
     }
     moved = unbound.to_device(batch)
-    getters: dict[str, Callable[[Any], Any]] = {
-        "dict": lambda value: value["inner"],
-        "list": lambda value: value[0],
-        "tuple": lambda value: value[0],
-        "named tuple": lambda value: value.left,
-    }
-    for kind, getter in getters.items():
-        value = moved[kind]
+    for kind, value in moved.items():
         assert type(value) is type(batch[kind]), f"to_device makes a {type(value).__name__} of a {kind}"
-        inner = getter(value)
+        inner = value["inner"] if kind == "dict" else value[0]
         assert _same_device(inner.device, bound), (
             f"to_device leaves a tensor in a {kind} on {inner.device}, not {bound}"
         )
@@ -103,21 +95,16 @@ def check_out_of_memory(accelerator: Accelerator) -> None:
     assert not accelerator.is_out_of_memory(ValueError("7")), (
         "is_out_of_memory() recognizes a ValueError as out of memory"
     )
-    refusal = _refusal(accelerator)
-    assert refusal is None or find_out_of_memory(refusal), (
-        f"a block of 1 PiB is refused ({describe_error(refusal)}), not recognized by is_out_of_memory()"
-    )
-
-
-def _refusal(accelerator: Accelerator) -> Exception | None:
-    """Return the error of allocating a block that exceeds every device."""
+    refusal: Exception | None = None
     try:
         torch.full((PEBIBYTE // 4,), 1.0, device=accelerator.device())
         accelerator.step_boundary("check/out-of-memory")
         accelerator.synchronize()
     except Exception as error:
-        return error
-    return None
+        refusal = error
+    assert refusal is None or find_out_of_memory(refusal), (
+        f"a block of 1 PiB is refused ({describe_error(refusal)}), not recognized by is_out_of_memory()"
+    )
 
 
 def check_memory(accelerator: Accelerator) -> None:
@@ -154,7 +141,7 @@ def check_memory(accelerator: Accelerator) -> None:
 
     accelerator.reset_peak()
     fell = after.peak - accelerator.memory().peak
-    if fell < ENOUGH and accelerator.device().type == "cpu" and not _peak_can_be_reset():
+    if fell < ENOUGH and accelerator.device().type == "cpu" and not host.reset_peak_memory():
         raise SkipTest("this system lets no process reset its peak; every other figure is right")
     assert fell >= ENOUGH, f"the peak fell by {_mib(fell)} with reset_peak() after {_mib(BLOCK)} were freed"
 
@@ -179,14 +166,6 @@ def _samples(accelerator: Accelerator) -> dict[str, Tensor]:
 def _same(what: str, samples: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     different = [name for name, sample in samples.items() if not torch.equal(sample, expected[name])]
     assert not different, f"{what}: other samples of {', '.join(different)}; expected the same"
-
-
-def _peak_can_be_reset() -> bool:
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
 
 
 def _mib(size: int) -> str:

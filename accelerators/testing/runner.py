@@ -14,7 +14,7 @@ from unittest import SkipTest
 from accelerators.errors import AcceleratorError, PluginError
 from accelerators.host import redirect_fd
 from accelerators.testing.checks import CHECKS, Check, Subject
-from accelerators.types import nearest, one_line
+from accelerators.types import did_you_mean, one_line
 
 Verdict = Literal["passed", "failed", "skipped"]
 
@@ -52,8 +52,7 @@ def run(
     known = list(dict.fromkeys(check.name for check in CHECKS))
     for wanted in names:
         if wanted not in known:
-            near = nearest(wanted, known)
-            hint = f"did you mean {near!r}? " if near else ""
+            hint = did_you_mean(wanted, known)
             raise AcceleratorError(f"no check is named {wanted!r}; {hint}known: {', '.join(known)}")
     results: list[Result] = []
     with Subject(name) as subject:

@@ -130,26 +130,6 @@ def test_processes_that_compile_at_a_time_all_have_it(source, tmp_path, kept, mo
     assert [path.suffix for path in kept.iterdir()] == [".so"]
 
 
-def test_the_first_compiler_on_the_path_is_taken_unless_another_is_named(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CC", raising=False)
-    for name in ("clang", "cc", "gcc"):
-        (tmp_path / name).write_text("")
-        (tmp_path / name).chmod(0o755)
-        assert compiler.find_compiler() == [str(tmp_path / name)]
-    monkeypatch.setenv("CC", "ccache clang-18")
-    assert compiler.find_compiler() == ["ccache", "clang-18"]
-
-
-@needs_processor
-@needs_compiler
-def test_the_code_of_this_package_compiles_and_is_right_where_it_can(kept):
-    """Else all tests of it would be left out."""
-    found = decode.supported(None)
-    assert found, found.reason
-    assert [path.name.partition("-")[0] for path in kept.iterdir()] == ["decode"]
-
-
 # what cannot be
 
 

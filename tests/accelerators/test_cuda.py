@@ -133,21 +133,6 @@ def test_the_same_kernels_win_on_every_chip(on, chip):
     assert "in the order that they are trained in" in cuda.kernels.capabilities()["inference_weights"].reason
 
 
-@pytest.mark.parametrize(
-    ("chip", "reason"),
-    [
-        ("P100", "flash attention needs sm_80; found sm_60 (Tesla P100-PCIE-16GB)"),
-        ("T4", "flash attention needs sm_80; found sm_75 (Tesla T4)"),
-        ("H100", "batches are padded to fixed shapes: it takes no mask"),
-    ],
-)
-def test_flash_attention_is_refused_with_its_reason(on, chip, reason):
-    *_, (refused, support) = on(chip).kernels.candidates("attention")
-    assert refused.name == "flash_attention_2"
-    assert not support.ok
-    assert support.reason.startswith(reason)
-
-
 # placement
 
 
@@ -230,12 +215,6 @@ def test_a_device_that_nvidias_driver_does_not_know_is_refused(on, runtime, monk
     on("A100").bind(0)
 
 
-def test_lengths_are_few_and_multiples_of_eight(on):
-    policy = on("A100").shape_policy()
-    assert {policy.length(longest, 1000) for longest in range(1, 1001)} == {64, 128, 256, 512, 1000}
-    assert all(on("A100").shape_policy().bucket(length) % 8 == 0 for length in range(1, 9000, 7))
-
-
 # memory and random numbers
 
 
@@ -245,18 +224,6 @@ def bound(on, runtime):
     cuda = on("A100", "A100")
     cuda.bind(1)
     return cuda
-
-
-def test_memory_is_that_of_the_bound_device(bound, monkeypatch):
-    answers = {
-        (torch.accelerator, "memory_allocated"): 100,
-        (torch.accelerator, "max_memory_allocated"): 200,
-        (torch.cuda, "mem_get_info"): (150, 300),
-    }
-    for (module, name), answer in answers.items():
-        monkeypatch.setattr(module, name, lambda device, answer=answer: answer if device.index == 1 else None)
-    memory = bound.memory()
-    assert (memory.allocated, memory.peak, memory.total) == (100, 200, 300)
 
 
 @pytest.mark.parametrize(

@@ -108,13 +108,6 @@ def test_plugin_with_one_broken_probe_offers_the_others(misbehaved):
     assert states == {"cpu": True, "cuda": False, "hpu": False, "bad_entry": False, "npu": False, "good": True}
 
 
-def test_name_offered_twice_is_broken_the_second_time(misbehaved):
-    misbehaved(lambda: offers(spec(), spec(priority=-20)))
-    offers_of_npu = [(report.priority, report.error) for report in accelerators.available() if report.name == "npu"]
-    assert offers_of_npu == [(-10, None), (-20, "rlhf_accelerators offers this name twice")]
-    assert select("npu").spec.priority == -10
-
-
 class Damaged:
     """A distribution whose metadata cannot be read."""
 

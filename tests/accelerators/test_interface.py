@@ -111,9 +111,3 @@ def test_recording_is_on_unless_it_is_turned_off():
     for chosen, expected in (("auto", "replayed"), ("none", "plain"), ("fast", "replayed"), ("auto", "replayed")):
         recorder.kernels.choose("graph_capture", chosen)
         assert recorder.capture(lambda: "plain", key="it")() == expected
-
-
-def test_what_no_trainer_does_without_cannot_be_turned_off():
-    there = "composed, sdpa, eager"
-    with pytest.raises(AcceleratorError, match=f"attention: cpu has no implementation none; there is: {there}"):
-        CPU().kernels.choose("attention", "none")

@@ -15,10 +15,6 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from accelerators.backends.cpu.kernels import layers
 from accelerators.backends.cpu.kernels.layers import FAMILIES, _Gate, _RMSNorm, fuse, supported
-from rlhf.config.schema import OptimizerConfig
-from rlhf.engine.engine import TrainingEngine, freeze_model
-from rlhf.models.forward import completion_log_probs
-from tests.in_process import make_placement
 
 SIZES = {
     "hidden_size": 192,
@@ -110,15 +106,6 @@ def test_a_gate_is_silu_times_what_it_lets_through():
         torch.testing.assert_close(tensor.double(), reference, rtol=0.012, atol=1e-3)
 
 
-def test_a_forward_pass_of_somebody_else_is_left_alone():
-    model = model_of("llama")
-    norm, mlp = model.model.norm, model.model.layers[0].mlp
-    norm.forward, mlp.forward = (lambda hidden: hidden + 1), (lambda hidden: hidden + 2)
-    fuse(model)
-    numbers = torch.ones(1, 1, 192, dtype=torch.bfloat16)
-    assert (norm(numbers)[0, 0, 0], mlp(numbers)[0, 0, 0]) == (2, 3)
-
-
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_what_is_no_number_is_seen(wrong):
     numbers = torch.ones(2, 32, dtype=torch.bfloat16)
@@ -187,62 +174,3 @@ def test_other_numbers_other_layers_and_outlines_are_computed_as_before():
     )
     fuse(bert)
     assert all("forward" not in vars(each) for each in bert.modules())
-
-
-def test_without_a_compiler_it_says_so(monkeypatch, tmp_path):
-    from accelerators.backends.cpu.kernels import compiler
-
-    monkeypatch.setenv("CC", str(tmp_path / "no-such-compiler"))
-    monkeypatch.setattr(layers, "_functions", lambda: compiler.compiled.__wrapped__("layers.c"))
-    found = supported.__wrapped__(None)
-    assert not found.ok
-    assert "no-such-compiler" in found.reason
-    assert "without its code, training is a tenth slower" in found.reason
-
-
-@pytest.fixture
-def engine_of(accelerator):
-    def build(chosen: str) -> TrainingEngine:
-        accelerator.kernels.choose("fused_layers", chosen)
-        try:
-            return TrainingEngine(
-                "test",
-                model_of("llama", torch.float32),
-                accelerator=accelerator,
-                precision=accelerator.precision("bf16"),
-                placement=make_placement(0),
-                optimizer=OptimizerConfig(learning_rate=1e-4, schedule="constant", warmup=0),
-                total_steps=100,
-                micro_batch_size=4,
-                accumulation=1,
-            )
-        finally:
-            accelerator.kernels.choose("fused_layers", "auto")
-
-    return build
-
-
-def test_training_with_and_without_takes_the_same_steps(engine_of):
-    ids = torch.randint(1, 60, (4, 12), generator=torch.Generator().manual_seed(0))
-
-    def loss(model: Any, ids: Tensor) -> Any:
-        return -completion_log_probs(model, ids, torch.ones_like(ids), 8).log_probs.mean(), {}
-
-    losses: dict[str, list[float]] = {}
-    for chosen in ("auto", "none"):
-        engine = engine_of(chosen)
-        assert any("forward" in vars(each) for each in engine.module.modules()) == (chosen == "auto")
-        losses[chosen] = []
-        for _ in range(6):
-            with torch.no_grad():
-                losses[chosen].append(loss(engine.module, ids)[0].item())
-            engine.step([ids], loss)
-    assert losses["auto"] == pytest.approx(losses["none"], rel=0.02)
-    assert losses["auto"][-1] < 0.9 * losses["auto"][0]
-
-
-def test_models_that_score_are_fused_too(accelerator):
-    frozen = freeze_model(
-        model_of("llama"), accelerator=accelerator, precision=accelerator.precision("bf16"), placement=make_placement(0)
-    )
-    assert sum("forward" in vars(each) for each in frozen.modules() if layers.part(each)) >= 7

@@ -18,31 +18,19 @@ POLICIES = [
 ]
 
 
-def test_static_pads_to_the_maximum():
-    assert {ShapePolicy("static").length(longest, 100) for longest in (1, 50, 100)} == {100}
-
-
-def test_dynamic_pads_to_the_longest():
-    assert ShapePolicy("dynamic").length(37, 100) == 37
-
-
-def test_dynamic_pads_to_a_multiple_where_the_device_wants_one():
-    policy = ShapePolicy("dynamic", pad_to_multiple=8)
-    assert [policy.length(n, 100) for n in (1, 8, 9, 99)] == [8, 8, 16, 100]
-
-
-def test_exponential_buckets_double():
-    policy = ShapePolicy("bucketed", first=32)
-    assert [policy.bucket(n) for n in (1, 32, 33, 65, 200)] == [32, 32, 64, 128, 256]
-
-
-def test_linear_buckets_grow_by_the_first():
-    policy = ShapePolicy("bucketed", first=48, growth=None)
-    assert [policy.bucket(n) for n in (1, 48, 49, 100)] == [48, 48, 96, 144]
-
-
-def test_a_bucket_never_exceeds_the_maximum():
-    assert ShapePolicy("bucketed").length(70, 100) == 100
+@pytest.mark.parametrize(
+    ("policy", "lengths"),
+    [
+        (ShapePolicy("static"), [1000] * 5),
+        (ShapePolicy("dynamic"), [1, 48, 49, 100, 900]),
+        (ShapePolicy("dynamic", pad_to_multiple=8), [8, 48, 56, 104, 904]),
+        (ShapePolicy("bucketed", first=32), [32, 64, 64, 128, 1000]),
+        (ShapePolicy("bucketed", first=48, growth=None), [48, 48, 96, 144, 912]),
+        (ShapePolicy("bucketed", pad_to_multiple=8, first=64), [64, 64, 64, 128, 1000]),
+    ],
+)
+def test_lengths_of_each_policy(policy, lengths):
+    assert [policy.length(longest, 1000) for longest in (1, 48, 49, 100, 900)] == lengths
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -21,7 +21,7 @@ from accelerators.backends.cpu import attention
 from accelerators.backends.cpu import info as cpu_info
 from accelerators.backends.cpu.kernels import decode, layers, packed
 from accelerators.errors import AcceleratorError
-from accelerators.types import DeviceInfo, KernelImpl, Precision, Support
+from accelerators.types import DeviceInfo, KernelImpl, Precision
 
 NO_FP16 = "DeepSpeed's CPU accelerator does not train in fp16"
 
@@ -100,6 +100,6 @@ FUSED_ADAMW = KernelImpl(
     operation="adamw",
     name="torch-fused",
     factory=portable.fused_adamw,
-    supported=lambda accelerator: Support(True, "one pass over memory, nothing to compile"),
+    supported=portable.always("one pass over memory, nothing to compile"),
     priority=10,
 )

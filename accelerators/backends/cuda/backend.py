@@ -186,7 +186,7 @@ FUSED_ADAMW = KernelImpl(
     operation="adamw",
     name="torch-fused",
     factory=portable.fused_adamw,
-    supported=lambda accelerator: Support(True, "one pass over memory, in few launches"),
+    supported=portable.always("one pass over memory, in few launches"),
     priority=10,
 )
 FLASH_ATTENTION_2 = KernelImpl(
@@ -200,7 +200,7 @@ CUDA_GRAPHS = KernelImpl(
     operation="graph_capture",
     name="cuda-graphs",
     factory=_cuda_graphs,
-    supported=lambda accelerator: Support(True, "all launches of a recorded function are replayed as one"),
+    supported=portable.always("all launches of a recorded function are replayed as one"),
     priority=10,
 )
 PACKED_PRODUCTS = KernelImpl(

@@ -92,10 +92,10 @@ class Work(dist.Work):
         """Return the results on the device."""
         return self._results
 
-    def get_future(self) -> torch.futures.Future:
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Return a future of the results."""
         self.wait()
-        future = torch.futures.Future(devices=[torch.device("hpu", 0)])
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=[torch.device("hpu", 0)])
         future.set_result(self._results)
         return future
 
@@ -103,8 +103,8 @@ class Work(dist.Work):
 class ProcessGroup(dist.ProcessGroup):
     """Ranks that work on tensors of the device; a gloo group does the work."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # torch's stub has one of the constructors only
         backend = dist.ProcessGroupGloo(store, rank, size, timeout)
         kind = dist.ProcessGroup.BackendType
         self._set_default_backend(kind.CUSTOM)
@@ -130,7 +130,8 @@ class ProcessGroup(dist.ProcessGroup):
 def _on_cpu(collective: str, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type != "hpu":
         raise RuntimeError(f"hccl: {collective} of a tensor on {tensor.device}; move it to hpu, or use a gloo group")
-    return _device.to_cpu(tensor)
+    on_cpu: torch.Tensor = _device.to_cpu(tensor)
+    return on_cpu
 
 
 def _forwarded(name: str) -> Callable[..., dist.Work]:

@@ -17,7 +17,7 @@ class FusedClipNorm:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if not gradients:
             return torch.zeros(1, device="hpu")
-        norm = torch.linalg.vector_norm(
+        norm: torch.Tensor = torch.linalg.vector_norm(
             torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
         ).reshape(1)
         scale = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)

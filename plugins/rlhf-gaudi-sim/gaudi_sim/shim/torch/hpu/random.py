@@ -19,12 +19,14 @@ def manual_seed_all(seed: int) -> None:
 
 def initial_seed() -> int:
     """Return the seed that the generator was given."""
-    return default_generators[0].initial_seed()
+    seed: int = default_generators[0].initial_seed()
+    return seed
 
 
 def get_rng_state(device: object = "hpu") -> torch.Tensor:
     """Return the generator's state, on the CPU."""
-    return default_generators[0].get_state()
+    state: torch.Tensor = default_generators[0].get_state()
+    return state
 
 
 def set_rng_state(new_state: torch.Tensor, device: object = "hpu") -> None:
