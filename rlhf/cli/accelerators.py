@@ -7,16 +7,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import accelerators
-from accelerators import OPERATIONS, AcceleratorError, KernelImpl, PluginError, Report, Support
-from rlhf.cli.check import check
-from rlhf.cli.tables import print_json, print_table
+from accelerators import OPERATIONS, AcceleratorError, PluginError, Report
+from rlhf.cli.tables import AsJSON, print_json, print_table
 from rlhf.utils.units import format_bytes
 
 if TYPE_CHECKING:
@@ -25,18 +24,16 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     help="Show and check the installed accelerator backends. RLHF_PLUGINS limits the plugins that are loaded: names of "
-    "distributions or entry points, with commas between, or none for the built-in backends alone.",
+    "distributions or entry points, separated by commas, or none for the built-in backends only.",
 )
-
-AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command("list")
 def list_backends(as_json: AsJSON = False) -> None:
-    """List every backend and every plugin that could not be used, with the reason."""
+    """List every backend, and every plugin that could not be used, with the reason."""
     reports = accelerators.available()
     if as_json:
-        print_json([_listed(report) for report in reports])
+        print_json([_describe_report(report) for report in reports])
         return
     columns = ("name", "state", "devices", "priority", "provided by", "reason")
     print_table("Accelerators", columns, [_row(report) for report in reports])
@@ -44,22 +41,57 @@ def list_backends(as_json: AsJSON = False) -> None:
 
 @app.command()
 def explain(
-    name: Annotated[str, typer.Argument(help="Backend; auto: the one that a run would take.")] = "auto",
+    name: Annotated[str, typer.Argument(help="Backend; auto: the one that a run would use.")] = "auto",
     as_json: AsJSON = False,
 ) -> None:
-    """Explain what a backend can do on this machine, and why not what it cannot."""
+    """Explain what a backend can do on this machine, and why it cannot do the rest."""
     with accelerators.stdout_to_stderr():  # a device's software may print while it is opened
-        facts = _explained(name)
+        facts = _explain(name)
     if as_json:
         print_json(facts)
     else:
         _print_facts(facts)
 
 
-app.command()(check)
+@app.command()
+def check(
+    name: Annotated[str, typer.Argument(help="Backend; auto: the one that a run would use.")],
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="CHECK", help="Run only this check. Repeatable.")
+    ] = None,
+    as_json: AsJSON = False,
+) -> None:
+    """Check that a backend keeps the promises of the accelerator interface, on this machine.
+
+    The checks cover discovery, precisions, kernels, memory, random numbers, graph capture, collectives, DeepSpeed at
+    every ZeRO stage, and a tiny run of the three stages. A plugin's own tests can inherit the same checks from
+    [bold]accelerators.testing.Conformance[/].
+
+    Exit code 0: no check failed; 1: at least one failed; 2: the checks could not run.
+    """
+    from accelerators import testing
+
+    def report_progress(text: str) -> None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+    with accelerators.stdout_to_stderr():  # a device's software may print at any time
+        results = testing.run(
+            name,
+            only or (),
+            started=lambda check: report_progress(f"{check:24}"),
+            finished=lambda result: report_progress(f"{result.result} {result.seconds:.1f} s\n"),
+        )
+    if as_json:
+        print_json([asdict(result) for result in results])
+    else:
+        rows = [(row.check, row.result, f"{row.seconds:.1f}", row.title, row.reason) for row in results]
+        print_table(f"Conformance of {name}", ("check", "result", "seconds", "what", "reason"), rows)
+    if any(result.result == "failed" for result in results):
+        raise typer.Exit(1)
 
 
-def _listed(report: Report) -> dict[str, Any]:
+def _describe_report(report: Report) -> dict[str, Any]:
     return {
         "name": report.name,
         "available": report.available,
@@ -84,31 +116,30 @@ def _row(report: Report) -> tuple[str, ...]:
     return report.name, state, report.devices, priority, report.provider, reason
 
 
-def _explained(name: str) -> dict[str, Any]:
+def _explain(name: str) -> dict[str, Any]:
     environ = {key: value for key, value in os.environ.items() if name == "auto" or key != "RLHF_ACCELERATOR"}
     selection = accelerators.select(name, environ=environ)
     selection.export(os.environ)
     accelerator = selection.create()
-    chosen = {"name": selection.name, "provider": selection.provider, "reason": selection.reason}
     accelerator.bind(0)
     deepspeed = accelerator.prepare_deepspeed()
-    return chosen | _facts(accelerator) | {"deepspeed": asdict(deepspeed)}
-
-
-def _facts(accelerator: Accelerator) -> dict[str, Any]:
     for operation in OPERATIONS:
-        accelerator.kernels.get(operation)  # what cannot be made is found out only so
+        accelerator.kernels.get(operation)  # some kernels only fail when they are built
     return {
+        "name": selection.name,
+        "provider": selection.provider,
+        "reason": selection.reason,
         "device": asdict(accelerator.info()),
         "precisions": {wish: _precision(accelerator, wish) for wish in ("auto", "bf16", "fp16", "fp32")},
         "operations": {
-            operation: _operation(accelerator, operation, support)
+            operation: asdict(support) | {"candidates": _candidates(accelerator, operation)}
             for operation, support in accelerator.kernels.capabilities().items()
         },
         "memory": asdict(accelerator.memory()),
         "shapes": asdict(accelerator.shape_policy()),
         "lazy": accelerator.is_lazy(),
         "dist_backend": accelerator.dist_backend(),
+        "deepspeed": asdict(deepspeed),
     }
 
 
@@ -122,20 +153,17 @@ def _precision(accelerator: Accelerator, wish: str) -> dict[str, Any]:
     return {"ok": True, "name": precision.name, "reason": precision.reason}
 
 
-def _operation(accelerator: Accelerator, operation: str, support: Support) -> dict[str, Any]:
-    """Return whether an operation is available, and its implementations."""
-    return asdict(support) | {"candidates": _candidates(accelerator.kernels.candidates(operation))}
-
-
-def _candidates(ranked: Sequence[tuple[KernelImpl, Support]]) -> list[dict[str, Any]]:
-    """Every implementation, best first, with why it was taken or not."""
-    listed = []
+def _candidates(accelerator: Accelerator, operation: str) -> list[dict[str, Any]]:
+    """Return every implementation, best first, with the reason why it is used or not."""
+    ranked = accelerator.kernels.candidates(operation)
+    candidates = []
     for place, (implementation, support) in enumerate(ranked):
-        beaten = place > 0 and support.ok
-        reason = f"{ranked[0][0].name} has the higher priority" if beaten else support.reason
-        if beaten and implementation.operation == "attention":
-            reason += "; this one is for models that it does not serve"
-        listed.append(
+        reason = support.reason
+        if place > 0 and support.ok:
+            reason = f"{ranked[0][0].name} has the higher priority"
+            if operation == "attention":
+                reason += "; this one is for models that it does not serve"
+        candidates.append(
             {
                 "name": implementation.name,
                 "priority": implementation.priority,
@@ -144,18 +172,19 @@ def _candidates(ranked: Sequence[tuple[KernelImpl, Support]]) -> list[dict[str, 
                 "reason": reason,
             }
         )
-    return listed
+    return candidates
 
 
 def _print_facts(facts: dict[str, Any]) -> None:
-    device, memory, shapes, deepspeed = facts["device"], facts["memory"], facts["shapes"], facts["deepspeed"]
+    device, memory, deepspeed = facts["device"], facts["memory"], facts["deepspeed"]
+    peaks = ", ".join(f"{peak / 1e12:,.0f} TFLOP/s in {name}" for name, peak in device["peak_flops"].items())
     rows = [
         ("chosen", facts["reason"]),
         ("provided by", facts["provider"]),
         ("device", f"{device['count']} x {device['model']}, {device['software']}"),
-        *((("arithmetic", _peaks(device["peak_flops"])),) if device["peak_flops"] else ()),
+        *([("arithmetic", f"at most {peaks}")] if peaks else []),
         ("memory", f"{format_bytes(memory['total'])}, of which this process uses {format_bytes(memory['allocated'])}"),
-        ("shapes", shapes["kind"]),
+        ("shapes", facts["shapes"]["kind"]),
         ("execution", "lazy" if facts["lazy"] else "eager"),
         ("between processes", facts["dist_backend"]),
         (
@@ -166,16 +195,13 @@ def _print_facts(facts: dict[str, Any]) -> None:
     ]
     print_table(facts["name"], ("what", "here"), rows)
     precisions = [
-        (wish, found["name"] if found["ok"] else "no", found["reason"]) for wish, found in facts["precisions"].items()
+        (wish, precision["name"] if precision["ok"] else "no", precision["reason"])
+        for wish, precision in facts["precisions"].items()
     ]
-    print_table("Precisions", ("wish", "used", "reason"), precisions)
-    operations = []
-    for operation, support in facts["operations"].items():
-        for found in support["candidates"] or [support | {"name": "", "used": False}]:
-            operations.append((operation, found["name"], "yes" if found["used"] else "no", found["reason"]))
+    print_table("Precisions", ("requested", "used", "reason"), precisions)
+    operations = [
+        (operation, candidate["name"], "yes" if candidate["used"] else "no", candidate["reason"])
+        for operation, support in facts["operations"].items()
+        for candidate in support["candidates"] or [support | {"name": "", "used": False}]
+    ]
     print_table("Operations", ("operation", "implementation", "used", "reason"), operations)
-
-
-def _peaks(stated: dict[str, float]) -> str:
-    """Return the maker's peak rates, as 989 TFLOP/s in bf16."""
-    return f"at most {', '.join(f'{peak / 1e12:,.0f} TFLOP/s in {name}' for name, peak in stated.items())}"

@@ -1,33 +1,34 @@
-"""All commands of `rlhf`; what is slow to import is imported when a command runs."""
+"""All commands of `rlhf`; libraries that are slow to import are imported when a command runs."""
 
 from __future__ import annotations
 
 import sys
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from rlhf.cli import accelerators, chat, compare, data, evaluate, plan, profile, schema, sweep
+from rlhf.cli import accelerators, chat, compare, evaluate, profile, recipe, sweep
 from rlhf.cli.options import (
     RUN,
     Options,
     collect_options,
+    parse_stages,
     report_interruption,
     shared,
-    stages_of,
     with_signature,
 )
 from rlhf.config.schema import STAGES, Stage
+from rlhf.engine import select
 from rlhf.errors import USER_ERRORS, ConfigError, RemoteRankError
+from rlhf.launchers import local, multinode
 from rlhf.launchers.exit_status import INTERRUPTED, ExitStatus
 from rlhf.runs.directory import RunDirectory
+from rlhf.trainers import preflight
+from rlhf.trainers import run as launch
 from rlhf.trainers.interruption import RunTermination
 from rlhf.version import __version__
-
-if TYPE_CHECKING:
-    from rlhf.launchers.multinode import NodeSpec
 
 app = typer.Typer(
     name="rlhf",
@@ -38,46 +39,45 @@ app = typer.Typer(
 )
 
 _EXAMPLES = {
-    "rlhf": "the embedded example",
+    "rlhf": "train the embedded example",
     "rlhf --config recipe.yaml --dry-run": "is everything there, does it fit?",
-    "rlhf --config recipe.yaml --output runs/a": "your recipe",
+    "rlhf --config recipe.yaml --output runs/a": "train your recipe",
     "rlhf sft --set sft.epochs=2 --set seed=1": "one stage, two keys changed",
-    "rlhf --output runs/a --resume": "continue, with the run's own settings",
+    "rlhf --output runs/a --resume": "resume, with the run's own settings",
     "rlhf --stages sft,dpo --output runs/b": "these stages, one after the other",
-    "rlhf dpo --output runs/a": "DPO on its pairs, from its SFT model",
+    "rlhf dpo --output runs/a": "DPO on the run's pairs, from its SFT model",
     "rlhf ppo --output runs/a --ranks 2": "with two processes",
     "rlhf --nodes 2 --node-rank 0 --rendezvous a:29400": "on the first of two machines",
-    "rlhf chat runs/a": "talk to the result",
+    "rlhf chat runs/a": "talk to the trained model",
     "rlhf compare runs/a/sft runs/a -R runs/a": "what PPO has changed, in numbers",
-    "rlhf evaluate runs/a --pairs heldout": "is its reward model right, and as sure as that?",
-    "rlhf data --config recipe.yaml": "how your rows are read, one of each shown",
-    "rlhf plan --config recipe.yaml --memory 80GiB": "what it takes, and what to change",
+    "rlhf evaluate runs/a --pairs heldout": "is its reward model accurate and calibrated?",
+    "rlhf data --config recipe.yaml": "how your rows are read, with an example of each",
+    "rlhf plan --config recipe.yaml --memory 80GiB": "the memory it needs, and what to change",
     "rlhf profile --config recipe.yaml": "where the time of a PPO step goes",
-    "rlhf sweep grid.yaml": "a recipe at every point of a grid",
+    "rlhf sweep grid.yaml": "train a recipe at every point of a grid",
     "rlhf config > recipe.yaml": "a recipe to edit: every key, with its default",
-    "rlhf config --from-deepspeed-chat run_1.3b.sh": "a script of DeepSpeed-Chat as a recipe",
+    "rlhf config --from-deepspeed-chat run_1.3b.sh": "a DeepSpeed-Chat script as a recipe",
     "rlhf config --example": "the embedded example's recipe",
 }
 _EPILOG = "[bold]Examples[/]\n" + "\n".join(
     f"  [cyan]{command:51}[/]{meaning}" for command, meaning in _EXAMPLES.items()
 )
-
-
 _STAGES: dict[Stage, str] = {
     "sft": "Stage 1: supervised fine-tuning on demonstrations.",
     "reward": """Stage 2: a reward model from preferences.
 
 It starts from the SFT model in the folder, or from [bold]reward.model[/].""",
-    "dpo": """DPO: learn from the preferences themselves, in place of a reward model and PPO.
+    "dpo": """DPO: learn from preferences directly, instead of with a reward model and PPO.
 
-It starts from the SFT model in the folder, or from [bold]dpo.model[/], and takes the reward model's pairs.
-[bold]dpo.beta[/] says what it costs to go far from there, [bold]dpo.loss[/] which loss: sigmoid, ipo or robust.
+It starts from the SFT model in the folder, or from [bold]dpo.model[/], and trains on the reward model's pairs.
+[bold]dpo.beta[/] is the weight of the KL to the start model, [bold]dpo.loss[/] the loss: sigmoid, ipo or robust.
 
-PPO continues from its model with [bold]--set ppo.actor=RUN/dpo/model[/].""",
+PPO can start from its model with [bold]--set ppo.actor=RUN/dpo/model[/].""",
     "ppo": """Stage 3: PPO against the reward model.
 
-It takes the SFT and reward models in the folder, or [bold]ppo.actor[/] and [bold]ppo.reward_model[/].
-Python functions may score with the model ([bold]ppo.reward_functions[/]), or alone: [bold]ppo.reward_weight=0[/].""",
+It starts from the SFT and reward models in the folder, or from [bold]ppo.actor[/] and [bold]ppo.reward_model[/].
+Python functions can add to the model's scores ([bold]ppo.reward_functions[/]), or replace them:
+[bold]ppo.reward_weight=0[/].""",
 }
 """The commands that run one stage, with their help."""
 
@@ -95,7 +95,7 @@ def run(
     options: Options,
     stages: Annotated[
         str | None,
-        typer.Option(help="Run these alone, of sft, reward, dpo and ppo, in this order.", metavar="NAME,..."),
+        typer.Option(help="Run only these of sft, reward, dpo and ppo, in this order.", metavar="NAME,..."),
     ] = None,
     version: Annotated[
         bool, typer.Option("--version", help="Show the version.", metavar="", callback=_print_version, is_eager=True)
@@ -103,10 +103,10 @@ def run(
 ) -> None:
     """Train a language model with human feedback: SFT, then a reward model, then PPO.
 
-    Without a command, these three stages run, or those that [bold]--stages[/] names. Options may stand before or after
-    a command.
+    Without a command, these three stages run, or those of [bold]--stages[/]. Options may stand before or after a
+    command.
     """
-    wanted = STAGES if stages is None else stages_of(stages)
+    wanted = STAGES if stages is None else parse_stages(stages)
     if not context.invoked_subcommand:
         start(context, wanted, **vars(options))
     elif stages is None:
@@ -120,11 +120,6 @@ def run(
 @report_interruption()
 def start(context: typer.Context, stages: tuple[Stage, ...], **values: Any) -> None:
     """Run `stages` with the options `values`: in this process, or in ranks that this process starts."""
-    from rlhf.engine.select import select_accelerator
-    from rlhf.launchers import local, multinode
-    from rlhf.trainers import preflight
-    from rlhf.trainers import run as launch
-
     options = collect_options(context, RUN, values)
     machine = multinode.resolve_node(options.nodes, options.node_rank, options.rendezvous)
     if machine and not options.dry_run:
@@ -134,10 +129,10 @@ def start(context: typer.Context, stages: tuple[Stage, ...], **values: Any) -> N
     config = options.load()
     if local.should_spawn(options.ranks) and not options.dry_run:
         assert options.ranks is not None
-        # What is wrong with the command line shows here, once, and not on every rank.
+        # Mistakes in the command line are reported here, once, and not on every rank.
         pending = preflight.check(config, stages, options.ranks, resume=options.resume, overwrite=options.overwrite)
         if pending:
-            select_accelerator(config, options.accelerator)
+            select.select_accelerator(config, options.accelerator)
             ending = RunTermination(RunDirectory(config.output), stages)
             _end(local.spawn_ranks(options.ranks, local.rank_command(sys.argv[1:]), debug=options.debug), ending)
             return
@@ -153,13 +148,8 @@ def start(context: typer.Context, stages: tuple[Stage, ...], **values: Any) -> N
     )
 
 
-def _start_among(machine: NodeSpec, options: Options, stages: tuple[Stage, ...]) -> None:
+def _start_among(machine: multinode.NodeSpec, options: Options, stages: tuple[Stage, ...]) -> None:
     """Start this machine's ranks of a run on several machines. The first machine checks the run for all."""
-    from rlhf.engine.select import select_accelerator
-    from rlhf.launchers import local, multinode
-    from rlhf.trainers import preflight
-    from rlhf.trainers import run as launch
-
     first, count = machine.number == 0, options.ranks or 1
     options = options.with_run_recipe(stages) if first else options
     config = options.load()
@@ -170,7 +160,7 @@ def _start_among(machine: NodeSpec, options: Options, stages: tuple[Stage, ...])
         wishes = {"resume": options.resume, "overwrite": options.overwrite}
         try:
             pending = preflight.check(config, stages, count * machine.count, **wishes)
-            select_accelerator(config, options.accelerator)
+            select.select_accelerator(config, options.accelerator)
         except USER_ERRORS as error:
             with suppress(*USER_ERRORS, RemoteRankError):
                 multinode.join_rendezvous(machine, count, timeout, refusal=ExitStatus.summarize(error))
@@ -185,8 +175,8 @@ def _start_among(machine: NodeSpec, options: Options, stages: tuple[Stage, ...])
         launch.run(config, stages=stages)
     verdict = meeting.client.conclude(outcome)
     # Each machine says what it saved and how to resume.
-    own = outcome and verdict and outcome.code == verdict.code == INTERRUPTED
-    _end(outcome if own or not verdict else verdict, ending)
+    interrupted = outcome and verdict and outcome.code == verdict.code == INTERRUPTED
+    _end(outcome if interrupted or not verdict else verdict, ending)
 
 
 def _end(outcome: ExitStatus | None, ending: RunTermination | None) -> None:
@@ -201,12 +191,15 @@ def _end(outcome: ExitStatus | None, ending: RunTermination | None) -> None:
 
 for _stage, _help in _STAGES.items():
     app.command(_stage, help=_help)(with_signature(partial(start, stages=(_stage,)), RUN))
-app.command()(chat.chat)
-app.command()(compare.compare)
-app.command()(evaluate.evaluate)
-app.command()(schema.config)
-app.command()(data.data)
-app.command()(plan.plan)
-app.command()(profile.profile)
-app.command()(sweep.sweep)
+for _command in (
+    chat.chat,
+    compare.compare,
+    evaluate.evaluate,
+    recipe.config,
+    recipe.data,
+    recipe.plan,
+    profile.profile,
+    sweep.sweep,
+):
+    app.command()(_command)
 app.add_typer(accelerators.app, name="accelerators", short_help="Show and check the installed accelerator backends.")

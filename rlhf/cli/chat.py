@@ -8,22 +8,24 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from rich.text import Text
 
 from rlhf.cli.options import Options, shared
+from rlhf.cli.tables import print_line
+from rlhf.data.prompt_encoding import encode_conversation
+from rlhf.data.records import Message
 from rlhf.errors import ModelError
-from rlhf.evaluation.models import find_base_model, model_folder
-
-if TYPE_CHECKING:
-    from rlhf.data.records import Message
+from rlhf.evaluation.models import EvaluationDevice, find_base_model, load_language_model, model_folder
+from rlhf.reporting.console import console
 
 Show = Callable[[str], None]
 
-_SAID = {
-    "/help": "/help   shows this\n/reset  forgets the conversation\n/exit   leaves, as Ctrl-D does",
-    "/reset": "forgotten",
+_NOTICES = {
+    "/help": "/help   shows this\n/reset  forgets the conversation\n/exit   exits, as does Ctrl-D",
+    "/reset": "conversation forgotten",
 }
 
 
@@ -35,17 +37,17 @@ def chat(
         str, typer.Argument(help="Folder of a run or of a model, or a hub name.", metavar="RUN_OR_MODEL")
     ],
     stage: Annotated[
-        Literal["sft", "dpo", "ppo"] | None, typer.Option(help="Which model of a run; without it, the last one.")
+        Literal["sft", "dpo", "ppo"] | None, typer.Option(help="Stage of a run. Default: the last finished one.")
     ] = None,
     ema: Annotated[
-        bool, typer.Option("--ema", help="The moving average of the policy's weights (ppo.ema), not the last ones.")
+        bool, typer.Option("--ema", help="Use the moving average of the policy's weights (ppo.ema), not the last ones.")
     ] = False,
     temperature: Annotated[float, typer.Option(min=0, help="0: always the most likely token.", metavar="T")] = 0.7,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.", metavar="N")] = 256,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest completion, in tokens.", metavar="N")] = 256,
     memory: Annotated[
         bool | None,
         typer.Option(
-            help="Whether an answer sees the turns before it; without this, if the model was trained on conversations."
+            help="Show the model the earlier turns of the conversation. Default: if it was trained on conversations."
         ),
     ] = None,
 ) -> None:
@@ -53,21 +55,16 @@ def chat(
 
     In a pipe, every line is a separate prompt: [cyan]echo "Where does the bee live?" | rlhf chat runs/default[/].
     """
-    from rich.text import Text
-
-    from rlhf.reporting.console import console
-
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="replace")  # bytes that are no text are no reason to stop
+            stream.reconfigure(errors="replace")  # invalid bytes are no reason to stop
     folder = model_folder(run_or_model, stage, ema=ema)
     interactive = sys.stdin.isatty()
     with console.status(Text(f"loading {folder}")) if interactive else nullcontext():
         model = ChatModel(folder, options, temperature=temperature, max_tokens=max_tokens)
     if interactive:
-        _converse(
-            model, model.converses if memory is None else memory, f"{folder} on {model.writer.device.accelerator.name}"
-        )
+        title = f"{folder} on {model.writer.device.accelerator.name}"
+        _converse(model, model.converses if memory is None else memory, title)
     else:
         for line in sys.stdin:
             if line.strip():
@@ -78,10 +75,8 @@ class ChatModel:
     """A causal language model and its tokenizer on the chosen accelerator, ready to answer."""
 
     def __init__(self, folder: Path, options: Options, *, temperature: float, max_tokens: int) -> None:
-        from rlhf.evaluation.models import EvaluationDevice, load_language_model
-
         config = options.load()
-        find_base_model(folder)  # what is wrong with it shows at once
+        find_base_model(folder)  # reports a wrong folder before anything slow is imported
         device = EvaluationDevice.select(config, options.accelerator)
         self.writer = load_language_model(folder, config, device)
         self.sampling = {"do_sample": temperature > 0, **({"temperature": temperature} if temperature else {})}
@@ -93,9 +88,9 @@ class ChatModel:
         return self.writer.prompt_format != "plain"
 
     def reply(self, turns: Sequence[tuple[str, str]], show: Show) -> str:
-        """Answer a conversation of (role, text); `show` gets the answer piece by piece.
+        """Reply to a conversation of (role, text); `show` gets the reply piece by piece.
 
-        The oldest turns are left out where the model cannot hold them all.
+        The oldest turns are left out if the model's context is too short for all.
 
         Raises:
             ModelError: the last message alone is too long.
@@ -118,10 +113,7 @@ class ChatModel:
         return stream.shown
 
     def _prompt(self, turns: Sequence[tuple[str, str]]) -> list[int]:
-        from rlhf.data.prompt_encoding import encode_conversation
-        from rlhf.data.records import Message
-
-        messages: list[Message] = [Message(role, text) for role, text in turns]
+        messages = [Message(role, text) for role, text in turns]
         while True:
             ids = encode_conversation(self.writer.tokenizer, messages, self.writer.prompt_format)
             if len(ids) + min(self.max_tokens, self.writer.max_length // 4) <= self.writer.max_length:
@@ -171,13 +163,9 @@ def _answer(model: ChatModel, turns: Sequence[tuple[str, str]]) -> str:
 def _converse(model: ChatModel, memory: bool, title: str) -> None:
     import readline  # noqa: F401  # gives input() editing and history
 
-    from rich.text import Text
-
-    from rlhf.reporting.console import console
-
-    console.print(Text(title, style="bold"), soft_wrap=True)
-    remembers = "" if memory else "each message is answered on its own (--memory changes that); "
-    console.print(f"[dim]{remembers}/help shows the commands[/]\n")
+    print_line((title, "bold"))
+    scope = "" if memory else "the model sees only your last message (--memory changes that); "
+    print_line((f"{scope}/help shows the commands\n", "dim"))
     turns: list[tuple[str, str]] = []
     while True:
         try:
@@ -190,8 +178,8 @@ def _converse(model: ChatModel, memory: bool, title: str) -> None:
                 return
             if command[0] == "/reset":
                 turns.clear()
-            said = _SAID.get(command[0], f"no such command: {command[0]}; /help shows them")
-            console.print(Text(f"{said}\n", style="dim"), soft_wrap=True)
+            notice = _NOTICES.get(command[0], f"no such command: {command[0]}; /help shows them")
+            print_line((f"{notice}\n", "dim"))
             continue
         if not message:
             continue

@@ -1,8 +1,9 @@
-"""`rlhf compare`: several models complete the same prompts; what they wrote is shown, scored and compared."""
+"""`rlhf compare`: several models complete the same prompts; their completions are shown, scored and compared."""
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
-from rlhf.cli.comparison import print_lines, print_samples, print_tables
 from rlhf.cli.options import Options, shared
-from rlhf.cli.tables import print_json, route_notes_to_stderr
+from rlhf.cli.tables import AsJSON, flatten, print_json, print_line, print_table, route_notes_to_stderr
 from rlhf.config.paths import is_path
 from rlhf.config.schema import Config, SamplingConfig, load_config
 from rlhf.errors import ConfigError, RunError
@@ -29,11 +31,30 @@ from rlhf.evaluation.rows import (
     read_prompts,
 )
 from rlhf.models.compatibility import check_model_folder
+from rlhf.reporting.console import console
 from rlhf.utils.atomic_io import atomic_write, check_writable
+from rlhf.utils.units import format_number
 
 if TYPE_CHECKING:
     from rlhf.data.records import Row
     from rlhf.data.report import DropCounts
+
+_SHARES = ("win_rate", "truncated_share", "repeated_share")
+_LABELS = {
+    "reward": "reward",
+    "win_rate": "win rate",
+    "reward_difference": "reward difference",
+    "kl": "KL, nats",
+    "kl.per_token": "KL per token",
+    "log_ratio": "log-ratio, nats",
+    "log_ratio.per_token": "log-ratio per token",
+    "distinct_1": "distinct 1",
+    "distinct_2": "distinct 2",
+    "distinct_3": "distinct 3",
+    "length": "length, tokens",
+    "truncated_share": "truncated",
+    "repeated_share": "repeated",
+}
 
 
 @shared("config", "overrides", "accelerator", "precision", "seed", "debug")
@@ -43,7 +64,7 @@ def compare(
     models: Annotated[
         list[str],
         typer.Argument(
-            help="Runs, stages of runs, model folders, hub names. The others are measured by the first.",
+            help="Runs, stages of runs, model folders, hub names. All others are compared with the first.",
             metavar="MODEL...",
             show_default=False,
         ),
@@ -51,50 +72,55 @@ def compare(
     prompts: Annotated[
         str | None,
         typer.Option(
-            help="A .txt file of one prompt a line, - for standard input, or a source as in data.datasets. "
-            "Without, or [bold]heldout[/]: what the first run among the models holds out.",
+            help="A .txt file with a prompt on each line, - for standard input, or a source as in data.datasets. "
+            "Default, or [bold]heldout[/]: the held-out prompts of the first run among the models.",
             metavar="SOURCE",
         ),
     ] = None,
     reward_model: Annotated[
         str | None,
-        typer.Option("--reward-model", "-R", help="What scores: a run, a model folder or a hub name.", metavar="MODEL"),
+        typer.Option("--reward-model", "-R", help="Model that scores: a run, a folder or a hub name.", metavar="MODEL"),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Prompts, drawn by the seed.", metavar="N")] = 100,
+    limit: Annotated[int, typer.Option(min=1, help="Number of prompts, drawn by the seed.", metavar="N")] = 100,
     temperature: Annotated[
         float | None,
         typer.Option(
             min=0,
-            help="0: always the most likely token. Without: 0, and 1 with --best-of.",
+            help="0: always the most likely token. Default: 0, or 1 with --best-of.",
             metavar="T",
             show_default=False,
         ),
     ] = None,
     top_p: Annotated[
         float,
-        typer.Option("--top-p", min=0.001, max=1, help="Draw from the likeliest tokens of this share.", metavar="P"),
+        typer.Option(
+            "--top-p", min=0.001, max=1, help="Sample only from the most likely tokens that add up to P.", metavar="P"
+        ),
     ] = 1.0,
     max_tokens: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Longest completion, in tokens. Without: as in the recipe of the first run here, else 256.",
+            help="Longest completion, in tokens. Default: that of the first run's recipe, else 256.",
             metavar="N",
             show_default=False,
         ),
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Completions at a time.", metavar="N")] = 16,
+    batch_size: Annotated[int, typer.Option(min=1, help="Completions that are sampled together.", metavar="N")] = 16,
     best_of: Annotated[
         str | None,
-        typer.Option(help="Draw as many samples as the largest, and tell the best's score: 1,4,16.", metavar="N,..."),
+        typer.Option(
+            help="Report the score of the best of N samples, for each N: 1,4,16. The largest N is drawn.",
+            metavar="N,...",
+        ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="Write all completions and scores there, as JSON lines.", metavar="FILE")
+        Path | None, typer.Option(help="Write all completions and scores to this file, as JSON lines.", metavar="FILE")
     ] = None,
-    show: Annotated[int, typer.Option(min=0, help="Prompts shown with their completions.", metavar="N")] = 3,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print JSON.")] = False,
+    show: Annotated[int, typer.Option(min=0, help="Number of prompts to show with completions.", metavar="N")] = 3,
+    as_json: AsJSON = False,
 ) -> None:
-    """Compare models: completions of the same prompts side by side, scores, win rates, distance, variety.
+    """Compare models: completions of the same prompts, with scores, win rates, KL and diversity.
 
     [bold]rlhf compare runs/a/sft runs/a --reward-model runs/a[/]
 
@@ -103,77 +129,83 @@ def compare(
     [bold]rlhf compare runs/a/sft runs/a -R runs/a --best-of 1,4,16[/]
 
     The [bold]win rate[/] is the share of prompts on which the reward model prefers a model to the first one; a tie
-    counts half. In brackets stand intervals of 95 % over prompts: Wilson's of the win rate, the paired t test's of the
+    counts half. Brackets show 95 % intervals over prompts: Wilson's for the win rate, the paired t test's for the
     difference. The [bold]KL[/] to the first model is estimated on a model's own samples, as the mean of
-    log p(model) - log p(first); of greedy completions (--temperature 0) or with --top-p that mean is no KL, and is
-    called log-ratio. [bold]distinct n[/] is the share of different runs of n tokens among all.
+    log p(model) - log p(first). For greedy completions (--temperature 0) or with --top-p that mean is not a KL, and is
+    called log-ratio. [bold]distinct n[/] is the number of different n-token sequences divided by the number of all.
 
-    [bold]--best-of[/] tells how the best of n samples would score, without training, and at what KL at most: where PPO
-    scores no higher than the best of n of the SFT model at its KL, look at its training.
+    [bold]--best-of[/] reports how the best of n samples would score, without training, and an upper bound of its KL.
+    If PPO scores no higher than the best of n samples of the SFT model at the same KL, check its training.
 
-    Each model is loaded, writes, and is released before the next. Exit code 2: something must be fixed first.
+    Each model is loaded, generates, and is released before the next. Exit code 2: an error that you can fix.
     """
-    numbers = _numbers(best_of)
-    _check(models, reward_model, numbers, temperature, output)
+    sizes = _parse_sizes(best_of)
+    _check(models, reward_model, sizes, temperature, output)
     if temperature is None:
-        temperature = 1.0 if numbers else 0.0
+        temperature = 1.0 if sizes else 0.0
     sampling = SamplingConfig(temperature=temperature, top_p=top_p)
     with route_notes_to_stderr(as_json) as piped:
-        config = _settings(options, prompts)
-        rows = _read(prompts, config) if prompts and prompts != HELDOUT else []
+        config = _load_config(options, prompts)
+        rows = _read_rows(prompts, config) if prompts and prompts != HELDOUT else []
         device = EvaluationDevice.select(config, options.accelerator)
-        from rlhf.evaluation import compare as comparing
-        from rlhf.evaluation.compare import compute_statistics, list_records
+        from rlhf.evaluation import compare as evaluation  # imports torch
         from rlhf.evaluation.generate import GenerationSettings
 
-        found = comparing.compare_models(
+        comparison = evaluation.compare_models(
             models,
-            draw_rows(rows or _held_out(options, config, models), limit, config.seed),
-            GenerationSettings(sampling, max_tokens or _longest(options, config, models), batch_size, config.seed),
+            draw_rows(rows or _read_heldout(options, config, models), limit, config.seed),
+            GenerationSettings(
+                sampling, max_tokens or _longest_completion(options, config, models), batch_size, config.seed
+            ),
             config,
             device,
             reward_model=reward_model,
-            samples=max(numbers, default=1),
+            samples=max(sizes, default=1),
         )
-        _say_what_is_left_out("prompt", found.left_out)
-        for note in found.notes:
-            _say(note)
-    where = {"accelerator": device.accelerator.name, "precision": device.precision.name}
-    told = where | compute_statistics(found, numbers)
+        _report_dropped("prompt", comparison.left_out)
+        for note in comparison.notes:
+            print_line(f"note: {note}")
+    statistics = {"accelerator": device.accelerator.name, "precision": device.precision.name}
+    statistics |= evaluation.compute_statistics(comparison, sizes)
+    records = evaluation.list_records(comparison)
     if as_json:
-        print_json(told)
+        print_json(statistics)
     elif piped:
-        print_lines(told)
+        _print_lines(statistics)
     else:
-        print_samples(list_records(found)[:show])
-        print_tables(told)
-    if output:
-        _write(output, list_records(found))
+        _print_samples(records[:show])
+        _print_tables(statistics)
+    if output:  # last: if it fails, the numbers have been shown
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(output, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+        except OSError as error:
+            raise RunError(f"{output}: cannot be written ({error.strerror}); choose another --output") from error
 
 
-def _numbers(text: str | None) -> list[int]:
+def _parse_sizes(text: str | None) -> list[int]:
     """Parse the numbers of `--best-of`."""
-    parts = [part.strip() for part in text.split(",")] if text is not None else []
-    if wrong := next((part for part in parts if not (part.isdecimal() and int(part) >= 1)), None):
-        raise ConfigError(f"--best-of {text}: {wrong!r} is no number of samples; write 1,4,16")
-    if text is not None and not all(parts):
-        raise ConfigError(f"--best-of {text!r}: a number is missing; write 1,4,16")
+    if text is None:
+        return []
+    parts = [part.strip() for part in text.split(",")]
+    if wrong := [part for part in parts if not (part.isdecimal() and int(part))]:
+        raise ConfigError(f"--best-of {text}: {wrong[0]!r} is no number of samples; write 1,4,16")
     return sorted({int(part) for part in parts})
 
 
 def _check(
     models: Sequence[str],
     reward_model: str | None,
-    best_of: Sequence[int],
+    sizes: Sequence[int],
     temperature: float | None,
     output: Path | None,
 ) -> None:
-    """Find out what is wrong with the command line before anything slow is imported."""
-    if len(models) == 1 and not best_of:
+    """Check the command line before anything slow is imported."""
+    if len(models) == 1 and not sizes:
         raise ConfigError(f"{models[0]}: one model alone has nothing to be compared with; name two or more")
-    if best_of and not reward_model:
+    if sizes and not reward_model:
         raise ConfigError("--best-of: no reward model says which sample is the best; name one with --reward-model")
-    if best_of and temperature == 0:
+    if sizes and temperature == 0:
         raise ConfigError("--best-of: at --temperature 0 all samples are the same; leave that out")
     if output and output.exists() and not output.is_file():
         raise RunError(f"{output}: is a {'folder' if output.is_dir() else 'device'}; name a file with --output")
@@ -185,44 +217,43 @@ def _check(
         check_model_folder(str(reward_model_folder(reward_model)))
 
 
-def _settings(options: Options, prompts: str | None) -> Config:
+def _load_config(options: Options, prompts: str | None) -> Config:
     """Load the configuration, with `prompts` as its data if they are a data set."""
-    more = (
-        list_overrides(prompts, "--prompts") if prompts and prompts != HELDOUT and not is_line_source(prompts) else []
-    )
-    return replace(options, overrides=[*more, *(options.overrides or [])]).load(example=False)
+    is_data = prompts and prompts != HELDOUT and not is_line_source(prompts)
+    data = list_overrides(prompts, "--prompts") if prompts and is_data else []
+    return replace(options, overrides=[*data, *(options.overrides or [])]).load(example=False)
 
 
-def _read(prompts: str, config: Config) -> list[Row]:
+def _read_rows(prompts: str, config: Config) -> list[Row]:
     """Read the prompts of `--prompts`."""
     if isinstance(sys.stdin, TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # bytes that are no text are no reason to stop
+        sys.stdin.reconfigure(errors="replace")  # invalid bytes are no reason to stop
     if is_line_source(prompts):
         return read_lines(prompts)
     rows, dropped = read_prompts(config, show=True)
-    _say_what_is_left_out("row", dropped)
+    _report_dropped("row", dropped)
     return rows
 
 
-def _held_out(options: Options, config: Config, models: Sequence[str]) -> list[Row]:
+def _read_heldout(options: Options, config: Config, models: Sequence[str]) -> list[Row]:
     """Read the prompts that the recipe holds out; without a recipe, those of the first run among the models."""
     from rlhf.models.loading import load_model_tokenizer
 
-    found = _recipe(options, config, models)
+    found = _find_recipe(options, config, models)
     if found is None:
-        raise ConfigError("--prompts: missing, and none of the models is of a run that holds some out; name a file")
+        raise ConfigError("--prompts: missing, and none of the models is of a run with held-out prompts; name a file")
     name, recipe = found
     tokenizer, _ = load_model_tokenizer(recipe.model, find_base_model(model_folder(name)))
     return read_heldout_prompts(recipe, tokenizer)
 
 
-def _longest(options: Options, config: Config, models: Sequence[str]) -> int:
+def _longest_completion(options: Options, config: Config, models: Sequence[str]) -> int:
     """Return the longest completion of that recipe, or the default if there is no recipe."""
-    _, recipe = _recipe(options, config, models) or ("", config)
+    _, recipe = _find_recipe(options, config, models) or ("", config)
     return recipe.data.max_completion_length
 
 
-def _recipe(options: Options, config: Config, models: Sequence[str]) -> tuple[str, Config] | None:
+def _find_recipe(options: Options, config: Config, models: Sequence[str]) -> tuple[str, Config] | None:
     """Return the first model and the given recipe; without one, the first model of a run and the run's recipe."""
     if options.config is not None:
         return models[0], config
@@ -232,21 +263,85 @@ def _recipe(options: Options, config: Config, models: Sequence[str]) -> tuple[st
     return None
 
 
-def _say(line: str) -> None:
-    from rlhf.reporting.console import console
-
-    console.print(f"note: {line}", markup=False, soft_wrap=True)
-
-
-def _say_what_is_left_out(what: str, dropped: DropCounts) -> None:
+def _report_dropped(noun: str, dropped: DropCounts) -> None:
     for reason, (count, first) in dropped.items():
-        _say(f"{count:,} {what}{'s' if count > 1 else ''} left out: {reason} (first: {first})")
+        print_line(f"note: {count:,} {noun}{'s' if count > 1 else ''} left out: {reason} (first: {first})")
 
 
-def _write(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    """Write the lines as the last act: if it fails, the numbers have been shown."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-    except OSError as error:
-        raise RunError(f"{path}: cannot be written ({error.strerror}); choose another --output") from error
+def _print_lines(statistics: dict[str, Any]) -> None:
+    """Print a line for each model, with the names of its numbers in JSON as the columns."""
+    lines = []
+    for model in statistics["models"]:
+        best = {f"best_of_{row['best_of']}": row["reward"][model["model"]] for row in statistics.get("best_of", ())}
+        lines.append(flatten(model | best))
+    columns = list(dict.fromkeys(name for line in reversed(lines) for name in line))  # the first has fewer
+    print_table("", columns, [[_format_plain(line.get(name)) for name in columns] for line in lines])
+
+
+def _print_tables(statistics: dict[str, Any]) -> None:
+    """Print all numbers of each model, and the scores of the best of several samples, for people."""
+    models = {model["model"]: flatten(model) for model in statistics["models"]}
+    first, *others = models
+    settings = [
+        f"{statistics['prompts']:,} prompts",
+        "greedy" if statistics["temperature"] == 0 else f"temperature {statistics['temperature']:g}",
+        *([f"top-p {statistics['top_p']:g}"] if statistics["top_p"] < 1 else []),
+        *([f"{statistics['samples']} samples of each"] if statistics["samples"] > 1 else []),
+        f"at most {statistics['max_tokens']:,} tokens",
+    ]
+    print_line((f"{', '.join(settings)}. ± is the standard error; brackets show 95 % intervals.", "dim"))
+    rows = [[label, *(_format_value(name, model) for model in models.values())] for name, label in _LABELS.items()]
+    print_table("", [f"against {first}" if others else "", *models], [row for row in rows if any(row[1:])])
+    if "best_of" not in statistics:
+        return
+    names = [name for name in models if "reward.mean" in models[name]]
+    rows = [
+        [str(row["best_of"]), format_number(row["kl_at_most"])]
+        + [_format_value("reward", flatten({"reward": row["reward"][name]})) for name in names]
+        for row in statistics["best_of"]
+    ]
+    print_table("reward of the best of n samples", ["n", "KL at most", *names], rows)
+    for equal in statistics["best_of_at_kl"]:
+        name, count = equal["model"], equal["best_of"]
+        number = f"{count:,}" if count < 10**6 else f"e^{math.log(count):.1f}"
+        best = _format_value("reward", flatten(equal)) if equal["reward"] else ""
+        print_line(
+            f"{name} scores {_format_value('reward', models[name])} at a KL of {format_number(equal['kl'])} nats; "
+            f"the best of {number} samples of {first}, at a KL of at most {format_number(equal['kl_at_most'])} nats, "
+            + (f"scores {best}" if best else "needs more samples than were drawn")
+        )
+
+
+def _print_samples(records: Sequence[dict[str, Any]]) -> None:
+    """Print prompts with a completion of each model, the first of several."""
+    for record in records:
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        grid.add_column(no_wrap=True, style="dim", overflow="ellipsis", max_width=console.width // 3)
+        grid.add_column(no_wrap=True, justify="right", style="cyan")
+        grid.add_column(overflow="fold")
+        grid.add_row("prompt", "", Text(record["prompt"].strip(), style="italic"))
+        for name, texts in record["completions"].items():
+            scores = record["scores"].get(name)
+            score = format_number(scores[0]) if scores else ""
+            grid.add_row(Text(name), score, Text(texts[0].strip() or "(empty)"))
+        console.print(grid)
+        console.print()
+
+
+def _format_plain(value: Any) -> str:
+    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _format_value(name: str, line: dict[str, Any]) -> str:
+    """Format a number for people, with its standard error or its interval; empty if the model has none."""
+
+    def rounded(value: float, digits: int = 4) -> str:
+        return f"{100 * value:.1f}%" if name in _SHARES else format_number(float(f"{value:.{digits}g}"))
+
+    mean = line.get(f"{name}.mean", line.get(name))
+    if mean is None:
+        return ""
+    if name in ("win_rate", "reward_difference") and line.get(f"{name}.low") is not None:
+        return f"{rounded(mean)} [{rounded(line[f'{name}.low'], 3)}, {rounded(line[f'{name}.high'], 3)}]"
+    error = line.get(f"{name}.error")
+    return rounded(mean) if error is None else f"{rounded(mean)} ± {rounded(error, 2)}"

@@ -1,31 +1,48 @@
-"""`rlhf evaluate`: measure finished models on pairs of replies, on text, or on given sentences."""
+"""`rlhf evaluate`: measure finished models on pairs of replies, on text, or on given prompts and replies."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from io import TextIOWrapper
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 from rlhf.cli.options import Options, shared
-from rlhf.cli.tables import print_json, print_table
+from rlhf.cli.tables import AsJSON, print_json, print_line, print_table
 from rlhf.config.paths import is_path
-from rlhf.config.schema import Config, Stage
+from rlhf.config.schema import Config
 from rlhf.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from rlhf.evaluation.models import EvaluationDevice, RewardModel
-    from rlhf.evaluation.reward_scores import ReplySet
-    from rlhf.evaluation.rows import Measurement
+from rlhf.evaluation.models import (
+    EvaluationDevice,
+    find_base_model,
+    find_run,
+    load_language_model,
+    load_reward_model,
+    model_folder,
+    reward_model_folder,
+)
+from rlhf.evaluation.perplexity import measure_perplexity
+from rlhf.evaluation.reward_scores import (
+    ReplySet,
+    best_reply_probabilities,
+    measure_pairs,
+    parse_reply_set,
+    read_line,
+    score_replies,
+)
+from rlhf.evaluation.rows import HELDOUT, list_overrides, read_rows
+from rlhf.models.compatibility import check_model_folder
+from rlhf.reporting.console import console
+from rlhf.utils.units import format_number
 
 logger = logging.getLogger(__name__)
-
-Numbers = dict[str, Any]
 
 _PAIRS = {
     "pairs": "pairs",
@@ -35,8 +52,8 @@ _PAIRS = {
     "chosen_score": "chosen score",
     "rejected_score": "rejected score",
     "margin": "margin",
-    "log_loss": "log loss (a coin's: 0.693)",
-    "brier": "Brier score (a coin's: 0.25)",
+    "log_loss": "log loss (chance: 0.693)",
+    "brier": "Brier score (chance: 0.25)",
     "calibration_error": "calibration error (ECE)",
     "temperature": "temperature that calibrates",
 }
@@ -55,129 +72,104 @@ def evaluate(
     options: Options,
     models: Annotated[
         list[str],
-        typer.Argument(help="Folders of models or runs, or hub names; several side by side.", metavar="MODEL..."),
+        typer.Argument(help="Folders of models or runs, or hub names; several are shown together.", metavar="MODEL..."),
     ],
     pairs: Annotated[
         str | None,
         typer.Option(
-            help="Pairs of replies for reward models: a source as in data.datasets, or [bold]heldout[/].",
+            help="Pairs of replies, for reward models: a source as in data.datasets, or [bold]heldout[/].",
             metavar="SOURCE",
         ),
     ] = None,
     text: Annotated[
         str | None,
         typer.Option(
-            help="Replies or text for language models: a source, a .txt file, or [bold]heldout[/].", metavar="SOURCE"
+            help="Replies or text, for language models: a source, a .txt file, or [bold]heldout[/].", metavar="SOURCE"
         ),
     ] = None,
-    prompt: Annotated[str | None, typer.Option(help="Your prompt, for reward models.", metavar="TEXT")] = None,
+    prompt: Annotated[str | None, typer.Option(help="A prompt, for reward models.", metavar="TEXT")] = None,
     reply: Annotated[
-        list[str] | None, typer.Option(help="A reply to it, to be scored. Repeatable.", metavar="TEXT")
+        list[str] | None, typer.Option(help="A reply to the prompt, to be scored. Repeatable.", metavar="TEXT")
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Rows of a forward pass.", min=1, metavar="N")] = 8,
-    bins: Annotated[int, typer.Option(help="Bins of confidence, in the calibration.", min=1, metavar="N")] = 10,
-    rows: Annotated[bool, typer.Option("--rows", metavar="", help="With --json: the numbers of each row too.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print JSON.")] = False,
+    batch_size: Annotated[int, typer.Option(help="Rows in a forward pass.", min=1, metavar="N")] = 8,
+    bins: Annotated[int, typer.Option(help="Confidence bins of the calibration.", min=1, metavar="N")] = 10,
+    rows: Annotated[bool, typer.Option("--rows", metavar="", help="With --json: add the numbers of each row.")] = False,
+    as_json: AsJSON = False,
 ) -> None:
     """Measure finished models: reward models on pairs, language models on text.
 
-    [bold]rlhf evaluate runs/a --pairs heldout[/]  ·  accuracy and calibration on what its recipe held out
+    [bold]rlhf evaluate runs/a --pairs heldout[/]  ·  accuracy and calibration on its recipe's held-out rows
 
     [bold]rlhf evaluate runs/a runs/b/reward/model --pairs pairs.jsonl[/]  ·  two reward models, on your pairs
 
     [bold]rlhf evaluate runs/a --prompt "Where does the bee live?" --reply "In the hive." --reply "Go away."[/]
 
-    [bold]rlhf evaluate runs/a < sentences.tsv[/]  ·  prompt, tab, reply, tab, another; or JSON lines; or type them
+    [bold]rlhf evaluate runs/a < sentences.tsv[/]  ·  prompt, tab, reply, tab, reply; or JSON lines; or type them
 
     [bold]rlhf evaluate gpt2 runs/a/sft --text replies.jsonl[/]  ·  perplexity
 
-    Of a run, its reward model or its last policy is meant; runs/a/sft means the one of that stage. A SOURCE is a path,
-    a hub name, or what data.datasets takes: [bold]--pairs '{path: rows.csv, columns: {chosen: good, rejected: bad}}'[/]
+    A run stands for its reward model or its last policy; runs/a/sft for the model of that stage. A SOURCE is a path, a
+    hub name, or an entry of data.datasets: [bold]--pairs '{path: rows.csv, columns: {chosen: good, rejected: bad}}'[/]
 
-    A score is that of a reply's last token, as PPO has it. Calibration asks whether chosen replies are better as often
-    as sigmoid(chosen - rejected) says. Texts longer than a model's room are read in windows that overlap by half.
+    The score of a reply is that of its last token, as in PPO. Calibration compares how often chosen replies score
+    higher with sigmoid(chosen - rejected). Texts longer than a model's context are read in windows that overlap by
+    half.
     """
-    asked = [name for name, value in {"--pairs": pairs, "--text": text, "--prompt": prompt}.items() if value]
-    if len(asked) > 1:
-        raise ConfigError(f"{asked[0]} and {asked[1]}: one thing is measured at a time; give one of them")
+    modes = [name for name, value in {"--pairs": pairs, "--text": text, "--prompt": prompt}.items() if value]
+    if len(modes) > 1:
+        raise ConfigError(f"{modes[0]} and {modes[1]}: one thing is measured at a time; give one of them")
     if bool(prompt) != bool(reply):
         raise ConfigError("--prompt and --reply: belong together; give both")
     if rows and not as_json:
         raise ConfigError("--rows: adds to JSON; give --json too")
-    source, option = (pairs, "--pairs") if pairs else (text or "", "--text")
     if twice := next((name for name in models if models.count(name) > 1), None):
         raise ConfigError(f"{twice}: is named twice; name each model once")
-    config = _settings(options, source, option, models)
-    _check(models, reward=not text)
-    from rlhf.evaluation.models import EvaluationDevice
-
+    source, option = (pairs, "--pairs") if pairs else (text, "--text")
+    config = _load_config(options, source, option, models)
+    for model in models:  # before anything slow is imported
+        if text:
+            find_base_model(model_folder(model))
+        else:
+            check_model_folder(str(reward_model_folder(model)))
     device = EvaluationDevice.select(config, options.accelerator)
     if source:
-        measure = _by_pairs(batch_size, bins) if pairs else _by_text(batch_size)
-        _measure(device, config, models, source, measure, rows=rows, json=as_json)
+        report = _measure(
+            device,
+            config,
+            models,
+            source,
+            measure=partial(measure_pairs, batch_size=batch_size, bins=bins)
+            if pairs
+            else partial(measure_perplexity, batch_size=batch_size),
+            is_pairs=bool(pairs),
+            with_rows=rows,
+            show=console.is_terminal and not as_json,
+        )
+        if as_json:
+            print_json(report)
+        else:
+            _print_measures(report)
     elif prompt or not sys.stdin.isatty():
-        _score(device, config, models, list(_questions(prompt, reply)), batch_size, as_json)
+        reply_sets = list(_read_reply_sets(prompt, reply))
+        scores = _score(device, config, models, reply_sets, batch_size, console.is_terminal and not as_json)
+        if as_json:
+            print_json({"kind": "sentences", **_describe(device), "questions": _list_scores(reply_sets, scores)})
+        else:
+            _print_scores(reply_sets, scores)
     else:
         _converse(device, config, models)
 
 
-def _settings(options: Options, source: str | None, option: str, models: Sequence[str]) -> Config:
+def _load_config(options: Options, source: str | None, option: str, models: Sequence[str]) -> Config:
     """Load the configuration with `source` as its data; for held-out rows, that of the first run that is named."""
-    from rlhf.evaluation.models import find_run
-    from rlhf.evaluation.rows import HELDOUT, list_overrides
-
     if source == HELDOUT and not options.config:
         run = next((run for model in models if is_path(model) and (run := find_run(model))), None)
         recipe = run.ensure_recipe() if run else None
         if not recipe:
             raise ConfigError(f"{option} {HELDOUT}: no recipe says what is held out; give --config, or name a run")
         options = replace(options, config=recipe)
-    more = list_overrides(source, option) if source else []
-    return replace(options, overrides=[*more, *(options.overrides or [])]).load(example=False)
-
-
-def _check(models: Sequence[str], *, reward: bool) -> None:
-    """Raise `RunError` or `ModelError` where a model is not there, before anything slow is imported."""
-    from rlhf.evaluation.models import find_base_model, model_folder, reward_model_folder
-    from rlhf.models.compatibility import check_model_folder
-
-    for model in models:
-        if reward:
-            check_model_folder(str(reward_model_folder(model)))
-        else:
-            find_base_model(model_folder(model))
-
-
-class _Measure(NamedTuple):
-    """The measurement of one kind of model, and what is shown: keys of the numbers with their labels."""
-
-    kind: str
-    stage: Stage
-    load: Callable[..., Any]
-    take: Callable[..., Measurement]
-    shown: dict[str, str]
-
-
-def _by_pairs(batch_size: int, bins: int) -> _Measure:
-    from rlhf.evaluation import reward_scores
-    from rlhf.evaluation.models import load_reward_model
-
-    return _Measure(
-        "pairs",
-        "reward",
-        load_reward_model,
-        partial(reward_scores.measure_pairs, batch_size=batch_size, bins=bins),
-        _PAIRS,
-    )
-
-
-def _by_text(batch_size: int) -> _Measure:
-    from rlhf.evaluation import perplexity
-    from rlhf.evaluation.models import load_language_model
-
-    return _Measure(
-        "text", "sft", load_language_model, partial(perplexity.measure_perplexity, batch_size=batch_size), _TEXT
-    )
+    data = list_overrides(source, option) if source else []
+    return replace(options, overrides=[*data, *(options.overrides or [])]).load(example=False)
 
 
 def _measure(
@@ -185,56 +177,54 @@ def _measure(
     config: Config,
     models: Sequence[str],
     source: str,
-    by: _Measure,
     *,
-    rows: bool,
-    json: bool,
-) -> None:
-    """Measure each model on the source, one after the other, and print all."""
-    from rlhf.evaluation.rows import read_rows
-    from rlhf.reporting.console import console
-
-    show, found = console.is_terminal and not json, None
-    measures: list[Numbers] = []
+    measure: partial[Any],
+    is_pairs: bool,
+    with_rows: bool,
+    show: bool,
+) -> dict[str, Any]:
+    """Measure each model on the source, one after the other."""
+    rows = None
+    measures: list[dict[str, Any]] = []
     for name in models:
         with _loading(name, show):
-            model = by.load(name, config, device)
-        found = found or read_rows(source, by.stage, config, model, show=show)
-        numbers, each, report = by.take(model, found, config, show=show)
+            model = (load_reward_model if is_pairs else load_language_model)(name, config, device)
+        rows = rows or read_rows(source, "reward" if is_pairs else "sft", config, model, show=show)
+        numbers, row_results, report = measure(model, rows, config, show=show)
         dropped = {reason: count for reason, (count, _) in report.dropped.items()}
         measures.append({"model": name, "folder": model.folder, **numbers, "left_out": dropped})
-        if rows:
-            measures[-1]["each"] = [one._asdict() for one in each]
+        if with_rows:
+            measures[-1]["each"] = [result._asdict() for result in row_results]
         if report.dropped:
             logger.warning("%s: left out: %s", name, report.reasons())
         del model
         device.free_memory()
-    if json:
-        print_json({"kind": by.kind, "source": source, **_where(device), "models": measures})
-        return
-    cells = [[called, *(_cell(one[key]) for one in measures)] for key, called in by.shown.items()]
-    print_table(f"{source}: {by.kind}", [by.kind, *models], cells)
-    for one in measures:
-        if "bins" in one:
-            _print_bins(one["model"], one["bins"])
+    return {"kind": "pairs" if is_pairs else "text", "source": source, **_describe(device), "models": measures}
 
 
-def _print_bins(name: str, bins: Sequence[Numbers]) -> None:
-    rows = [
-        [f"{one['low']:.3g} to {one['high']:.3g}", *(_cell(one[key]) for key in ("pairs", "confidence", "accuracy"))]
-        for one in bins
-    ]
-    print_table(f"{name}: as right as it is sure?", ("confidence", "pairs", "mean confidence", "accuracy"), rows)
+def _print_measures(report: dict[str, Any]) -> None:
+    kind, models = report["kind"], report["models"]
+    labels = _PAIRS if kind == "pairs" else _TEXT
+    rows = [[label, *(_format_cell(model[key]) for model in models)] for key, label in labels.items()]
+    print_table(f"{report['source']}: {kind}", [kind, *(model["model"] for model in models)], rows)
+    for model in models:
+        if bins := model.get("bins"):
+            rows = [
+                [f"{row['low']:.3g} to {row['high']:.3g}"]
+                + [_format_cell(row[key]) for key in ("pairs", "confidence", "accuracy")]
+                for row in bins
+            ]
+            columns = ("confidence", "pairs", "mean confidence", "accuracy")
+            print_table(f"{model['model']}: calibration", columns, rows)
 
 
-def _questions(prompt: str | None, replies: Sequence[str] | None) -> Iterator[ReplySet]:
-    from rlhf.evaluation.reward_scores import parse_reply_set, read_line
-
+def _read_reply_sets(prompt: str | None, replies: Sequence[str] | None) -> Iterator[ReplySet]:
+    """Yield the prompts with their replies: those of the command line, or the lines of standard input."""
     if prompt:
         yield parse_reply_set(prompt, replies or (), "--prompt")
         return
     if isinstance(sys.stdin, TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # bytes that are no text are no reason to stop
+        sys.stdin.reconfigure(errors="replace")  # invalid bytes are no reason to stop
     lines = [(number, line) for number, line in enumerate(sys.stdin, start=1) if line.strip()]
     if not lines:
         raise DataError(
@@ -248,42 +238,30 @@ def _score(
     device: EvaluationDevice,
     config: Config,
     models: Sequence[str],
-    questions: Sequence[ReplySet],
-    size: int,
-    json: bool,
-) -> None:
-    """Score sentences by each model, one after the other, and print all."""
-    from rlhf.evaluation.models import load_reward_model
-    from rlhf.evaluation.reward_scores import score_replies
-    from rlhf.reporting.console import console
-
-    show = console.is_terminal and not json
-    found: dict[str, list[list[float]]] = {}
+    reply_sets: Sequence[ReplySet],
+    batch_size: int,
+    show: bool,
+) -> dict[str, list[list[float]]]:
+    """Return the scores of the replies by model; models are loaded one after the other."""
+    scores = {}
     for name in models:
         with _loading(name, show):
             judge = load_reward_model(name, config, device)
-        found[name] = score_replies(judge, questions, batch_size=size, show=show)
+        scores[name] = score_replies(judge, reply_sets, batch_size=batch_size, show=show)
         del judge
         device.free_memory()
-    if json:
-        print_json({"kind": "sentences", **_where(device), "questions": _as_json(questions, found)})
-    else:
-        _print_scores(questions, found)
+    return scores
 
 
 def _converse(device: EvaluationDevice, config: Config, models: Sequence[str]) -> None:
-    """Ask for prompts and replies until the terminal has no more; all models are held at once."""
+    """Ask for prompts and replies until the end of input; all models stay loaded."""
     import readline  # noqa: F401  # gives input() editing and history
 
-    from rlhf.evaluation.models import load_reward_model
-    from rlhf.evaluation.reward_scores import parse_reply_set, score_replies
-    from rlhf.reporting.console import console
-
-    judges: list[RewardModel] = []
+    judges = []
     for name in models:
         with _loading(name, True):
             judges.append(load_reward_model(name, config, device))
-    console.print("[dim]a prompt, then replies to it; an empty line scores them, Ctrl-D leaves[/]\n")
+    print_line(("type a prompt, then replies to it; an empty line scores them, Ctrl-D exits\n", "dim"))
     while True:
         try:
             prompt = input("prompt  ")
@@ -295,72 +273,66 @@ def _converse(device: EvaluationDevice, config: Config, models: Sequence[str]) -
             return
         if replies:
             try:
-                asked = [parse_reply_set(prompt, replies, "prompt")]
+                reply_sets = [parse_reply_set(prompt, replies, "prompt")]
                 _print_scores(
-                    asked, {judge.name: score_replies(judge, asked, batch_size=len(replies)) for judge in judges}
+                    reply_sets,
+                    {judge.name: score_replies(judge, reply_sets, batch_size=len(replies)) for judge in judges},
                 )
             except DataError as error:
                 print(f"({error})")
         print()
 
 
-def _as_json(questions: Sequence[ReplySet], found: dict[str, list[list[float]]]) -> list[Numbers]:
-    from rlhf.evaluation.reward_scores import best_reply_probabilities
-
+def _list_scores(reply_sets: Sequence[ReplySet], scores: dict[str, list[list[float]]]) -> list[dict[str, Any]]:
     return [
         {
-            "prompt": [{"role": message.role, "content": message.content} for message in asked.prompt],
+            "prompt": [{"role": message.role, "content": message.content} for message in reply_set.prompt],
             "replies": [
                 {
                     "reply": reply,
-                    "scores": {name: scores[place][at] for name, scores in found.items()},
-                    "best": {name: best_reply_probabilities(scores[place])[at] for name, scores in found.items()},
+                    "scores": {name: rows[place][at] for name, rows in scores.items()},
+                    "best": {name: best_reply_probabilities(rows[place])[at] for name, rows in scores.items()},
                 }
-                for at, reply in enumerate(asked.replies)
+                for at, reply in enumerate(reply_set.replies)
             ],
         }
-        for place, asked in enumerate(questions)
+        for place, reply_set in enumerate(reply_sets)
     ]
 
 
-def _print_scores(questions: Sequence[ReplySet], found: dict[str, list[list[float]]]) -> None:
-    from rlhf.evaluation.reward_scores import best_reply_probabilities
-
-    several = any(len(asked.replies) > 1 for asked in questions)
-    rows = []
-    for place, asked in enumerate(questions):
-        for at, reply in enumerate(asked.replies):
-            row = [asked.shown, reply]
-            for scores in found.values():
-                row += [f"{scores[place][at]:.4f}"]
-                best = f"{best_reply_probabilities(scores[place])[at]:.3f}" if len(asked.replies) > 1 else "-"
-                row += [best] if several else []
-            rows.append([" ".join(cell.split()) for cell in row])
-    alone = len(found) == 1
+def _print_scores(reply_sets: Sequence[ReplySet], scores: dict[str, list[list[float]]]) -> None:
+    """Print a row for each reply, with the probability that it is the best if a prompt has several."""
+    several = any(len(reply_set.replies) > 1 for reply_set in reply_sets)
+    numbers = ["score", "P(best)"] if several else ["score"]
     columns = ["prompt", "reply"]
-    for name in found:
-        columns += ["score" if alone else f"{name}: score"]
-        columns += (["P(best)"] if alone else [f"{name}: P(best)"]) if several else []
+    columns += numbers if len(scores) == 1 else [f"{name}: {number}" for name in scores for number in numbers]
+    rows = []
+    for place, reply_set in enumerate(reply_sets):
+        for at, reply in enumerate(reply_set.replies):
+            row = [" ".join(reply_set.shown.split()), " ".join(reply.split())]
+            for model_scores in scores.values():
+                best = best_reply_probabilities(model_scores[place])[at]
+                row += [f"{model_scores[place][at]:.4f}"]
+                row += [f"{best:.3f}" if len(reply_set.replies) > 1 else "-"] if several else []
+            rows.append(row)
     print_table("scores", columns, rows)
 
 
-def _cell(value: Any) -> str:
-    from rlhf.utils.units import format_number
-
+def _format_cell(value: Any) -> str:
     if isinstance(value, list):
-        return " to ".join(f"{one:.4f}" for one in value)
+        return " to ".join(f"{bound:.4f}" for bound in value)
     return value if isinstance(value, str) else "-" if value is None else format_number(value)
 
 
-def _where(device: EvaluationDevice) -> Numbers:
+def _describe(device: EvaluationDevice) -> dict[str, Any]:
     return {"accelerator": device.accelerator.name, "precision": device.precision.name}
 
 
-def _loading(name: str, show: bool) -> Any:
-    from contextlib import nullcontext
-
-    from rich.text import Text
-
-    from rlhf.reporting.console import console
-
-    return console.status(Text(f"loading {name}")) if show else nullcontext()
+@contextmanager
+def _loading(name: str, show: bool) -> Iterator[None]:
+    """Show on a terminal that a model is being loaded."""
+    if not show:
+        yield
+        return
+    with console.status(Text(f"loading {name}")):
+        yield

@@ -1,14 +1,13 @@
-"""The options that commands share, each defined once.
+"""The options that commands share, each defined once; a command takes them as one `Options`, see `shared`.
 
 They may stand before or after a subcommand: `rlhf --accelerator cpu ppo` is `rlhf ppo --accelerator cpu`.
-A command takes them as one `Options`; see `shared`.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -29,12 +28,12 @@ class Options:
 
     config: Annotated[
         Path | None,
-        typer.Option(help="YAML file of settings. Without: the run's own, or the embedded example.", metavar="FILE"),
+        typer.Option(help="Recipe, a YAML file. Default: the run's own, else the embedded example.", metavar="FILE"),
     ] = None
     overrides: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", help="Set one key, above the file: [bold]--set ppo.steps=50[/]. Repeatable.", metavar="KEY=VALUE"
+            "--set", help="Set one key of the recipe: [bold]--set ppo.steps=50[/]. Repeatable.", metavar="KEY=VALUE"
         ),
     ] = None
     accelerator: Annotated[
@@ -42,26 +41,28 @@ class Options:
     ] = None
     precision: Annotated[str | None, typer.Option(help="auto, bf16, fp16 or fp32.", metavar="NAME")] = None
     output: Annotated[Path | None, typer.Option(help="Folder of the run.", metavar="DIR")] = None
-    seed: Annotated[int | None, typer.Option(help="Decides weights, data order and sampling.", metavar="N")] = None
-    resume: Annotated[bool, typer.Option("--resume", metavar="", help="Continue the run in the folder.")] = False
-    overwrite: Annotated[bool, typer.Option("--overwrite", metavar="", help="Replace the stages in the folder.")] = (
-        False
-    )
+    seed: Annotated[int | None, typer.Option(help="Seed of weights, data order and sampling.", metavar="N")] = None
+    resume: Annotated[
+        bool, typer.Option("--resume", metavar="", help="Continue the run in the folder of --output.")
+    ] = False
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", metavar="", help="Replace the stages in the folder of --output.")
+    ] = False
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", metavar="", help="Check everything, show what each stage would do, and stop."),
     ] = False
     ranks: Annotated[int | None, typer.Option(help="Processes to run on this machine.", min=1, metavar="N")] = None
     nodes: Annotated[
-        int | None, typer.Option(help="Machines of the run; start rlhf on each of them.", min=1, metavar="N")
+        int | None, typer.Option(help="Number of machines; start rlhf on each of them.", min=1, metavar="N")
     ] = None
-    node_rank: Annotated[int | None, typer.Option(help="Which of them this is, from 0.", min=0, metavar="R")] = None
+    node_rank: Annotated[int | None, typer.Option(help="Number of this machine, from 0.", min=0, metavar="R")] = None
     rendezvous: Annotated[
-        str | None, typer.Option(help="Where they meet: machine 0, and a free port there.", metavar="HOST:PORT")
+        str | None, typer.Option(help="Address of machine 0, with a free port on it.", metavar="HOST:PORT")
     ] = None
-    debug: Annotated[bool, typer.Option("--debug", metavar="", help="Show tracebacks, and what all ranks print.")] = (
-        False
-    )
+    debug: Annotated[
+        bool, typer.Option("--debug", metavar="", help="Show tracebacks, and the output of all ranks.")
+    ] = False
 
     def with_run_recipe(self, stages: Sequence[Stage]) -> Options:
         """Return these options, with the recipe of the run in the folder if none is given.
@@ -69,7 +70,7 @@ class Options:
         If the options name a model or data and replace the whole run, its recipe would not fit.
 
         Raises:
-            ConfigError: a `--set` is not of its form.
+            ConfigError: a `--set` has a wrong form.
             RunError: a living process writes to the folder.
         """
         if self.config is not None:
@@ -77,11 +78,11 @@ class Options:
         given = apply_overrides(TrackedDict(), self.overrides or ())
         folder = self.output or given.get("output") or Config().output
         if not isinstance(folder, str | Path):
-            return self  # `load` says what is wrong
+            return self  # `load` reports the error
         run = RunDirectory(Path(os.path.expanduser(folder)))
         run.recover()
-        goes_on = run.is_continued(stages, overwrite=self.overwrite) or not names_model_or_data(given)
-        recipe = run.ensure_recipe() if goes_on else None
+        continued = run.is_continued(stages, overwrite=self.overwrite) or not names_model_or_data(given)
+        recipe = run.ensure_recipe() if continued else None
         return replace(self, config=recipe, output=run.path) if recipe else self
 
     def load(self, *, example: bool = True) -> Config:
@@ -98,52 +99,51 @@ class Options:
 
 
 RUN = tuple(field.name for field in fields(Options))
-SETTINGS = ("config", "overrides", "precision", "output", "seed", "debug")
 
 
 def shared(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the options `names` after its own parameters; it receives them as `options`."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        own = {
-            name: parameter
-            for name, parameter in inspect.signature(function, eval_str=True).parameters.items()
-            if name not in {"context", "options"}
-        }
+        signature = inspect.signature(function, eval_str=True)
+        parameters = [signature.parameters[name] for name in signature.parameters if name not in ("context", "options")]
 
         @report_interruption()
         def command(context: typer.Context, **values: Any) -> None:
-            function(context, collect_options(context, names, values), **{name: values[name] for name in own})
+            options = collect_options(context, names, values)
+            function(context, options, **{parameter.name: values[parameter.name] for parameter in parameters})
 
         command.__name__, command.__doc__ = function.__name__, function.__doc__
-        return with_signature(command, names, own.values())
+        return with_signature(command, names, parameters)
 
     return decorate
 
 
 def with_signature(
-    command: Callable[..., None], names: Sequence[str], own: Iterable[inspect.Parameter] = ()
+    command: Callable[..., None], names: Sequence[str], parameters: Sequence[inspect.Parameter] = ()
 ) -> Callable[..., None]:
-    """Set the signature that Typer reads: a context, a command's `own` parameters, and the options `names`."""
+    """Set the signature that Typer reads: a context, the command's `parameters`, and the options `names`."""
+    kind = inspect.Parameter.KEYWORD_ONLY
     hints = get_type_hints(Options, include_extras=True)
-    parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
-    parameters += [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
-    parameters += [
-        inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
-        )
-        for field in fields(Options)
-        if field.name in names
+    signature = [
+        inspect.Parameter("context", kind, annotation=typer.Context),
+        *(parameter.replace(kind=kind) for parameter in parameters),
+        *(
+            inspect.Parameter(field.name, kind, default=field.default, annotation=hints[field.name])
+            for field in fields(Options)
+            if field.name in names
+        ),
     ]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in signature}
     return command
 
 
 def collect_options(context: typer.Context, names: Sequence[str], values: Mapping[str, Any]) -> Options:
-    """Return the options that stand before the subcommand, overridden by those of its `values` that are given."""
+    """Return the options before the subcommand, overridden by the given ones of its `values`."""
     before: Options = context.obj or Options()
-    given = {name: values[name] for name in names if _is_given(values[name])}
+    # `is not False`: `--seed 0` is given.
+    given = {name: value for name in names if (value := values[name]) not in (None, []) and value is not False}
     if before.overrides and "overrides" in given:
         given["overrides"] = [*before.overrides, *given["overrides"]]
     return replace(before, **given)
@@ -158,22 +158,26 @@ def report_interruption() -> Iterator[None]:
         raise Interrupted("nothing is half-written") from error
 
 
-def stages_of(text: str) -> tuple[Stage, ...]:
-    """Parse the stages that `--stages` names, such as `sft,reward`.
+def parse_stages(text: str) -> tuple[Stage, ...]:
+    """Parse the stages of `--stages`, such as `sft,reward`.
 
     Raises:
-        ConfigError: a name is no stage's, stands there twice, or before a stage that runs earlier.
+        ConfigError: a stage is unknown, is named twice, or stands before one that runs earlier.
     """
     names = [name.strip() for name in text.split(",")]
-    stages = tuple(stage for stage in EVERY_STAGE if stage in names)
-    for name in names:
-        if name not in EVERY_STAGE:
-            raise ConfigError(f"--stages {text}: no stage {name!r}; use some of {', '.join(EVERY_STAGE)}")
+    stages = sort_stages(names, f"--stages {text}")
     if list(stages) != names:
         raise ConfigError(f"--stages {text}: each stage runs once, and in this order: {','.join(stages)}; write that")
     return stages
 
 
-def _is_given(value: Any) -> bool:
-    """Return whether an option is given; `--seed 0` is, although 0 == False."""
-    return value is not None and value is not False and value != []
+def sort_stages(names: Sequence[str], option: str) -> tuple[Stage, ...]:
+    """Return the stages that an option names, each once, in the order in which they run.
+
+    Raises:
+        ConfigError: a stage is unknown.
+    """
+    for name in names:
+        if name not in EVERY_STAGE:
+            raise ConfigError(f"{option}: no stage {name!r}; use some of {', '.join(EVERY_STAGE)}")
+    return tuple(stage for stage in EVERY_STAGE if stage in names)

@@ -10,17 +10,27 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rlhf.cli.options import Options, shared
-from rlhf.cli.tables import print_json, print_table, route_notes_to_stderr
+from rlhf.cli.tables import print_json, print_line, print_table, route_notes_to_stderr
 from rlhf.config.schema import EVERY_STAGE, Config, Stage
 from rlhf.errors import ConfigError, RunError
+from rlhf.memory.advice import apply_settings
+from rlhf.reporting.console import console
+from rlhf.reporting.progress import progress
+from rlhf.reporting.summary import STAGE_NAMES
+from rlhf.reporting.timers import profile_operators
+from rlhf.roles.lineage import resolve_base_models
+from rlhf.runs.directory import RunDirectory
+from rlhf.trainers import run as launch
+from rlhf.utils import signals
+from rlhf.utils.atomic_io import PARTIAL
+from rlhf.utils.process_info import current_process
+from rlhf.utils.units import format_bytes
 
 if TYPE_CHECKING:
     from rlhf.trainers.context import StageContext
@@ -37,7 +47,7 @@ _EXTRA_STEPS = 2
 def profile(
     context: typer.Context,
     options: Options,
-    stage: Annotated[str, typer.Option(metavar="STAGE", help="sft, reward, dpo or ppo.")] = "ppo",
+    stage: Annotated[Stage, typer.Option(metavar="STAGE", help="sft, reward, dpo or ppo.")] = "ppo",
     steps: Annotated[int, typer.Option(help="Number of steps to measure.", min=1, metavar="N")] = 3,
     trace: Annotated[Path, typer.Option(help="File for the trace of one more step.", metavar="FILE")] = Path(
         "trace.json.gz"
@@ -48,8 +58,8 @@ def profile(
 
     The first step compiles and allocates; the steps after it are measured, and one more is recorded: open its trace in
     https://ui.perfetto.dev or chrome://tracing. The run in [bold]--output[/] is only read: PPO starts from its SFT and
-    reward model. If they are not there, each of these stages first takes one step in a temporary folder; the lengths
-    of completions are then those of an untrained model. Only the trace and the cache of tokenized rows stay.
+    reward model. If they are missing, each of these stages first takes one step in a temporary folder; the lengths of
+    completions are then those of an untrained model. Only the trace and the cache of tokenized rows stay.
 
     [bold]rlhf profile --config recipe.yaml[/]                    [dim]# a PPO step[/]
 
@@ -60,14 +70,11 @@ def profile(
     Seconds are of steps without the profiler; the shares of operators are of the recorded step. TFLOP/s count only
     the models' matrix products over real tokens (docs/metrics.md). Exit code 2: an error that you can fix.
     """
-    if stage not in EVERY_STAGE:
-        raise ConfigError(f"--stage {stage}: no such stage; use one of {', '.join(EVERY_STAGE)}")
-    (name,) = (known for known in EVERY_STAGE if known == stage)
-    config = options.with_run_recipe((name,)).load()
+    config = options.with_run_recipe((stage,)).load()
     if options.accelerator:
         config = config.model_copy(update={"accelerator": options.accelerator})
     with route_notes_to_stderr(as_json):
-        report = profile_stage(config, name, steps=steps, trace=trace)
+        report = profile_stage(config, stage, steps=steps, trace=trace)
     if as_json:
         print_json(report)
     else:
@@ -81,13 +88,6 @@ def profile_stage(config: Config, stage: Stage, *, steps: int, trace: Path) -> R
         RLHFError, AcceleratorError: the user can fix it.
         KeyboardInterrupt: a signal arrived; nothing is left behind.
     """
-    from rlhf.reporting.console import console
-    from rlhf.runs.directory import RunDirectory
-    from rlhf.trainers import run as launch
-    from rlhf.utils import signals
-    from rlhf.utils.atomic_io import PARTIAL
-    from rlhf.utils.process_info import current_process
-
     if launcher := current_process().launcher:
         raise ConfigError(f"rlhf profile measures one process; start it without {launcher}")
     _check_trace_file(trace)
@@ -95,36 +95,37 @@ def profile_stage(config: Config, stage: Stage, *, steps: int, trace: Path) -> R
     run = config.output
     config, earlier_stages = _choose_base_models(config, stage)
     if earlier_stages:
-        note = f"{run} has no finished {' and '.join(earlier_stages)}: one step of each is taken first, and not kept"
-        console.print(f"profile: {note}", markup=False, soft_wrap=True)
+        missing = " and ".join(earlier_stages)
+        print_line(f"profile: {run} has no finished {missing}: one step of each is taken first, and not kept")
+    short = {f"{name}.{key}": 1 for name in earlier_stages for key in ("max_steps", "eval_rows")}
+    config = ensure_steps(apply_settings(config, short | {"ppo.samples_every": 0}), stage, steps + _EXTRA_STEPS)
     with tempfile.TemporaryDirectory(prefix="rlhf-profile-") as folder, signals.handle_signals(_interrupt):
-        config = ensure_steps(_shorten_stages(config, earlier_stages), stage, steps + _EXTRA_STEPS)
-        config = config.model_copy(update={"output": Path(folder, "run")})
-        profile_run = ProfileRun(steps, Path(folder, "trace.json.gz" if trace.suffix == ".gz" else "trace.json"))
+        directory = RunDirectory(Path(folder, "run"))
+        config = config.model_copy(update={"output": directory.path})
+        recording = Path(folder, "trace.json.gz" if trace.suffix == ".gz" else "trace.json")
         with launch.open_run(config, (*earlier_stages, stage)) as (resolved, accelerator):
             from rlhf.trainers import pipeline  # imports DeepSpeed, which `open_run` has configured for the device
             from rlhf.trainers.oom import translate_stage_errors
 
-            directory = RunDirectory(config.output)
             pipeline.run(resolved, accelerator, directory, earlier_stages)
-            profile_run.start_time = time.perf_counter()
+            start = time.perf_counter()
             with (
                 pipeline.stage_context(stage, resolved, accelerator, directory) as context,
                 translate_stage_errors(context),
             ):
                 pipeline.log_plan(context)
-                report = profile_run.measure(pipeline.build_trainer(context), context)
+                report = _measure_steps(pipeline.build_trainer(context), context, steps, recording, start)
                 pipeline.release_models(context)
+        partial = trace.with_name(trace.name + PARTIAL)
         try:
-            shutil.copyfile(profile_run.trace, trace.with_name(trace.name + PARTIAL))
-            os.replace(trace.with_name(trace.name + PARTIAL), trace)
+            shutil.copyfile(recording, partial)
+            os.replace(partial, trace)
         except OSError as error:
             raise RunError(f"{trace}: cannot be written ({error.strerror}); choose another --trace") from error
     return {"stage": stage, **report, "trace": str(trace)}
 
 
 def _check_trace_file(trace: Path) -> None:
-    """Raise `ConfigError` if no trace can be written to this file."""
     folder = trace.absolute().parent
     if trace.is_dir():
         raise ConfigError(f"--trace {trace}: is a folder; name a file in it, such as {trace / 'trace.json.gz'}")
@@ -135,11 +136,6 @@ def _check_trace_file(trace: Path) -> None:
 
 def _choose_base_models(config: Config, stage: Stage) -> tuple[Config, tuple[Stage, ...]]:
     """Return the settings with the run's finished models that `stage` starts from, and the stages still to run."""
-    from rlhf.memory.advice import apply_settings
-    from rlhf.reporting.console import console
-    from rlhf.roles.lineage import resolve_base_models
-    from rlhf.runs.directory import RunDirectory
-
     run = RunDirectory(config.output)
     pending = [name for name in EVERY_STAGE if not run.stage(name).done]
     bases = resolve_base_models(config, stage, pending, run.finished_model)
@@ -149,110 +145,78 @@ def _choose_base_models(config: Config, stage: Stage) -> tuple[Config, tuple[Sta
             if base.path and not base.through and not base.ref.named_in(config):
                 model = str(Path(base.path).absolute())
                 config = apply_settings(config, {base.ref.key: model})
-                console.print(f"{base.ref.key}: {model}", markup=False, soft_wrap=True)
+                print_line(f"{base.ref.key}: {model}")
     return config, earlier_stages
-
-
-def _shorten_stages(config: Config, stages: Sequence[Stage]) -> Config:
-    """Return the settings with one step for each of `stages`, and no samples shown in PPO."""
-    from rlhf.memory.advice import apply_settings
-
-    for stage in stages:
-        config = apply_settings(config, {f"{stage}.max_steps": 1, f"{stage}.eval_rows": 1})
-    return apply_settings(config, {"ppo.samples_every": 0})
 
 
 def ensure_steps(config: Config, stage: Stage, steps: int) -> Config:
     """Return the settings with at least `steps` steps of `stage`, however few rows there are."""
-    from rlhf.memory.advice import apply_settings
-
     if stage == "ppo":
         enough = config.ppo.epochs is None and config.ppo.steps >= steps
         return config if enough else apply_settings(config, {"ppo.epochs": None, "ppo.steps": steps})
     section = config.supervised(stage)
-    return apply_settings(
-        config,
-        {
-            f"{stage}.epochs": max(section.epochs, steps),
-            f"{stage}.max_steps": section.max_steps and max(section.max_steps, steps),
-        },
-    )
+    epochs, max_steps = max(section.epochs, steps), section.max_steps and max(section.max_steps, steps)
+    return apply_settings(config, {f"{stage}.epochs": epochs, f"{stage}.max_steps": max_steps})
 
 
-class ProfileRun:
-    """A few measured steps of a stage, instead of its loop.
+def _measure_steps(trainer: Trainer, context: StageContext, count: int, trace: Path, start: float) -> Report:
+    """Take a few steps of a stage in place of its loop, and return the measurements.
 
-    Attributes:
-        trace: the file that the recorded step is written to.
-        start_time: when the stage began, by `time.perf_counter`.
+    Args:
+        trainer: the stage's trainer.
+        context: the stage's context.
+        count: number of measured steps.
+        trace: file for the recorded step.
+        start: time at which the stage began, by `time.perf_counter`.
     """
+    import torch.profiler
 
-    def __init__(self, steps: int, trace: Path) -> None:
-        self._steps, self.trace = steps, trace
-        self.start_time = time.perf_counter()
+    from rlhf.trainers import loop
 
-    def measure(self, trainer: Trainer, context: StageContext) -> Report:
-        """Take the steps and return what was measured."""
-        from rlhf.reporting.progress import progress
-        from rlhf.reporting.timers import profile_operators
-        from rlhf.trainers import loop
-
-        context.directory.check_steps(trainer.total_steps)
-        loop.resume_or_seed(trainer, context)
+    context.directory.check_steps(trainer.total_steps)
+    loop.resume_or_seed(trainer, context)
+    set_up = time.perf_counter() - start
+    with progress(count + _EXTRA_STEPS, f"{context.directory.name}: profiling", unit="steps") as bar:
 
         def take_step(index: int) -> dict[str, float]:
             with loop.measure_step(trainer, context, index) as metrics:
                 metrics |= trainer.step(index)
+            bar.advance()
             return metrics
 
-        stage, set_up = context.directory.name, time.perf_counter() - self.start_time
-        with progress(self._steps + _EXTRA_STEPS, f"{stage}: profiling", unit="steps") as bar:
-            first = take_step(0)["seconds"]
-            bar.advance()
-            phase_times, steps = [], []
-            for index in range(1, self._steps + 1):
-                steps.append(take_step(index))
-                phase_times.append(context.phases.phase_times())
-                bar.advance()
-            events = self._record(partial(take_step, self._steps + 1))
-            bar.advance()
-        operators = profile_operators(events)
-        total = sum(step["seconds"] for step in steps)
-        phases = {
-            name: sum((times[name] for times in phase_times[1:]), phase_times[0][name]) for name in phase_times[0]
-        }
-        rates = [key for key in ("tflops", "peak_share", "tokens_per_second") if key in steps[0]]
-        return {
-            "accelerator": context.accelerator.name,
-            "device": context.accelerator.info().model,
-            "precision": context.precision.name,
-            "set_up_seconds": set_up,
-            "first_step_seconds": first,
-            "steps": self._steps,
-            "step_seconds": [step["seconds"] for step in steps],
-            **{key: sum(step[key] * step["seconds"] for step in steps) / total for key in rates},
-            "peak_memory": max(step["peak_memory"] for step in steps),
-            "phases": [
-                {"phase": name, "seconds": phase.seconds / self._steps, "share": phase.seconds / total, **phase.rates()}
-                for name, phase in phases.items()
-            ],
-            "traced_seconds": operators.seconds,
-            "outside_operators": operators.idle,
-            "on_device": operators.on_device,
-            "operators": [
-                {**operator._asdict(), "share": operator.seconds / operators.seconds}
-                for operator in operators.operators
-            ],
-        }
-
-    def _record(self, take_step: partial[dict[str, float]]) -> Any:
-        """Return the profiler's events of a step, which it also writes to the trace."""
-        import torch.profiler
-
+        first = take_step(0)["seconds"]
+        steps, phase_times = [], []
+        for index in range(1, count + 1):
+            steps.append(take_step(index))
+            phase_times.append(context.phases.phase_times())
         with torch.profiler.profile(activities=torch.profiler.supported_activities()) as recording:
-            take_step()
-        recording.export_chrome_trace(str(self.trace))
-        return recording.events()
+            take_step(count + 1)
+        recording.export_chrome_trace(str(trace))
+    profile = profile_operators(recording.events())
+    total = sum(step["seconds"] for step in steps)
+    phases = {name: sum((times[name] for times in phase_times[1:]), phase) for name, phase in phase_times[0].items()}
+    rates = [key for key in ("tflops", "peak_share", "tokens_per_second") if key in steps[0]]
+    return {
+        "accelerator": context.accelerator.name,
+        "device": context.accelerator.info().model,
+        "precision": context.precision.name,
+        "set_up_seconds": set_up,
+        "first_step_seconds": first,
+        "steps": count,
+        "step_seconds": [step["seconds"] for step in steps],
+        **{key: sum(step[key] * step["seconds"] for step in steps) / total for key in rates},
+        "peak_memory": max(step["peak_memory"] for step in steps),
+        "phases": [
+            {"phase": name, "seconds": phase.seconds / count, "share": phase.seconds / total, **phase.rates()}
+            for name, phase in phases.items()
+        ],
+        "traced_seconds": profile.seconds,
+        "outside_operators": profile.idle,
+        "on_device": profile.on_device,
+        "operators": [
+            {**operator._asdict(), "share": operator.seconds / profile.seconds} for operator in profile.operators
+        ],
+    }
 
 
 def _interrupt(number: int) -> None:
@@ -260,25 +224,18 @@ def _interrupt(number: int) -> None:
 
 
 def _print(report: Report) -> None:
-    from rich.text import Text
-
-    from rlhf.reporting.console import console
-    from rlhf.reporting.summary import STAGE_NAMES
-    from rlhf.utils.units import format_bytes
-
     seconds = report["step_seconds"]
-    mean = sum(seconds) / len(seconds)
-    lines = [
-        f"set-up {_format_time(report['set_up_seconds'])}, first step {_format_time(report['first_step_seconds'])}, "
-        f"then {len(seconds)} of {_format_time(mean)} each ({_format_time(min(seconds))} to "
-        f"{_format_time(max(seconds))})",
-        " · ".join(filter(None, [_format_speed(report), f"{format_bytes(report['peak_memory'])} peak"])),
-    ]
     device = f"  one process on {report['accelerator']} ({report['device']}), {report['precision']}"
     console.print()
-    console.print(Text.assemble((STAGE_NAMES[report["stage"]], "bold"), (device, "dim")), soft_wrap=True)
-    for line in lines:
-        console.print(line, markup=False, soft_wrap=True, highlight=False)
+    print_line((STAGE_NAMES[report["stage"]], "bold"), (device, "dim"))
+    print_line(
+        f"set-up {_format_time(report['set_up_seconds'])}, first step {_format_time(report['first_step_seconds'])}, "
+        f"then {len(seconds)} steps of {_format_time(sum(seconds) / len(seconds))} on average "
+        f"({_format_time(min(seconds))} to {_format_time(max(seconds))})"
+    )
+    share = f" ({_format_percent(report['peak_share'])} of the device's peak)" if "peak_share" in report else ""
+    speed = f"{_format_number(report['tflops'])} TFLOP/s{share} · " if "tflops" in report else ""
+    print_line(f"{speed}{format_bytes(report['peak_memory'])} peak memory")
     rows = [
         (
             phase["phase"],
@@ -291,35 +248,27 @@ def _print(report: Report) -> None:
     ]
     print_table("time of a step by phase", ("phase", "time", "share", "TFLOP/s", "tokens/s"), rows)
     total, operators = report["traced_seconds"], report["operators"]
-    listed = [
-        (
-            operator["name"],
-            operator["phase"],
-            _format_time(operator["seconds"]),
-            _format_percent(operator["share"]),
-            f"{operator['calls']:,}",
-        )
-        for operator in operators[:_OPERATORS_SHOWN]
-    ]
     others = operators[_OPERATORS_SHOWN:]
-    rest, idle = sum(operator["seconds"] for operator in others), report["outside_operators"]
-    listed.append((f"({len(others):,} others)", "", _format_time(rest), _format_percent(rest / total), ""))
-    idle_name = "(device idle)" if report["on_device"] else "(Python, between operators)"
-    listed.append((idle_name, "", _format_time(idle), _format_percent(idle / total), ""))
+    rest = {"name": f"({len(others):,} others)", "phase": "", "seconds": sum(row["seconds"] for row in others)}
+    idle = "(device idle)" if report["on_device"] else "(Python, between operators)"
+    rows = [
+        (
+            row["name"],
+            row["phase"],
+            _format_time(row["seconds"]),
+            _format_percent(row["seconds"] / total),
+            f"{row['calls']:,}" if "calls" in row else "",
+        )
+        for row in (
+            *operators[:_OPERATORS_SHOWN],
+            rest,
+            {"name": idle, "phase": "", "seconds": report["outside_operators"]},
+        )
+    ]
     kind = "kernel" if report["on_device"] else "operator"
-    title = f"time of a recorded step of {_format_time(total)} by {kind}"
-    print_table(title, (kind, "phase", "time", "share", "calls"), listed)
-    console.print(
-        f"trace: {report['trace']} (open it in https://ui.perfetto.dev or chrome://tracing)",
-        markup=False,
-        soft_wrap=True,
-        highlight=False,
-    )
-
-
-def _format_speed(report: Report) -> str:
-    share = f" ({_format_percent(report['peak_share'])} of the device's peak)" if "peak_share" in report else ""
-    return f"{_format_number(report['tflops'])} TFLOP/s{share}" if "tflops" in report else ""
+    title = f"time of the recorded step ({_format_time(total)}) by {kind}"
+    print_table(title, (kind, "phase", "time", "share", "calls"), rows)
+    print_line(f"trace: {report['trace']} (open it in https://ui.perfetto.dev or chrome://tracing)")
 
 
 def _format_time(seconds: float) -> str:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rlhf.reporting.console import console
+
+AsJSON = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON.")]
 
 
 @contextmanager
 def route_notes_to_stderr(as_json: bool) -> Iterator[bool]:
     """Yield whether a program reads standard output, through a pipe or as JSON; if so, send notes to standard error."""
-    from rlhf.reporting.console import console
-
     piped, before = as_json or not console.is_terminal, console.stderr
     console.stderr = before or piped
     try:
@@ -23,34 +28,35 @@ def route_notes_to_stderr(as_json: bool) -> Iterator[bool]:
         console.stderr = before
 
 
+def print_line(*parts: str | tuple[str, str]) -> None:
+    """Print parts, each a text or a (text, style), as one line, without wrapping and without reading markup."""
+    console.print(Text.assemble(*parts), soft_wrap=True)
+
+
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a titled table; in a pipe, the columns and rows with tabs between their cells."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console()
-    if not console.is_terminal:
+    terminal = Console()
+    if not terminal.is_terminal:
         for row in (columns, *rows):
             typer.echo("\t".join(row))
         return
-    # Text: a reason in [brackets] is no markup.
+    # Text: a reason in [brackets] is not markup.
     table = Table(title=Text(title, "table.title"), title_justify="left")
     for column in columns:
-        table.add_column(column, overflow="fold")  # a name that is cut off names nothing
+        table.add_column(column, overflow="fold")  # points of a sweep differ at the ends of their names
     for row in rows:
         table.add_row(*map(Text, row))
-    console.print(table)
+    terminal.print(table)
 
 
 def print_json(value: Any) -> None:
-    """One JSON document."""
+    """Print one JSON document."""
     typer.echo(json.dumps(value, indent=2))
 
 
 def flatten(values: dict[str, Any]) -> dict[str, Any]:
-    """Nested values under names with dots."""
-    found: dict[str, Any] = {}
+    """Return nested values under names with dots."""
+    flat: dict[str, Any] = {}
     for name, value in values.items():
-        found |= {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
-    return found
+        flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
+    return flat

@@ -1,6 +1,6 @@
 """Describe the rows of a stage: their lengths in tokens, and one of them as the model sees it.
 
-`describe_stage` returns plain values, for JSON and for `rlhf.cli.data` to print.
+`describe_stage` returns plain values, for JSON and for `rlhf data` to print.
 """
 
 from __future__ import annotations
