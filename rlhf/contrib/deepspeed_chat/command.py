@@ -7,12 +7,12 @@ into the command that they would start.
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
-from typing import Any
 
 from rlhf.contrib.deepspeed_chat.tables import (
     STEPS,
@@ -35,11 +35,13 @@ _PROGRAMS = {
 }
 """The stage by a part of the path of main.py, or of its working directory; the first match counts."""
 
+_STARTER = (
+    "starts the scripts of training_scripts; use a recipe of example_scripts/opt, or paste the deepspeed command from "
+    "one of those scripts"
+)
 _OTHERS = {
-    "e2e_rlhf.py": "starts the scripts of training_scripts; use a recipe of example_scripts/opt, or paste the "
-    "deepspeed command from one of those scripts",
-    "train.py": "starts the scripts of training_scripts; use a recipe of example_scripts/opt, or paste the "
-    "deepspeed command from one of those scripts",
+    "e2e_rlhf.py": _STARTER,
+    "train.py": _STARTER,
     "chat.py": "needs no recipe; use `rlhf chat`",
     "chatbot.py": "needs no recipe; use `rlhf chat`",
     "rw_eval.py": "needs no recipe; use `rlhf evaluate`",
@@ -106,8 +108,8 @@ def parse_commands(texts: Sequence[str]) -> tuple[list[Command], dict[str, str]]
 
 def find_shell_variable(text: str) -> str:
     """Return the first shell variable in a text, as it is written; empty if there is none."""
-    found = re.search(r"\$(?:\w+|\{[^}]*\}|[@*#])|`", text)
-    return found.group() if found else ""
+    match = re.search(r"\$(?:\w+|\{[^}]*\}|[@*#])|`", text)
+    return match.group() if match else ""
 
 
 def _lines(text: str) -> Iterator[list[str]]:
@@ -124,34 +126,26 @@ def _lines(text: str) -> Iterator[list[str]]:
             if word not in (";", "&&", ";;"):
                 part.append(word)
                 continue
-            yield _before_redirection(part)
+            yield [*itertools.takewhile(lambda word: not _REDIRECTION.match(word), part)]
             part = []
-
-
-def _before_redirection(words: list[str]) -> list[str]:
-    for position, word in enumerate(words):
-        if _REDIRECTION.match(word):
-            return words[:position]
-    return words
 
 
 def _store_assignments(words: list[str], variables: dict[str, str]) -> list[str]:
     """Store the assignments at the start of a command, and return the words after them; `$1` is not stored."""
     rest = words[1:] if words[:1] == ["export"] else words
     for position, word in enumerate(rest):
-        if not (found := _ASSIGNMENT.match(word)):
-            return words if rest[:position] == [] else rest[position:]
-        value = _expand(found.group(2), variables)
+        if not (match := _ASSIGNMENT.match(word)):
+            return rest[position:] if position else words
+        value = _expand(match.group(2), variables)
         if not _VARIABLE.fullmatch(value):
-            variables[found.group(1)] = value
+            variables[match.group(1)] = value
     return []
 
 
 def _expand(word: str, variables: Mapping[str, str]) -> str:
-    def value(found: re.Match[str]) -> str:
-        name = found.group(1) or found.group(2)
-        otherwise = found.group(3) if found.group(3) is not None else found.group()
-        return variables.get(name) or otherwise
+    def value(match: re.Match[str]) -> str:
+        default = match.group() if match.group(3) is None else match.group(3)
+        return variables.get(match.group(1) or match.group(2)) or default
 
     return _VARIABLE.sub(value, word)
 
@@ -196,15 +190,14 @@ def _find_script(path: str) -> Command:
 
 def _split_flags(words: list[str], program: str) -> list[tuple[str, list[str]]]:
     """Return each flag with the words after it; words before the first flag are programs."""
-    found: list[tuple[str, list[str]]] = []
+    flags: list[tuple[str, list[str]]] = []
     for word in words:
-        begins = word.startswith("-") and len(word) > 1 and not _VALUE.match(word)
-        if begins:
+        if word.startswith("-") and len(word) > 1 and not _VALUE.match(word):
             name, equals, value = word.partition("=")
-            found.append((name, [value] if equals else []))
-        elif found and word != program:
-            found[-1][1].append(word)
-    return found
+            flags.append((name, [value] if equals else []))
+        elif flags and word != program:
+            flags[-1][1].append(word)
+    return flags
 
 
 def _find_flag(stage: str, name: str) -> Flag | None:
@@ -264,64 +257,52 @@ def expand_script(command: Command, environment: Mapping[str, str], others: Sequ
     script = load_scripts()[command.script]
     environment = {**environment, **command.variables}
     given = {name: environment[name].strip() for name in read_variables(environment)}
-    known = [load_scripts()[one.script].defaults for one in (command, *others) if one.script]
-    for name in given:
-        if not any(name in defaults for defaults in known):
-            raise ConfigError(f"{name}: not read by {script.name}; unset it")
+    known = {name for one in (command, *others) if one.script for name in load_scripts()[one.script].defaults}
+    if unread := [name for name in given if name not in known]:
+        raise ConfigError(f"{unread[0]}: not read by {script.name}; unset it")
     given = {name: value for name, value in given.items() if name in script.defaults}
-    values = {name: str(value) for name, value in script.defaults.items() if value is not None} | given
-    found: dict[str, tuple[str, ...]] = {}
+    stages = {other.stage for other in others}
+    trained = {
+        f"{name}{suffix}"
+        for name, stage in (("HL_ACTOR_MODEL", "sft"), ("HL_CRITIC_MODEL", "reward"))
+        for suffix in ("", "_PATH")
+        if stage in stages
+    }
+    texts: dict[str, tuple[str, ...]] = {}
     written: dict[str, str] = {}
-    left = {"actor": "sft", "critic": "reward"} if others else {}
-    there = {f"HL_{model.upper()}_MODEL" for model, stage in left.items() if stage in {one.stage for one in others}}
-    for flag, value, why in _script_flags(script, values, given, {*there, *(f"{name}_PATH" for name in there)}):
-        texts = shlex.split(value) if flag == "--data_path" else ([value] if value else [])
-        found[flag], written[flag] = tuple(texts), " ".join(filter(None, [flag, value])) + f" ({why})"
-    return Command(script.stage, found, written, script=script.name)
+    for flag, value, why in _script_flags(script, given, trained):
+        texts[flag] = tuple(shlex.split(value)) if flag == "--data_path" else (value,) if value else ()
+        written[flag] = " ".join(filter(None, [flag, value])) + f" ({why})"
+    return Command(script.stage, texts, written, script=script.name)
 
 
-def _script_flags(
-    script: Script, values: Mapping[str, str], given: Mapping[str, str], there: Collection[str]
-) -> Iterator[tuple[str, str, str]]:
-    """Yield (flag, value, source of the value); models trained by an earlier step (`there`) need no value."""
+def _script_flags(script: Script, given: Mapping[str, str], trained: Collection[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield (flag, value, source of the value); `trained` models of an earlier step need no value."""
+    values = {name: str(value) for name, value in script.defaults.items() if value is not None} | given
+    is_ppo = script.stage == "ppo"
+
+    def take(flag: str, name: str, value: str | None = None) -> tuple[str, str, str]:
+        return flag, values[name] if value is None else value, name if name in given else f"{name}'s default"
+
     fixed = script.fixed.split()
     for word, after in zip(fixed, [*fixed[1:], "--"]):
         if word.startswith("--"):
             yield word, "" if after.startswith("--") else after, "set by the script"
-    for name, default in script.defaults.items():
+    for name in script.defaults:
         row = load_variables()[name]
         flag = row.flags.get(script.stage)
         if not flag or name in _BY_HAND:
             continue
-        if name not in values and default is None and row.keys and name not in there:
-            raise ConfigError(f"{name}: unset, and {script.name} has no default for it; set it")
-        if name not in values or (row.reader in ("switch", "capture") and values[name] != "1"):
-            continue
-        yield flag, "" if row.reader in ("switch", "capture") else values[name], _source(name, given)
-    yield from _launcher_flags(values, given)
-    yield from _batch_flags(script, values, given)
-    yield from _lora_flags(script, values, given)
-    if output := output_folder(given):
-        yield (
-            "--output_dir",
-            output,
-            "HL_CHECKPOINT_PATH" if "HL_CHECKPOINT_PATH" in given else "HL_BASE_OUT_PATH, HL_TAG",
-        )
-    for name, switch, flag in (
-        ("HL_RUN_STEPS", "--enable_test_mode", "--test_stop_step"),
-        ("HL_PRINT_ANSWERS_INTERVAL", "--print_answers", "--print_answers_interval"),
-    ):
-        if int(values.get(name, 0)):
-            yield switch, "", _source(name, given)
-            yield flag, values[name], _source(name, given)
+        if name not in values:
+            if row.keys and name not in trained:
+                raise ConfigError(f"{name}: unset, and {script.name} has no default for it; set it")
+        elif row.reader not in ("switch", "capture"):
+            yield take(flag, name)
+        elif values[name] == "1":
+            yield take(flag, name, "")
+    yield take("--num_nodes", "HL_NUM_NODES")
+    yield take("--num_gpus", "HL_DEVICES_PER_NODE")
 
-
-def _launcher_flags(values: Mapping[str, str], given: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    for name, flag in (("HL_NUM_NODES", "--num_nodes"), ("HL_DEVICES_PER_NODE", "--num_gpus")):
-        yield flag, values[name], _source(name, given)
-
-
-def _batch_flags(script: Script, values: Mapping[str, str], given: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
     size, micro = int(values["HL_GBS"]), int(values["HL_MBS"])
     devices = int(values["HL_NUM_NODES"]) * int(values["HL_DEVICES_PER_NODE"])
     if not micro or not devices or size % (micro * devices) or not size:
@@ -329,30 +310,28 @@ def _batch_flags(script: Script, values: Mapping[str, str], given: Mapping[str, 
             f"HL_GBS: {size} is not a multiple of HL_MBS {micro} x {devices} devices; change one of them (the script "
             "would round)"
         )
-    names = ["--per_device_train_batch_size"]
-    if script.stage == "ppo":
-        names = ["--per_device_generation_batch_size", "--per_device_training_batch_size"]
-    for name in names:
-        yield name, str(micro), _source("HL_MBS", given)
-    yield "--gradient_accumulation_steps", str(size // devices // micro), _source("HL_GBS", given)
+    for part in ("generation", "training") if is_ppo else ("train",):
+        yield take(f"--per_device_{part}_batch_size", "HL_MBS")
+    yield take("--gradient_accumulation_steps", "HL_GBS", str(size // devices // micro))
 
+    rates = {"actor_": "HL_LORA_ACTOR_LR", "critic_": "HL_LORA_CRITIC_LR"} if is_ppo else {"": "HL_LORA_LEARNING_RATE"}
+    if int(values["HL_LORA_DIM"]):
+        for prefix, rate in rates.items():
+            yield take(f"--{prefix}lora_dim", "HL_LORA_DIM")
+            yield take(f"--{prefix}lora_learning_rate", rate)
+            yield f"--{prefix}lora_module_name", script.lora_scope, "set by the script"
+        if script.only_adapters:
+            yield "--only_optimize_lora", "", "set by the script"
+        elif values.get("HL_ONLY_OPTIMIZE_LORA") == "1":
+            yield take("--only_optimize_lora", "HL_ONLY_OPTIMIZE_LORA", "")
 
-def _lora_flags(script: Script, values: Mapping[str, str], given: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    """Yield the flags of LoRA; none if HL_LORA_DIM is 0, as in the scripts."""
-    if not int(values["HL_LORA_DIM"]):
-        return
-    rates: dict[str, Any] = {"": "HL_LORA_LEARNING_RATE"}
-    if script.stage == "ppo":
-        rates = {"actor_": "HL_LORA_ACTOR_LR", "critic_": "HL_LORA_CRITIC_LR"}
-    for prefix, rate in rates.items():
-        yield f"--{prefix}lora_dim", values["HL_LORA_DIM"], _source("HL_LORA_DIM", given)
-        yield f"--{prefix}lora_learning_rate", values[rate], _source(rate, given)
-        yield f"--{prefix}lora_module_name", script.lora_scope, "set by the script"
-    if script.only_adapters:
-        yield "--only_optimize_lora", "", "set by the script"
-    elif values.get("HL_ONLY_OPTIMIZE_LORA") == "1":
-        yield "--only_optimize_lora", "", _source("HL_ONLY_OPTIMIZE_LORA", given)
-
-
-def _source(name: str, given: Mapping[str, str]) -> str:
-    return name if name in given else f"{name}'s default"
+    if output := output_folder(given):
+        names = "HL_CHECKPOINT_PATH" if "HL_CHECKPOINT_PATH" in given else "HL_BASE_OUT_PATH, HL_TAG"
+        yield "--output_dir", output, names
+    for name, switch, flag in (
+        ("HL_RUN_STEPS", "--enable_test_mode", "--test_stop_step"),
+        ("HL_PRINT_ANSWERS_INTERVAL", "--print_answers", "--print_answers_interval"),
+    ):
+        if int(values.get(name, 0)):
+            yield take(switch, name, "")
+            yield take(flag, name)

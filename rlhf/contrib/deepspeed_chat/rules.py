@@ -19,12 +19,7 @@ from rlhf.models.shape import shape_of
 
 @dataclass(frozen=True)
 class FlagValue:
-    """A flag's value.
-
-    Attributes:
-        text: the flag as it was written, or with its default.
-        explicit: the command has the flag.
-    """
+    """A flag's value, and the flag as it was written or with its default; `explicit` if the command has the flag."""
 
     value: Any
     text: str
@@ -33,11 +28,7 @@ class FlagValue:
 
 @dataclass(frozen=True)
 class Setting:
-    """The value of a key, and the flags it comes from.
-
-    Attributes:
-        explicit: the value comes from a flag in the command, not from a default of DeepSpeed-Chat.
-    """
+    """The value of a key, and the flags it comes from; not `explicit` if all are defaults of DeepSpeed-Chat."""
 
     key: str
     value: Any
@@ -76,10 +67,20 @@ class CommandFlags:
 
     def setting(self, key: str, value: Any, *names: str, why: str = "") -> Setting:
         """Return a setting that the named flags determine."""
-        because = [self[name] for name in names]
-        link = " x " if why.startswith("x ") else ", "  # a product, or several that are side by side
-        reason = link.join([*(flag.text for flag in because), *filter(None, [why.removeprefix("x ")])])
-        return Setting(key, value, reason, any(flag.explicit for flag in because))
+        sources = [self[name] for name in names]
+        link = " x " if why.startswith("x ") else ", "  # a product, or a list
+        reason = link.join([*(flag.text for flag in sources), *filter(None, [why.removeprefix("x ")])])
+        return Setting(key, value, reason, any(flag.explicit for flag in sources))
+
+    def unused(self, text: str, *names: str) -> Iterator[Remark]:
+        """Yield a remark for each named flag that the command has."""
+        yield from (Remark(self[name].text, text) for name in names if self[name].explicit)
+
+    @property
+    def generation_batch(self) -> int:
+        """Prompts of one generation over all devices, in PPO."""
+        batch: int = self["per_device_generation_batch_size"].value
+        return batch * self.devices
 
 
 Translation = Iterator[Setting | Remark]
@@ -190,12 +191,10 @@ def translate_duration(flags: CommandFlags) -> Translation:
         return
     steps, test = flags["test_stop_step"], flags["enable_test_mode"]
     if test.value and steps.value:
-        drawn = flags["per_device_generation_batch_size"].value * flags.devices
-        rollouts = math.ceil(steps.value * drawn / ppo_batches(flags)[0])
-        yield flags.setting("ppo.steps", rollouts, "test_stop_step", why=f"batches of {drawn} prompts")
+        rollouts = math.ceil(steps.value * flags.generation_batch / ppo_batches(flags)[0])
+        yield flags.setting("ppo.steps", rollouts, "test_stop_step", why=f"batches of {flags.generation_batch} prompts")
         return
-    if steps.explicit:
-        yield Remark(steps.text, "nothing: the test mode needs both of its flags")
+    yield from flags.unused("nothing: the test mode needs both of its flags", "test_stop_step")
     if test.value:
         yield flags.setting("ppo.epochs", 1, "enable_test_mode", why="which ends after one pass")
     else:
@@ -212,19 +211,18 @@ def translate_schedule(flags: CommandFlags) -> Translation:
             yield flags.setting(f"{key}.warmup", 0, "lr_scheduler_type", why="which has none")
         else:
             yield flags.setting(f"{key}.warmup", warmup.value, "num_warmup_steps")
-    if name.value == "constant" and warmup.explicit:
-        yield Remark(warmup.text, f"nothing: {name.text} has no warm-up")
+    if name.value == "constant":
+        yield from flags.unused(f"nothing: {name.text} has no warm-up", "num_warmup_steps")
 
 
 def translate_samples(flags: CommandFlags) -> Translation:
     """Translate how often completions are shown."""
     every = flags["print_answers_interval"]
     if flags["print_answers"].value and every.value:
-        drawn = flags["per_device_generation_batch_size"].value * flags.devices
-        rollouts = max(1, every.value * drawn // ppo_batches(flags)[0])
+        rollouts = max(1, every.value * flags.generation_batch // ppo_batches(flags)[0])
         yield flags.setting("ppo.samples_every", rollouts, "print_answers_interval")
-    elif every.explicit:
-        yield Remark(every.text, "nothing without --print_answers")
+    else:
+        yield from flags.unused("nothing without --print_answers", "print_answers_interval")
 
 
 def translate_zero(flags: CommandFlags) -> Translation:
@@ -251,17 +249,17 @@ def translate_offload(flags: CommandFlags) -> Translation:
             yield flags.setting(f"roles.{role}.offload", what, "offload", why=f"at {stage.text}")
         else:
             yield Remark(flags["offload"].text, f"nothing for {role}: nothing can be offloaded at ZeRO 0")
-    if flags.stage == "dpo" and flags["offload_reference_model"].value:
+    if flags.stage == "dpo":
         why = "automatic: the reference's log-probabilities are computed once, before training (dpo.reference)"
-        yield Remark(flags["offload_reference_model"].text, why)
+        yield from flags.unused(why, "offload_reference_model")
     if flags.stage != "ppo":
         return
-    for role, there in (("reference", has_reference(flags)), ("reward", True)):
+    for role in ("reference", "reward"):
         flag = f"offload_{role}_model"
-        if flags[flag].value and there:
-            yield flags.setting(f"roles.{role}.offload", "parameters", flag)
+        if role == "reference" and not has_reference(flags):
+            yield from flags.unused("nothing: the reference is the actor without its adapters", flag)
         elif flags[flag].value:
-            yield Remark(flags[flag].text, "nothing: the reference is the actor without its adapters")
+            yield flags.setting(f"roles.{role}.offload", "parameters", flag)
 
 
 def translate_precision(flags: CommandFlags) -> Translation:
@@ -284,9 +282,8 @@ def translate_lora(flags: CommandFlags) -> Translation:
     scopes, names = [], []
     for role, prefix in prefixes.items():
         if role not in used:
-            for name in ("lora_module_name", "lora_learning_rate"):
-                if flags[f"{prefix}{name}"].explicit:
-                    yield Remark(flags[f"{prefix}{name}"].text, f"nothing without --{prefix}lora_dim")
+            names_unused = (f"{prefix}lora_module_name", f"{prefix}lora_learning_rate")
+            yield from flags.unused(f"nothing without --{prefix}lora_dim", *names_unused)
             continue
         yield flags.setting(f"roles.{role}.lora_rank", flags[f"{prefix}lora_dim"].value, f"{prefix}lora_dim")
         rate = f"{prefix}lora_learning_rate"
@@ -294,8 +291,7 @@ def translate_lora(flags: CommandFlags) -> Translation:
         scopes.append(re.escape(flags[f"{prefix}lora_module_name"].value.removeprefix("rw")))
         names.append(f"{prefix}lora_module_name")
     if not used:
-        if flags["only_optimize_lora"].value:
-            yield Remark(flags["only_optimize_lora"].text, "nothing without adapters")
+        yield from flags.unused("nothing without adapters", "only_optimize_lora")
         return
     scope = "|".join(dict.fromkeys(scopes))
     scope = f"(?:{scope})" if "|" in scope else scope
@@ -304,8 +300,8 @@ def translate_lora(flags: CommandFlags) -> Translation:
     if flags["only_optimize_lora"].value:
         yield flags.setting("lora.also_train", [], "only_optimize_lora")
     else:
-        beside = ["norms", "biases", "embeddings"]
-        yield Setting("lora.also_train", beside, "no --only_optimize_lora: these are trained too", explicit=False)
+        parameters = ["norms", "biases", "embeddings"]
+        yield Setting("lora.also_train", parameters, "no --only_optimize_lora: these are trained too", explicit=False)
 
 
 def _alpha(flags: CommandFlags, role: str, prefix: str) -> Translation:
@@ -337,9 +333,8 @@ def translate_pretraining(flags: CommandFlags) -> Translation:
         yield Setting("data.pretraining", [source], f"{name.text}, {subset.text}")
         yield flags.setting("ppo.ptx_coef", flags["unsup_coef"].value, "unsup_coef")
         return
-    for given in (name, subset, flags["unsup_coef"]):
-        if given.explicit:
-            yield Remark(given.text, "nothing without both --unsupervised_dataset_name and ..._config_name")
+    names = ("unsupervised_dataset_name", "unsupervised_dataset_config_name", "unsup_coef")
+    yield from flags.unused("nothing without both --unsupervised_dataset_name and ..._config_name", *names)
 
 
 def translate_average(flags: CommandFlags) -> Translation:
@@ -353,7 +348,7 @@ def translate_average(flags: CommandFlags) -> Translation:
         yield flags.setting("ppo.ema_on_host", True, "offload_reference_model", why="the average too")
 
 
-def translate_teams(flags: CommandFlags) -> Translation:
+def translate_tensor_parallel(flags: CommandFlags) -> Translation:
     """Translate the splitting of layers among ranks during generation."""
     size = flags["inference_tp_size"]
     if size.value > 1:
@@ -373,12 +368,12 @@ def translate_evaluation(flags: CommandFlags) -> Translation:
 
 def translate_end_token(flags: CommandFlags) -> Translation:
     """Translate the token that ends a reply."""
-    named = flags.values.get("--eot_token")  # only in step 1
+    names = ["eot_token"] if flags.stage == "sft" else []  # other steps have a fixed token
     if flags["add_eot_token"].value:
-        suffix = f", {named.text}" if named else ""
-        yield Setting("model.eos_token", named.value if named else "<|endoftext|>", f"--add_eot_token{suffix}")
-    elif named and named.explicit:
-        yield Remark(named.text, "nothing without --add_eot_token")
+        token = flags["eot_token"].value if names else "<|endoftext|>"
+        yield flags.setting("model.eos_token", token, "add_eot_token", *names)
+    else:
+        yield from flags.unused("nothing without --add_eot_token", *names)
 
 
 def translate_folder(flags: CommandFlags) -> Translation:
@@ -393,25 +388,8 @@ def translate_folder(flags: CommandFlags) -> Translation:
 
 
 RULES: Mapping[str, Callable[[CommandFlags], Translation]] = {
-    rule.__name__.removeprefix("translate_"): rule
-    for rule in (
-        translate_sources,
-        translate_models,
-        translate_lengths,
-        translate_batches,
-        translate_duration,
-        translate_schedule,
-        translate_samples,
-        translate_zero,
-        translate_offload,
-        translate_precision,
-        translate_lora,
-        translate_pretraining,
-        translate_average,
-        translate_teams,
-        translate_evaluation,
-        translate_end_token,
-        translate_folder,
-    )
+    name.removeprefix("translate_"): function
+    for name, function in list(globals().items())
+    if name.startswith("translate_")
 }
 """The rules, by the name in `rule:` of flags.yaml."""

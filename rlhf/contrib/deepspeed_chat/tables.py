@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rlhf.config.loader import parse_yaml
-
-HERE = Path(__file__).parent
-
 
 STEPS: Mapping[str, str] = {"sft": "step 1", "reward": "step 2", "dpo": "step 2 (DPO)", "ppo": "step 3"}
 """DeepSpeed-Chat's names of the stages."""
@@ -82,7 +80,7 @@ class Script:
 @functools.cache
 def load_flags() -> dict[str, Flag]:
     """Return the flags, by name."""
-    return {name: Flag(name, **_rename_reader(row)) for name, row in _read_table("flags.yaml")["flags"].items()}
+    return {name: Flag(name, **row) for name, row in _read_table("flags.yaml")["flags"].items()}
 
 
 @functools.cache
@@ -102,11 +100,13 @@ def find_flag(program: str, name: str) -> Flag | None:
 
 @functools.cache
 def load_variables() -> dict[str, Variable]:
-    """Return the variables, by name."""
-    return {
-        name: _build_variable(name, _rename_reader(row))
-        for name, row in _read_table("variables.yaml")["variables"].items()
-    }
+    """Return the variables, by name; a variable without other fields sets the keys of its flags."""
+    variables = {}
+    for name, row in _read_table("variables.yaml")["variables"].items():
+        if not {"keys", "option", "automatic", "nothing"} & set(row):
+            row["keys"] = {stage: load_flags()[flag].keys_of(stage) for stage, flag in row["flags"].items()}
+        variables[name] = Variable(name, **row)
+    return variables
 
 
 @functools.cache
@@ -121,20 +121,8 @@ def suggest(name: str, known: Iterable[str], what: str) -> str:
     return f"did you mean {close[0]}?" if close else f"docs/deepspeed-chat.md lists {what}"
 
 
-def _build_variable(name: str, row: dict[str, Any]) -> Variable:
-    """Build a variable; without other fields it sets the keys of its flags."""
-    if not {"keys", "option", "automatic", "nothing"} & set(row):
-        row = row | {"keys": {stage: load_flags()[flag].keys_of(stage) for stage, flag in row["flags"].items()}}
-    return Variable(name, **row)
-
-
-def _rename_reader(row: dict[str, Any]) -> dict[str, Any]:
-    return {"reader" if name == "as" else name: value for name, value in row.items()}
-
-
-def _read_table(name: str) -> dict[str, Any]:
-    table: dict[str, Any] = parse_yaml((HERE / name).read_text(encoding="utf-8"))
-    return table
+def _read_table(name: str) -> Any:
+    return parse_yaml(Path(__file__).with_name(name).read_text(encoding="utf-8"))
 
 
 NOTHING = object()
@@ -151,113 +139,64 @@ SCHEDULES = {
 """Schedules of rlhf by DeepSpeed-Chat's names; its polynomial has degree 1, and its restarts restart only once."""
 
 
-def read_text(value: str) -> str:
-    """Return the text unchanged."""
-    return value
-
-
-def read_whole(value: str) -> int:
-    """Return a whole number, 0 or more."""
+def _read_whole(value: str) -> int:
     if not value.strip().isdecimal():
         raise ValueError("a whole number")
     return int(value)
 
 
-def read_positive(value: str) -> Any:
-    """Return a number of steps; 0 means no limit."""
-    return read_whole(value) or NOTHING
-
-
-def read_several(value: str) -> Any:
-    """Return a number of machines; 1 is the default."""
-    return NOTHING if read_whole(value) == 1 else read_whole(value)
-
-
-def read_number(value: str) -> float:
-    """Return a finite number."""
+def _read_number(value: str) -> float:
     try:
-        found = float(value)
+        number = float(value)
     except ValueError:
-        found = float("nan")
-    if not abs(found) < float("inf"):
+        number = math.nan
+    if not math.isfinite(number):
         raise ValueError("a number")
-    return found
+    return number
 
 
-def read_half(value: str) -> int:
-    """Return half of the tokens: those of a prompt, or of a completion."""
-    if read_whole(value) < 2:
+def _read_half(value: str) -> int:
+    if _read_whole(value) < 2:
         raise ValueError("a whole number of at least 2")
-    return read_whole(value) // 2
+    return _read_whole(value) // 2
 
 
-def read_switch(value: str) -> bool:
-    """Return 0 or 1 as false or true."""
-    if value not in ("0", "1"):
-        raise ValueError("0 or 1")
-    return value == "1"
-
-
-def read_capture(value: str) -> Any:
-    """Return `none` for 0, which turns off recorded rollouts; they are on by default."""
-    return NOTHING if read_switch(value) else "none"
-
-
-def read_only_adapters(value: str) -> list[str]:
-    """Return what is trained in addition to the adapters; nothing for 1."""
-    return [] if read_switch(value) else ["norms", "biases", "embeddings"]
-
-
-def read_names(value: str) -> list[str]:
-    """Return names that are separated by spaces."""
-    return value.split()
-
-
-def read_sources(value: str) -> list[Any]:
-    """Return sources of rows; of several, all rows are used, while rlhf would blend equal parts."""
-    found = value.split()
-    return found if len(found) < 2 else [{"path": name, "weight": "all"} for name in found]
-
-
-def read_schedule(value: str) -> str:
-    """Return the name of a schedule of DeepSpeed-Chat, a key of `SCHEDULES`."""
-    if value not in SCHEDULES:
-        raise ValueError(f"one of {', '.join(SCHEDULES)}")
+def _read_choice(choices: Iterable[str], expected: str, value: str) -> str:
+    if value not in choices:
+        raise ValueError(expected)
     return value
 
 
-def read_precision(value: str) -> str:
-    """Return the number format of computations."""
-    if value not in ("fp16", "bf16"):
-        raise ValueError("fp16 or bf16")
-    return value
+def _read_switch(value: str) -> bool:
+    return _read_choice(("0", "1"), "0 or 1", value) == "1"
 
 
-def read_shares(value: str) -> list[float]:
-    """Return the proportions of the three steps, which are separated by commas."""
+def _read_sources(value: str) -> list[Any]:
+    names = value.split()
+    return names if len(names) < 2 else [{"path": name, "weight": "all"} for name in names]
+
+
+def _read_shares(value: str) -> list[float]:
     parts = value.split(",")
     if len(parts) != 3:
         raise ValueError("three shares, for example 2,4,4")
-    return [int(part) if part.isdecimal() else read_number(part) for part in parts]
+    return [int(part) if part.isdecimal() else _read_number(part) for part in parts]
 
 
 READERS: Mapping[str, Callable[[str], Any]] = {
-    function.__name__.removeprefix("read_"): function
-    for function in (
-        read_text,
-        read_whole,
-        read_positive,
-        read_several,
-        read_number,
-        read_half,
-        read_switch,
-        read_capture,
-        read_only_adapters,
-        read_names,
-        read_sources,
-        read_schedule,
-        read_precision,
-        read_shares,
-    )
+    "text": str,
+    "whole": _read_whole,
+    "positive": lambda value: _read_whole(value) or NOTHING,  # 0 steps: no limit
+    "several": lambda value: NOTHING if _read_whole(value) == 1 else _read_whole(value),  # 1 machine is the default
+    "number": _read_number,
+    "half": _read_half,  # of the tokens: for the prompt, or for the completion
+    "switch": _read_switch,
+    "capture": lambda value: NOTHING if _read_switch(value) else "none",  # recorded rollouts are on by default
+    "only_adapters": lambda value: [] if _read_switch(value) else ["norms", "biases", "embeddings"],
+    "names": str.split,
+    "sources": _read_sources,  # all rows of several sources; rlhf would blend equal parts
+    "schedule": functools.partial(_read_choice, SCHEDULES, f"one of {', '.join(SCHEDULES)}"),
+    "precision": functools.partial(_read_choice, ("fp16", "bf16"), "fp16 or bf16"),
+    "shares": _read_shares,  # of the three steps
 }
-"""The functions that read a value, by the name in `as:` of the tables."""
+"""The functions that read a value, by the name in `reader:` of the tables; a ValueError says what they expect."""

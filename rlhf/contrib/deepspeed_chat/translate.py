@@ -56,36 +56,29 @@ def translate_commands(
     Raises:
         ConfigError: a text is not a command, a flag is unknown, a value is invalid, or two flags contradict.
     """
-    commands, alone = _commands(texts, environment)
-    recipe = TranslatedRecipe(stages=[command.stage for command in commands] or [*STAGES])
-    found: list[tuple[str, list[Setting]]] = []
-    for command in commands:
-        count = _count_devices(command, devices, recipe)
-        mine = _flags(command, count, [one for one in commands if one is not command])
-        settings = _settings(command, mine, recipe)
-        found.append((command.stage, settings + _variable_settings(command.variables, [command.stage], recipe)))
-    if not commands:
-        found.append((STAGES[0], _variable_settings(alone, STAGES, recipe)))
-    _merge(found, recipe)
-    _keep_what_differs(recipe)
-    return recipe
-
-
-def _commands(texts: Sequence[str], environment: Mapping[str, str]) -> tuple[list[Command], dict[str, str]]:
-    """Return (the commands in the order of their steps, the variables in texts without commands)."""
     commands, assigned = parse_commands(texts)
     if not commands and not any(name.startswith(PREFIX) for name in assigned):
         raise ConfigError("--from-deepspeed-chat: no command found; paste a `deepspeed main.py --...`")
     stages = [command.stage for command in commands]
-    for stage in stages:
-        if stages.count(stage) > 1:
-            raise ConfigError(f"--from-deepspeed-chat: {STEPS[stage]} is given more than once; paste it once")
-    ordered = sorted(commands, key=lambda command: [*STEPS].index(command.stage))
-    found = [
-        expand_script(one, environment, [other for other in ordered if other is not one]) if one.script else one
-        for one in ordered
+    if twice := next((stage for stage in stages if stages.count(stage) > 1), None):
+        raise ConfigError(f"--from-deepspeed-chat: {STEPS[twice]} is given more than once; paste it once")
+    commands.sort(key=lambda command: [*STEPS].index(command.stage))
+    commands = [
+        expand_script(command, environment, [*commands[:place], *commands[place + 1 :]]) if command.script else command
+        for place, command in enumerate(commands)
     ]
-    return found, assigned
+    recipe = TranslatedRecipe(stages=[command.stage for command in commands] or [*STAGES])
+    steps: list[tuple[str, list[Setting]]] = []
+    for command in commands:
+        count = _count_devices(command, devices, recipe)
+        flags = _collect_flags(command, count, [other for other in commands if other is not command])
+        settings = _apply_rules(command, flags, recipe)
+        steps.append((command.stage, settings + _apply_variables(command.variables, [command.stage], recipe)))
+    if not commands:
+        steps.append((STAGES[0], _apply_variables(assigned, STAGES, recipe)))
+    _merge(steps, recipe)
+    _drop_defaults(recipe)
+    return recipe
 
 
 def _count_devices(command: Command, default: int | None, recipe: TranslatedRecipe) -> int:
@@ -124,69 +117,79 @@ def _count_devices(command: Command, default: int | None, recipe: TranslatedReci
     return count * nodes
 
 
-def _flags(command: Command, devices: int, others: Sequence[Command]) -> CommandFlags:
+def _collect_flags(command: Command, devices: int, others: Sequence[Command]) -> CommandFlags:
     """Return all flags of a program, with their values in the command or their defaults."""
-    values = {name: _default(row, command.stage) for name, row in load_flags().items() if command.stage in row.of}
-    for name, texts in command.given.items():
-        row = find_flag(command.stage, name)
-        if row:
-            values[name] = _given(row, texts, command, kept=bool(others) and row.rule == "models")
+    values = {
+        name: _read_given(row, command, is_alone=not others)
+        if name in command.given
+        else _read_default(row, command.stage)
+        for name, row in load_flags().items()
+        if command.stage in row.of
+    }
     earlier, bases = (
-        {one.stage: " ".join(one.given.get(flag, ())) for one in others}
+        {other.stage: " ".join(other.given.get(flag, ())) for other in others}
         for flag in ("--output_dir", "--model_name_or_path")
     )
     return CommandFlags(command.stage, values, devices, earlier, bases, alone=not others)
 
 
-def _default(row: Flag, stage: str) -> FlagValue:
-    value = row.of[stage]
-    if row.reader and isinstance(value, str):
-        value = READERS[row.reader](value)
-    shown = " ".join(value) if isinstance(value, list) and row.reader == "names" else row.of[stage]
+def _read_default(row: Flag, stage: str) -> FlagValue:
+    value = default = row.of[stage]
+    if row.reader and isinstance(default, str):
+        value = READERS[row.reader](default)
+    shown = " ".join(default) if isinstance(default, list) else default
     text = f"{row.name} (not given)" if value is None else f"{row.name} {shown} (default)"
     return FlagValue(value, text, explicit=False)
 
 
-def _given(row: Flag, texts: Sequence[str], command: Command, *, kept: bool) -> FlagValue:
-    written = command.written[row.name]
+def _read_given(row: Flag, command: Command, *, is_alone: bool) -> FlagValue:
+    texts, written = command.given[row.name], command.written[row.name]
     text = " ".join(texts)
     variable = find_shell_variable(text)
     keys = row.keys_of(command.stage)
-    if variable and keys and row.rule != "folder" and not kept:
+    # The models and the folder of a step may be variables: other steps of the recipe tell what they are.
+    if variable and keys and row.rule != "folder" and (is_alone or row.rule != "models"):
         name = variable.strip("${}`")
         advice = f"put {name}=VALUE before the command" if name.isidentifier() else "replace it by its value"
         raise ConfigError(f"{written}: the shell variable {variable} has no value here; {advice}")
+    value: Any = text
     if not row.reader:
-        return FlagValue(True, written, explicit=True)
-    if row.reader == "names":
-        return FlagValue([*texts], written, explicit=True)
-    try:
-        return FlagValue(READERS[row.reader](text) if keys else text, written, explicit=True)
-    except ValueError as error:
-        raise ConfigError(f"{written}: expected {error}; correct it") from error
+        value = True
+    elif row.reader == "names":
+        value = [*texts]
+    elif keys:
+        try:
+            value = READERS[row.reader](text)
+        except ValueError as error:
+            raise ConfigError(f"{written}: expected {error}; correct it") from error
+    return FlagValue(value, written, explicit=True)
 
 
-def _settings(command: Command, given: CommandFlags, recipe: TranslatedRecipe) -> list[Setting]:
+def _apply_rules(command: Command, flags: CommandFlags, recipe: TranslatedRecipe) -> list[Setting]:
     """Return the settings of a command's flags and of DeepSpeed-Chat's fixed behavior; add remarks to the recipe."""
     stage = command.stage
-    found = [
-        Setting(one.key, one.value, f"as in DeepSpeed-Chat: {one.why}", explicit=False)
-        for one in load_implied()
-        if stage in one.stages
+    settings = [
+        Setting(implied.key, implied.value, f"as in DeepSpeed-Chat: {implied.why}", explicit=False)
+        for implied in load_implied()
+        if stage in implied.stages
     ]
-    for rule in dict.fromkeys(row.rule for row in load_flags().values() if stage in row.of and row.rule):
-        for one in RULES[rule](given):
-            (recipe.remarks if isinstance(one, Remark) else found).append(one)  # type: ignore[arg-type]
-    for name, value in given.values.items():
-        row = load_flags()[name]
-        if row.keys and not row.rule and (value.explicit or row.of[stage] is not None):
-            read = value.value if row.reader else row.value
-            found += [Setting(key, read, value.text, value.explicit) for key in row.keys_of(stage)]
+    rows = {name: load_flags()[name] for name in flags.values}
+    for rule in dict.fromkeys(row.rule for row in rows.values() if row.rule):
+        for result in RULES[rule](flags):
+            if isinstance(result, Remark):
+                recipe.remarks.append(result)
+            else:
+                settings.append(result)
+    for name, row in rows.items():
+        flag = flags.values[name]
+        if not row.rule and (flag.explicit or row.of[stage] is not None):
+            value = flag.value if row.reader else row.value
+            settings += [Setting(key, value, flag.text, flag.explicit) for key in row.keys_of(stage)]
     for name, written in command.written.items():
-        of_any = find_flag(stage, name) or find_flag("deepspeed", name)
-        if of_any and not of_any.keys:
-            recipe.remarks.append(Remark(written, _describe_replacement(of_any)))
-    return found
+        known = find_flag(stage, name) or find_flag("deepspeed", name)
+        if known and not known.keys:
+            recipe.remarks.append(Remark(written, _describe_replacement(known)))
+    return settings
 
 
 def _describe_replacement(row: Flag) -> str:
@@ -198,88 +201,98 @@ def _describe_replacement(row: Flag) -> str:
     return (row.option or row.command) + (f" ({row.note})" if row.note else "")
 
 
-def _merge(found: Sequence[tuple[str, Sequence[Setting]]], recipe: TranslatedRecipe) -> None:
+def _merge(steps: Sequence[tuple[str, Sequence[Setting]]], recipe: TranslatedRecipe) -> None:
     """Merge the steps into one setting per key: the last one within a step, the first one of several steps."""
     merged = recipe.settings
-    for stage, settings in found:
-        for key, one in {one.key: one for one in settings}.items():
-            if key in merged and key != SOURCES and merged[key].value != one.value:
-                if not (one.explicit or merged[key].explicit):
-                    continue
-                kept = merged[key]
+    for stage, settings in steps:
+        for key, setting in {setting.key: setting for setting in settings}.items():
+            first = merged.setdefault(key, setting)
+            if first is setting or key == SOURCES:
+                continue
+            if first.value == setting.value:
+                if setting.explicit and setting.why != first.why:
+                    recipe.remarks.append(Remark(setting.why, key, "Same as in the step before"))
+            elif setting.explicit or first.explicit:
+                value = format_scalar(setting.value)
                 recipe.notes.append(
-                    f"{key} is {format_scalar(kept.value)} ({kept.why}); {STEPS[stage]} has {format_scalar(one.value)} "
-                    f"({one.why}): "
-                    f"start rlhf {stage} separately, with --set {key}={format_scalar(one.value)}"
+                    f"{key} is {format_scalar(first.value)} ({first.why}); {STEPS[stage]} has {value} ({setting.why}): "
+                    f"start rlhf {stage} separately, with --set {key}={value}"
                 )
-            elif key in merged and key != SOURCES and one.explicit and one.why != merged[key].why:
-                recipe.remarks.append(Remark(one.why, key, "Same as in the step before"))
-            merged.setdefault(key, one)
-    sources = [(stage, one) for stage, settings in found for one in settings if one.key == SOURCES]
-    if len({str(one.value) for _, one in sources}) > 1:
-        merged[SOURCES] = Setting(SOURCES, [*_shared(sources)], "--data_path of each step")
-        rows = [row for _, one in sources for row in one.value if isinstance(row, dict)]
-        own = {row["path"] for row in rows if "stages" in row}  # --sft_only_data_path
-        if fewer := [row["path"] for row in merged[SOURCES].value if "stages" in row and row["path"] not in own]:
+    sources = [(stage, setting) for stage, settings in steps for setting in settings if setting.key == SOURCES]
+    if len({str(setting.value) for _, setting in sources}) > 1:
+        merged[SOURCES] = Setting(SOURCES, [*_share_sources(sources)], "--data_path of each step")
+        rows = [row for _, setting in sources for row in setting.value if isinstance(row, dict)]
+        sft_only = {row["path"] for row in rows if "stages" in row}  # --sft_only_data_path
+        paths = [row["path"] for row in merged[SOURCES].value if "stages" in row and row["path"] not in sft_only]
+        if paths:
             recipe.notes.append(
-                f"{', '.join(fewer)}: used by some steps only, which have all of its rows there; here the shares of "
+                f"{', '.join(paths)}: used by some steps only, which have all of its rows there; here the shares of "
                 "the other steps are unused"
             )
 
 
-def _shared(sources: Sequence[tuple[str, Setting]]) -> Iterator[dict[str, Any]]:
+def _share_sources(sources: Sequence[tuple[str, Setting]]) -> Iterator[dict[str, Any]]:
     """Yield each source once, with the stages that name it."""
     by_path: dict[str, dict[str, Any]] = {}
     for stage, setting in sources:
         for source in setting.value:
-            row = {"path": source} if isinstance(source, str) else dict(source)
-            mine = by_path.setdefault(row["path"], row | {"stages": []})
-            mine.update({name: value for name, value in row.items() if name not in mine})
-            mine["stages"] = [*dict.fromkeys([*mine["stages"], *row.get("stages", [share_of(stage)])])]  # type: ignore[arg-type]
-    steps = {share_of(stage) for stage, _ in sources}  # type: ignore[arg-type]
+            row = {"path": source} if isinstance(source, str) else source
+            merged = by_path.setdefault(row["path"], {"stages": []})
+            merged["stages"] += [name for name in row.get("stages", [_share(stage)]) if name not in merged["stages"]]
+            by_path[row["path"]] = row | merged
+    steps = {_share(stage) for stage, _ in sources}
     for row in by_path.values():
         yield {name: value for name, value in row.items() if name != "stages" or set(value) != steps}
 
 
-def _variable_settings(variables: Mapping[str, str], stages: Sequence[str], recipe: TranslatedRecipe) -> list[Setting]:
+def _share(stage: str) -> str:
+    return share_of(stage)  # type: ignore[arg-type]
+
+
+def _apply_variables(variables: Mapping[str, str], stages: Sequence[str], recipe: TranslatedRecipe) -> list[Setting]:
     """Return the settings of HL_* variables without a script of the fork; they override flags."""
     options, meanings = to_arguments(variables, stages)
-    found = []
+    settings = []
     names = {pair.partition(": ")[0]: pair for pair in meanings}
     for option, value in zip(options[::2], options[1::2]):
         if option == "--set":
             key, _, text = value.partition("=")
-            found.append(Setting(key, parse_yaml(text), next(name for name in names if f"{key}=" in names[name])))
+            settings.append(Setting(key, parse_yaml(text), next(name for name in names if f"{key}=" in names[name])))
         else:
             recipe.options += [option, value]
     recipe.remarks += [Remark(*pair.split(": ", 1)) for pair in meanings if "=" not in pair.partition(": ")[2]]
-    return found
+    return settings
 
 
-def _keep_what_differs(recipe: TranslatedRecipe) -> None:
+def _drop_defaults(recipe: TranslatedRecipe) -> None:
     """Drop settings that are defaults, with a remark if the command has their flag."""
-    values: dict[str, Any] = {}
+    values = build_config(
+        _nest({key: setting.value for key, setting in recipe.settings.items()}), source="these flags"
+    ).model_dump()
+    defaults = Config().model_dump()
+    differing: dict[str, Setting] = {}
     for key, setting in recipe.settings.items():
-        _put(values, key.split("."), setting.value)
-    chosen = build_config(values, source="these flags").model_dump()
-    ours = Config().model_dump()
-    differs: dict[str, Setting] = {}
-    for key, setting in recipe.settings.items():
-        default = _OF_ENGINE.get(key.rpartition(".")[2]) if key.startswith("roles.") else _at(ours, key)
-        if _at(chosen, key) != default:
-            differs[key] = setting
+        default = _OF_ENGINE.get(key.rpartition(".")[2]) if key.startswith("roles.") else _get(defaults, key)
+        if _get(values, key) != default:
+            differing[key] = setting
         elif setting.explicit:
             recipe.remarks.append(Remark(setting.why, key, "Same as the default of rlhf"))
-    recipe.settings = differs
+    recipe.settings = differing
 
 
-def _put(values: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    for part in path[:-1]:
-        values = values.setdefault(part, {})
-    values[path[-1]] = value
+def _nest(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of keys with dots as nested mappings."""
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        node = tree
+        *path, last = key.split(".")
+        for part in path:
+            node = node.setdefault(part, {})
+        node[last] = value
+    return tree
 
 
-def _at(values: Any, key: str) -> Any:
+def _get(values: Any, key: str) -> Any:
     for part in key.split("."):
         values = values.get(part) if isinstance(values, dict) else None
     return values
@@ -291,15 +304,7 @@ _LIST = 60  # characters of a list on one line
 
 def format_translation(recipe: TranslatedRecipe) -> str:
     """Return the recipe as YAML: each line names its flag, and comments at the top name the other flags."""
-    lines = [*_format_head(recipe), ""]
-    tree: dict[str, Any] = {}
-    for key, setting in recipe.settings.items():
-        node = tree
-        *path, last = key.split(".")
-        for part in path:
-            node = node.setdefault(part, {})
-        node[last] = setting
-    return "\n".join([*lines, *_format_section(tree, Config)]) + "\n"
+    return "\n".join([*_format_head(recipe), "", *_format_section(_nest(recipe.settings), Config)]) + "\n"
 
 
 def _format_head(recipe: TranslatedRecipe) -> Iterator[str]:

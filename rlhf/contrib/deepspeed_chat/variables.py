@@ -36,17 +36,15 @@ def to_arguments(environment: Mapping[str, str], stages: Sequence[str] = STAGES)
             raise ConfigError(
                 f"{stage}: unknown stage; name some of {', '.join(EVERY_STAGE)}, or none for {', '.join(STAGES)}"
             )
-    given = read_variables(environment)
-    found: list[str] = []
-    taken: list[str] = []
-    for name, value in given.items():
-        row = load_variables()[name]
-        mine, meaning = _translate_variable(row, value, stages)
-        found += mine
-        taken.append(f"{name}={environment[name]}: {meaning}")
+    arguments: list[str] = []
+    meanings: list[str] = []
+    for name, value in read_variables(environment).items():
+        added, meaning = _translate_variable(load_variables()[name], value, stages)
+        arguments += added
+        meanings.append(f"{name}={environment[name]}: {meaning}")
     if output := output_folder(environment):
-        found += ["--output", output]
-    return found, taken
+        arguments += ["--output", output]
+    return arguments, meanings
 
 
 def read_variables(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -62,7 +60,13 @@ def read_variables(environment: Mapping[str, str]) -> dict[str, Any]:
             raise ConfigError(
                 f"{name}: unknown variable of the fork's scripts; {suggest(name, table, 'the variables')}"
             )
-    return {name: _read_value(row, given[name]) for name, row in table.items() if name in given}
+    values = {}
+    for name in filter(given.__contains__, table):
+        try:
+            values[name] = READERS[table[name].reader](given[name].strip())
+        except ValueError as error:
+            raise ConfigError(f"{name}: expected {error}, got {given[name]!r}; correct it, or unset it") from error
+    return values
 
 
 def output_folder(environment: Mapping[str, str]) -> str:
@@ -71,13 +75,6 @@ def output_folder(environment: Mapping[str, str]) -> str:
         return path
     base, tag = environment.get("HL_BASE_OUT_PATH", "").strip(), environment.get("HL_TAG", "").strip()
     return os.path.join(base or "runs", tag or "default_tag") if base or tag else ""
-
-
-def _read_value(row: Variable, value: str) -> Any:
-    try:
-        return READERS[row.reader](value.strip())
-    except ValueError as error:
-        raise ConfigError(f"{row.name}: expected {error}, got {value!r}; correct it, or unset it") from error
 
 
 def _translate_variable(row: Variable, value: Any, stages: Sequence[str]) -> tuple[list[str], str]:
@@ -89,12 +86,12 @@ def _translate_variable(row: Variable, value: Any, stages: Sequence[str]) -> tup
     if why := row.automatic or row.nothing:
         return [], ("automatic: " if row.automatic else "nothing here: ") + why
     # The model of an earlier stage of the same run needs no name.
-    mine = [stage for stage in stages if stage in row.keys and row.earlier.get(stage) not in stages]
-    if not mine:
+    used = [stage for stage in stages if stage in row.keys and row.earlier.get(stage) not in stages]
+    if not used:
         return [], f"nothing: it belongs to {' and '.join(row.keys)}, and only {', '.join(stages)} will run"
     if value is NOTHING:
         return [], f"nothing; {row.note}"
-    keys = dict.fromkeys(key for stage in mine for key in row.keys[stage])
+    keys = dict.fromkeys(key for stage in used for key in row.keys[stage])
     pairs = [f"{key}={format_scalar(value)}" for key in keys]
     return [part for pair in pairs for part in ("--set", pair)], ", ".join(pairs)
 
@@ -105,12 +102,12 @@ def main(stages: Sequence[str]) -> int:
         print(__doc__)
         return 0
     try:
-        found, taken = to_arguments(os.environ, stages or STAGES)
+        arguments, meanings = to_arguments(os.environ, stages or STAGES)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    print(*taken, sep="\n", end="\n" if taken else "", file=sys.stderr)
-    print(*found, sep="\n", end="\n" if found else "")
+    sys.stderr.writelines(f"{meaning}\n" for meaning in meanings)
+    sys.stdout.writelines(f"{argument}\n" for argument in arguments)
     return 0
 
 
