@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from rlhf.cli.app import app
 from rlhf.cli.chat import ChatModel, Show, _converse
 from rlhf.cli.options import Options
 from rlhf.config.schema import Config
@@ -56,30 +58,34 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def chat_model(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, precision: str = "fp32", max_tokens: int = 4
+) -> ChatModel:
+    monkeypatch.setenv("RLHF_ACCELERATOR", "cpu")  # also restores what the model exports
+    return ChatModel(folder, Options(precision=precision), temperature=0, max_tokens=max_tokens)
+
+
 @pytest.fixture
 def model(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> ChatModel:
-    monkeypatch.setenv("RLHF_ACCELERATOR", "cpu")  # also restores what the model exports
-    return ChatModel(tiny_model, Options(precision="fp32"), temperature=0, max_tokens=4)
+    return chat_model(tiny_model, monkeypatch)
 
 
-def test_the_last_finished_stage_of_a_run_answers(finished_run: RunDirectory) -> None:
+def test_model_of_a_run_is_that_of_a_finished_stage(finished_run: RunDirectory) -> None:
+    sft = finished_run.stage("sft")
     assert model_folder(finished_run.path) == finished_run.stage("ppo").model
-    assert model_folder(finished_run.path, "sft") == finished_run.stage("sft").model
+    assert model_folder(sft.path) == sft.model
+    with lock_folder(finished_run.path):  # another process writes to the run
+        assert model_folder(finished_run.path, "sft") == sft.model
 
 
 @pytest.mark.parametrize("named", [".", "ppo", "ppo/model"])
-def test_what_a_killed_run_was_to_replace_answers(finished_run: RunDirectory, named: str) -> None:
+def test_backup_of_a_killed_run_is_restored(finished_run: RunDirectory, named: str) -> None:
     finished_run.create_backup(["sft", "reward", "ppo"])  # and then the process died
     assert model_folder(finished_run.path / named) == finished_run.stage("ppo").model
     assert finished_run.stage("ppo").model.is_dir()
 
 
-def test_a_complete_stage_answers_while_the_run_goes_on(finished_run: RunDirectory) -> None:
-    with lock_folder(finished_run.path):
-        assert model_folder(finished_run.path, "sft") == finished_run.stage("sft").model
-
-
-def test_the_backend_is_chosen_before_torch_is_imported(tmp_path: Path) -> None:
+def test_backend_is_chosen_before_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").touch()
     script = f"""
@@ -96,11 +102,7 @@ app(["chat", {str(tmp_path)!r}])
     assert done.stdout == "[]\n", done.stderr
 
 
-def test_the_folder_of_a_stage_answers(finished_run: RunDirectory) -> None:
-    assert model_folder(finished_run.stage("sft").path) == finished_run.stage("sft").model
-
-
-def test_a_run_answers_with_its_average_where_it_has_one(finished_run: RunDirectory) -> None:
+def test_ema_is_the_average_of_a_finished_ppo_stage(finished_run: RunDirectory) -> None:
     for named in (finished_run.path, finished_run.stage("ppo").path, finished_run.stage("ppo").model):
         with pytest.raises(RunError, match=r"has no moving average of a finished ppo stage; train with ppo\.ema, or"):
             model_folder(named, ema=True)
@@ -116,54 +118,30 @@ def test_a_run_answers_with_its_average_where_it_has_one(finished_run: RunDirect
         model_folder(finished_run.path, ema=True)
 
 
-def test_a_run_without_a_finished_stage_is_named(tmp_path: Path) -> None:
+def test_model_that_does_not_exist_is_named(tiny_model: Path, tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     with run.open_for(Config()):
         run.stage("sft").metrics.parent.mkdir()
         run.stage("sft").metrics.write_text('{"step": 1}\n')
     with pytest.raises(RunError, match="no finished ppo, dpo or sft stage"):
-        model_folder(tmp_path / "run")
-
-
-def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+        model_folder(run.path)
     with pytest.raises(ModelError, match="absent: no such folder"):
         model_folder(tmp_path / "absent")
-
-
-def test_a_file_is_named(tiny_model: Path) -> None:
     with pytest.raises(ModelError, match=r"config.json: is a file; name the folder"):
         model_folder(tiny_model / "config.json")
-
-
-def test_a_stage_is_asked_of_runs_only(tiny_model: Path) -> None:
     with pytest.raises(RunError, match="--stage"):
         model_folder(tiny_model, "sft")
 
 
-def test_an_answer_arrives_piece_by_piece(model: ChatModel) -> None:
+def test_reply_arrives_in_pieces_and_drops_old_turns(model: ChatModel) -> None:
     pieces: list[str] = []
-    answer = model.reply([("user", "hello")], pieces.append)
-    assert "".join(pieces) == answer
-
-
-def test_old_turns_are_left_out_when_the_model_is_full(model: ChatModel) -> None:
-    turns = [("user", "hello"), ("assistant", "moo")] * 10 + [("user", "hive")]
-    model.reply(turns, lambda text: None)
-
-
-def test_a_message_that_fits_no_model_is_an_error(model: ChatModel) -> None:
+    assert model.reply([("user", "hello")], pieces.append) == "".join(pieces)
+    model.reply([("user", "hello"), ("assistant", "moo")] * 10 + [("user", "hive")], pieces.append)
     with pytest.raises(ModelError, match=r"too long for this model \(16\)"):
-        model.reply([("user", "hello " * 40)], lambda text: None)
+        model.reply([("user", "hello " * 40)], pieces.append)
 
 
-def chat_model(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, precision: str = "fp32", max_tokens: int = 4
-) -> ChatModel:
-    monkeypatch.setenv("RLHF_ACCELERATOR", "cpu")
-    return ChatModel(folder, Options(precision=precision), temperature=0, max_tokens=max_tokens)
-
-
-def test_weights_take_the_compute_precision_and_rotary_frequencies_keep_theirs(
+def test_weights_have_the_compute_precision_but_rotary_frequencies_float32(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = chat_model(tiny_model, monkeypatch, "bf16").writer.module
@@ -186,7 +164,7 @@ TEMPLATE = "{% for m in messages %}hive {{ m.content }}{% endfor %} moo"
     ],
     ids=["template", "transcripts", "template switched off", "lone prompts", "a template's folder", "a plain folder"],
 )
-def test_the_prompt_is_written_as_in_training(
+def test_prompt_is_written_as_in_training(
     tiny_model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -210,9 +188,7 @@ def test_the_prompt_is_written_as_in_training(
     assert model.converses == converses
 
 
-def test_an_answer_ends_at_every_token_that_ends_generation(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reply_ends_at_every_end_token(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
@@ -233,31 +209,20 @@ def test_an_answer_ends_at_every_token_that_ends_generation(
     assert chat_model(folder, monkeypatch).reply([("user", "hello")], lambda text: None) == "moo"
 
 
-def test_folders_may_have_any_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """[/x] would be markup."""
-
-    def leave(prompt: str) -> str:
-        raise EOFError
-
-    monkeypatch.setattr("builtins.input", leave)
-    _converse(None, False, "runs/[/x] on cpu")  # type: ignore[arg-type]
-    assert "runs/[/x] on cpu" in capsys.readouterr().out
-
-
 class Parrot:
-    """In the place of a model: remembers what it was told."""
+    """Stands for a model, and remembers the conversations that it gets."""
 
     def __init__(self) -> None:
-        self.told: list[list[tuple[str, str]]] = []
+        self.conversations: list[list[tuple[str, str]]] = []
 
     def reply(self, turns: Sequence[tuple[str, str]], show: Show) -> str:
-        self.told.append(list(turns))
+        self.conversations.append(list(turns))
         show("moo")
         return "moo"
 
 
-def conversation(lines: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> Parrot:
-    """What a model is told when these lines are typed; what is left of them is Ctrl-D."""
+def converse(lines: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[str, str]]]:
+    """Return the conversations that a model gets if these lines and Ctrl-D are typed."""
     waiting = iter(lines)
 
     def typed(prompt: str) -> str:
@@ -267,39 +232,37 @@ def conversation(lines: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> Parro
 
     monkeypatch.setattr("builtins.input", typed)
     parrot = Parrot()
-    _converse(parrot, True, "a model")  # type: ignore[arg-type]
-    return parrot
+    _converse(parrot, True, "runs/[/x] on cpu")  # type: ignore[arg-type]
+    return parrot.conversations
 
 
 def test_help_shows_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    parrot = conversation(["/help"], monkeypatch)
+    assert not converse(["/help"], monkeypatch)
     shown = capsys.readouterr().out
     assert all(f"\n{command} " in shown for command in ("/help", "/reset", "/exit"))
-    assert not parrot.told
+    assert "runs/[/x] on cpu" in shown, "brackets are not markup"
 
 
 @pytest.mark.parametrize("line", ["/hepl", "/save now", "/resets"])
-def test_an_unknown_command_is_not_a_message(
+def test_unknown_command_is_not_a_message(
     line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    parrot = conversation([line], monkeypatch)
+    assert not converse([line], monkeypatch)
     assert f"no such command: {line.split()[0]}; /help shows them" in capsys.readouterr().out
-    assert not parrot.told
 
 
 @pytest.mark.parametrize("line", ["/etc/hosts is what?", "1 / 2", "/ is a slash", "what does /help do?"])
-def test_a_slash_alone_makes_no_command(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert conversation([line], monkeypatch).told == [[("user", line)]]
+def test_slash_alone_makes_no_command(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert converse([line], monkeypatch) == [[("user", line)]]
 
 
-def test_reset_forgets_and_exit_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    parrot = conversation(["a", "b", "/reset", "c", "/exit", "d"], monkeypatch)
+def test_reset_forgets_the_conversation_and_exit_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     first = [("user", "a"), ("assistant", "moo"), ("user", "b")]
-    assert parrot.told == [first[:1], first, [("user", "c")]]
+    assert converse(["a", "b", "/reset", "c", "/exit", "d"], monkeypatch) == [first[:1], first, [("user", "c")]]
 
 
-def test_a_reward_model_is_nobody_to_talk_to(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where its embeddings are tied, it would load as a language model, and babble."""
+def test_reward_model_is_refused(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If its embeddings are tied, it would load as a language model, and babble."""
     from transformers import AutoModelForSequenceClassification
 
     folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
@@ -308,26 +271,9 @@ def test_a_reward_model_is_nobody_to_talk_to(tiny_model: Path, tmp_path: Path, m
         chat_model(folder, monkeypatch)
 
 
-def test_a_pipe_gets_an_answer_for_each_line(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from typer.testing import CliRunner
-
-    from rlhf.cli.app import app
-
-    monkeypatch.setenv("RLHF_ACCELERATOR", "cpu")
-    done = CliRunner().invoke(
-        app, ["chat", str(tiny_model), "--max-tokens", "3", "--precision", "fp32"], input="hello\n\nmoo\n"
-    )
-    assert done.exit_code == 0
-    assert done.stdout.count("\n") == 2
-
-
-def test_bytes_that_are_no_text_are_answered(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from typer.testing import CliRunner
-
-    from rlhf.cli.app import app
-
+def test_pipe_gets_a_reply_for_each_line(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLHF_ACCELERATOR", "cpu")
     command = ["chat", str(tiny_model), "--max-tokens", "3", "--precision", "fp32"]
-    done = CliRunner().invoke(app, command, input=b"hello \xff\nmoo\n")
+    done = CliRunner().invoke(app, command, input=b"hello \xff\n\nmoo\n")  # a byte that is not text
     assert done.exit_code == 0
     assert done.stdout.count("\n") == 2

@@ -1,10 +1,9 @@
 """The command line as a user meets it: help, options before and after commands, errors and exit codes."""
 
-import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -22,61 +21,37 @@ from rlhf.launchers import local
 from rlhf.launchers.exit_status import ExitStatus
 from rlhf.runs.directory import RunDirectory
 from rlhf.trainers import run as launch
-
-Command = Callable[..., subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture
-def rlhf(tmp_path: Path) -> Command:
-    """Runs the command in an empty folder."""
-    environment = {
-        key: value
-        for key, value in os.environ.items()
-        if not key.startswith(("RLHF_", "RANK", "WORLD_", "LOCAL_", "MASTER_"))
-    }
-    environment |= {"COLUMNS": "100", "NO_COLOR": "1", "HF_HUB_OFFLINE": "1"}
-
-    def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "rlhf", *arguments]
-        return subprocess.run(
-            command, cwd=tmp_path, env=environment | variables, capture_output=True, text=True, timeout=120, check=False
-        )
-
-    return run
+from tests.helpers import user_environment
 
 
-def error_of(done: subprocess.CompletedProcess[str]) -> str:
-    """The one line of an error that the user can fix."""
-    assert done.returncode == 2, done.stderr
-    lines = [line for line in done.stderr.splitlines() if line.startswith("rlhf: ")]
-    assert len(lines) == 1, done.stderr
-    assert "Traceback" not in done.stderr
-    return lines[0].removeprefix("rlhf: error: ")
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, of a shell without a launcher."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "RLHF_ACCELERATOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
-def test_help_shows_every_command_and_examples(rlhf: Command) -> None:
-    done = rlhf("--help")
-    assert done.returncode == 0
-    for word in ("sft", "reward", "ppo", "chat", "config", "accelerators", "Examples"):
-        assert word in done.stdout
+def refusal(*arguments: str) -> str:
+    """Return the one line of an error that the user can fix."""
+    with pytest.raises(Exception) as error:  # noqa: PT011  # the exit status tells the kinds apart
+        get_command(app).main(list(arguments), prog_name="rlhf", standalone_mode=False)
+    status = ExitStatus.from_error(error.value)
+    assert status.code == 2 and status.line.startswith("rlhf: error: ") and "\n" not in status.line
+    return status.line.removeprefix("rlhf: error: ")
 
 
-def test_every_option_and_argument_is_explained() -> None:
+def test_every_command_and_option_is_explained() -> None:
     root = get_command(app)
-    commands = [root, *(getattr(root, "commands", {}).values())]
-    assert len(commands) > 5
-    for command in commands:
+    commands = getattr(root, "commands", {})
+    assert {"sft", "reward", "dpo", "ppo", "chat", "config", "accelerators"} < set(commands)
+    for command in (root, *commands.values()):
         assert command.help, command.name
         for parameter in command.params:
             assert getattr(parameter, "help", ""), f"{command.name}: {parameter.name}"
-
-
-@pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
-def test_every_stage_takes_every_run_option(rlhf: Command, stage: str) -> None:
-    text = rlhf(stage, "--help").stdout
-    for field in fields(Options):
-        option = "--set" if field.name == "overrides" else f"--{field.name.replace('_', '-')}"
-        assert option in text
+    run_options = {field.name for field in fields(Options)}
+    assert all(run_options <= {option.name for option in commands[stage].params} for stage in ("sft", "reward", "ppo"))
 
 
 def test_help_needs_no_heavy_import() -> None:
@@ -89,44 +64,19 @@ def test_help_needs_no_heavy_import() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stderr.strip() == "[]"
+    assert "accelerators" in done.stdout and "Examples" in done.stdout
 
 
-def test_the_version_is_shown(rlhf: Command) -> None:
-    assert re.fullmatch(r"rlhf \d+\.\d+\.\d+\n", rlhf("--version").stdout)
+def test_version_is_shown() -> None:
+    assert re.fullmatch(r"rlhf \d+\.\d+\.\d+\n", CliRunner().invoke(app, ["--version"]).stdout)
 
 
-def test_stages_may_be_listed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[object] = []
-    monkeypatch.setattr(launch, "run", lambda config, *, stages, **options: asked.append(stages))
-    for listed in (["--stages", "sft,dpo"], ["--stages", "reward, ppo"], ["--stages", "sft"], []):
-        assert CliRunner().invoke(app, [*listed, "--output", str(tmp_path)]).exit_code == 0
-    assert asked == [("sft", "dpo"), ("reward", "ppo"), ("sft",), ("sft", "reward", "ppo")]
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        (["--stages", "sft,pp"], "--stages sft,pp: no stage 'pp'; use some of sft, reward, dpo, ppo"),
-        (["--stages", ""], "--stages : no stage ''; use some of sft, reward, dpo, ppo"),
-        (["--stages", "ppo,sft"], "--stages ppo,sft: each stage runs once, and in this order: sft,ppo; write that"),
-        (["--stages", "sft,sft"], "--stages sft,sft: each stage runs once, and in this order: sft; write that"),
-        (["--stages", "sft", "ppo"], "--stages sft: is for `rlhf` without a command; leave `ppo` out"),
-    ],
-)
-def test_a_list_that_is_no_order_of_stages_is_refused_in_one_line(given: list[str], words: str) -> None:
-    outcome = ExitStatus.from_error(CliRunner().invoke(app, given).exception)
-    assert (outcome.code, outcome.line) == (2, f"rlhf: error: {words}")
-
-
-def test_options_may_stand_before_and_after_a_command(rlhf: Command) -> None:
-    done = rlhf("--seed", "3", "--set", "ppo.steps=5", "config", "--set", "ppo.kl_coef=0.25", "--output", "2024")
-    config = parse_yaml(done.stdout)
-    assert (config["seed"], config["ppo"]["steps"], config["ppo"]["kl_coef"]) == (3, 5, 0.25)
-    assert config["output"] == "2024"
-
-
-def test_an_option_after_the_command_stands_above_one_before(rlhf: Command) -> None:
-    assert parse_yaml(rlhf("--seed", "3", "config", "--seed", "4").stdout)["seed"] == 4
+def test_stages_option_lists_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    stages_run: list[object] = []
+    monkeypatch.setattr(launch, "run", lambda config, *, stages, **options: stages_run.append(stages))
+    for arguments in (["--stages", "sft,dpo"], ["--stages", "reward, ppo"], ["--stages", "sft"], []):
+        assert CliRunner().invoke(app, [*arguments, "--output", "run"]).exit_code == 0
+    assert stages_run == [("sft", "dpo"), ("reward", "ppo"), ("sft",), ("sft", "reward", "ppo")]
 
 
 def printed(*arguments: str, before: Sequence[str] = ()) -> str:
@@ -136,21 +86,28 @@ def printed(*arguments: str, before: Sequence[str] = ()) -> str:
     return done.stdout
 
 
-def test_a_seed_of_zero_counts(tmp_path: Path) -> None:
+def config_of(text: str) -> Config:
+    return build_config(parse_yaml(text))
+
+
+def test_options_may_stand_before_and_after_a_command() -> None:
+    before = ["--seed", "3", "--set", "ppo.steps=5"]
+    config = config_of(printed("--set", "ppo.kl_coef=0.25", "--output", "2024", before=before))
+    assert (config.seed, config.ppo.steps, config.ppo.kl_coef, config.output) == (3, 5, 0.25, Path("2024"))
+    assert config_of(printed("--seed", "4", before=before)).seed == 4
+
+
+def test_seed_of_zero_counts(tmp_path: Path) -> None:
     assert config_of(printed("--seed", "0", before=["--seed", "3"])).seed == 0
     (tmp_path / "recipe.yaml").write_text("seed: 5\n")
     assert config_of(printed("--config", str(tmp_path / "recipe.yaml"), "--seed", "0")).seed == 0
 
 
-def test_a_folder_may_have_any_name() -> None:
+def test_folder_may_have_any_name() -> None:
     assert config_of(printed("--output", "runs/😀 ä: #1")).output == Path("runs/😀 ä: #1")
 
 
-def config_of(text: str) -> Config:
-    return build_config(parse_yaml(text))
-
-
-def test_the_printed_recipe_can_be_given_back(tmp_path: Path) -> None:
+def test_printed_recipe_loads_with_the_same_values(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(printed("--set", "ppo.steps=5", "--set", "ppo.optimizer.learning_rate=1.25e-5"))
     given = load_config(path)
@@ -158,37 +115,38 @@ def test_the_printed_recipe_can_be_given_back(tmp_path: Path) -> None:
     assert (given.ppo.steps, given.output) == (5, tmp_path / "runs" / "default")
 
 
-def test_the_printed_recipe_holds_the_defaults_of_a_real_run() -> None:
+def test_printed_recipe_has_the_defaults() -> None:
     assert config_of(printed()) == Config()
-    assert printed().startswith("# The default of every key.")
-    for changed in (["--set", "seed=4"], ["--seed", "4"]):
-        assert config_of(printed(*changed)) == Config(seed=4)
-        assert "the command line" in " ".join(printed(*changed).partition("\n\n")[0].replace("#", "").split())
-    assert "the command line" not in " ".join(printed().partition("\n\n")[0].replace("#", "").split())
+    assert printed().startswith("# The default of every key.") and "the command line" not in head_of(printed())
+    for arguments in (["--set", "seed=4"], ["--seed", "4"]):
+        text = printed(*arguments)
+        assert config_of(text) == Config(seed=4) and "the command line" in head_of(text)
 
 
-def test_the_example_is_printed_when_it_is_asked_for_and_says_what_it_is() -> None:
+def head_of(text: str) -> str:
+    """Return the comment above the keys, without line ends."""
+    return " ".join(text.partition("\n\n")[0].replace("#", "").split())
+
+
+def test_config_example_prints_the_embedded_example() -> None:
     assert config_of(printed("--example")) == load_config()
     assert printed("--example").startswith("# The embedded example")
     kept = config_of(printed("--example", "--set", "model.path=x"))
     assert kept.model.path == "x" and kept.sft == load_config().sft
 
 
-def test_a_recipe_is_printed_with_its_name(tmp_path: Path) -> None:
+def test_config_names_the_recipe_that_it_prints(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("seed: 3\n")
     text = printed("--config", str(tmp_path / "mine.yaml"))
-    assert "mine.yaml, and the default" in " ".join(text.replace("#", "").split())
+    assert "mine.yaml, and the default" in head_of(text)
     assert config_of(text) == Config(seed=3, output=Path.cwd() / "runs" / "default")
 
 
-def test_paths_of_a_recipe_are_printed_so_that_they_hold_anywhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_config_prints_absolute_paths_of_a_recipe(tmp_path: Path) -> None:
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "mine.yaml").write_text("model: {path: ./model}\ndata: {datasets: [../x.jsonl, world]}\n")
-    monkeypatch.chdir(tmp_path)
     text = printed("--config", "recipes/mine.yaml", "--output", "run")
-    assert "Paths are absolute." in " ".join(text.replace("#", "").split())
+    assert "Paths are absolute." in head_of(text)
     shown = config_of(text)
     assert (shown.model.path, shown.output) == (str(tmp_path / "recipes" / "model"), tmp_path / "run")
     assert [source.path for source in shown.data.datasets] == [str(tmp_path / "x.jsonl"), "world"]
@@ -204,70 +162,70 @@ def test_paths_of_a_recipe_are_printed_so_that_they_hold_anywhere(
         (["--config", "absent.yaml"], "absent.yaml: cannot be read"),
         (["--precision", "bf8"], "--precision bf8: expected 'auto', 'bf16', 'fp16' or 'fp32', got 'bf8'"),
         (["--set", "seed=x"], "--set seed=x: expected a whole number"),
-        (["--accelerator", "tpu9"], "accelerator 'tpu9'"),
+        (["--accelerator", "tpu9", "sft"], "accelerator 'tpu9'"),
         (["--set", "sft.batch_size=9", "--ranks", "2"], "sft.batch_size: 9 rows cannot be divided among 2 ranks"),
         (["--resume", "--overwrite"], "--resume and --overwrite"),
+        (["--stages", "sft,pp"], "--stages sft,pp: no stage 'pp'; use some of sft, reward, dpo, ppo"),
+        (["--stages", "ppo,sft"], "--stages ppo,sft: each stage runs once, and in this order: sft,ppo; write that"),
+        (["--stages", "sft,sft"], "--stages sft,sft: each stage runs once, and in this order: sft; write that"),
+        (["--stages", "sft", "ppo"], "--stages sft: is for `rlhf` without a command; leave `ppo` out"),
+        (["sft", "--set", "model.path=./absent", "--output", "run"], "./absent: no such model folder"),
         (["config", "--example", "--config", "absent.yaml"], "--example and --config"),
+        (["config", "--devices", "8"], "--devices: is for --from-deepspeed-chat"),
         (["chat", "absent"], "absent: no folder here"),
         (["chat", "./absent"], "absent: no such folder"),
         (["evaluate", "./absent", "--text", "world"], "absent: no such folder"),
         (["chat", "."], "holds no config.json"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(
-    rlhf: Command, tmp_path: Path, arguments: list[str], message: str
+def test_mistake_is_one_line(empty_folder: Path, arguments: list[str], message: str) -> None:
+    assert message in refusal(*arguments)
+    assert list(empty_folder.iterdir()) == [], "nothing is written"
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_mistake_ends_the_process_with_code_2(debug: bool) -> None:
+    command = [sys.executable, "-m", "rlhf", *(["--debug"] if debug else []), "--accelerator", "cpu"]
+    environment = user_environment() | {"RLHF_ACCELERATOR": "tpu9"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2 and "contradicts" in done.stderr.splitlines()[-1]
+    assert ("Traceback" in done.stderr) == debug
+    assert debug or re.fullmatch(r"rlhf: error: .*\n", done.stderr)
+
+
+def test_output_folder_of_other_files_is_left_alone(empty_folder: Path) -> None:
+    (empty_folder / "notes.txt").write_text("mine")
+    assert "is not empty and holds no run" in refusal("--output", ".", "--overwrite")
+    assert [path.name for path in empty_folder.iterdir()] == ["notes.txt"]
+
+
+def test_failed_ranks_are_reported_if_recovery_fails_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert message in error_of(rlhf(*arguments))
-    assert list(tmp_path.iterdir()) == [], "nothing is written"
+    started: list[bool] = []
 
-
-def test_an_accelerator_before_the_command_counts(rlhf: Command) -> None:
-    assert "accelerator 'tpu9'" in error_of(rlhf("--accelerator", "tpu9", "sft"))
-
-
-def test_the_command_line_and_the_environment_must_agree(rlhf: Command) -> None:
-    assert "contradicts" in error_of(rlhf("--accelerator", "cpu", RLHF_ACCELERATOR="tpu9"))
-
-
-def test_debug_shows_the_traceback_of_a_mistake(rlhf: Command) -> None:
-    done = rlhf("--debug", "--set", "sead=1")
-    assert "Traceback" in done.stderr
-    assert done.returncode == 2
-
-
-def test_an_output_folder_of_other_files_is_left_alone(rlhf: Command, tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    assert "is not empty and holds no run" in error_of(rlhf("--output", ".", "--overwrite"))
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-
-
-def test_a_model_folder_that_is_not_there_leaves_no_run(rlhf: Command, tmp_path: Path) -> None:
-    assert "./absent: no such model folder" in error_of(rlhf("sft", "--set", "model.path=./absent", "--output", "run"))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_end_of_the_ranks_is_told_even_where_the_folder_cannot_be_tidied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(self: RunDirectory) -> None:
-        if begun:
+    def recover(self: RunDirectory) -> None:
+        if started:
             raise RunError("another process is writing")
 
-    begun: list[bool] = []
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(RunDirectory, "recover", refuse)
+    monkeypatch.setattr(RunDirectory, "recover", recover)
     monkeypatch.setattr("rlhf.engine.select.select_accelerator", lambda *arguments: None)
     monkeypatch.setattr(
-        local, "spawn_ranks", lambda *arguments, **options: begun.append(True) or ExitStatus(1, "the cause", 0)
+        local, "spawn_ranks", lambda *arguments, **options: started.append(True) or ExitStatus(1, "the cause", 0)
     )
-    command = ["sft", "--ranks", "2", "--output", str(tmp_path / "run")]
-    assert get_command(app).main(command, standalone_mode=False) == 1
+    assert get_command(app).main(["sft", "--ranks", "2", "--output", "run"], standalone_mode=False) == 1
     assert capsys.readouterr().err == "the cause\n"
 
 
-def test_brackets_in_a_table_are_no_markup(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    print_table("Conformance of [/x]", ("name",), [("[/y]",)])
-    shown = capsys.readouterr().out
-    assert "[/x]" in shown and "[/y]" in shown
+def test_table_on_a_terminal_cuts_nothing_and_reads_no_markup(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Points of a sweep differ at the ends of their names, and reasons may have brackets."""
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "30"}.items():
+        monkeypatch.setenv(name, value)
+    names = ["zero2-offload-lora8", "zero2-offload-lora64", "[/x]"]
+    print_table("Sweep [/y]", ["point", "peak\nmemory"], [[name, "1,234.5 GiB"] for name in names])
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().out)
+    assert max(map(len, shown.splitlines())) <= 30 and "…" not in shown and "Sweep [/y]" in shown
+    cells = [re.findall(r"│([^│]*)│", line)[0].strip() for line in shown.splitlines() if line.startswith("│")]
+    assert "".join(cells) == "".join(names)

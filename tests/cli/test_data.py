@@ -55,18 +55,14 @@ def recipe(tmp_path: Path, tokenizer_folder: Path) -> Path:
     return path
 
 
-def run(*arguments: object, code: int = 0) -> str:
+def run(*arguments: object) -> str:
     """Standard output of `rlhf data`."""
     done = CliRunner().invoke(app, ["data", *map(str, arguments)], env={"COLUMNS": "100"})
-    assert done.exit_code == code, done.output + str(done.exception)
+    assert done.exit_code == 0, done.output + str(done.exception)
     return done.stdout
 
 
-def files(folder: Path) -> list[str]:
-    return sorted(str(path) for path in folder.rglob("*"))
-
-
-def test_a_stage_shows_its_rows_their_lengths_and_one_as_the_model_sees_it(recipe: Path) -> None:
+def test_stage_shows_its_rows_lengths_and_an_example(recipe: Path) -> None:
     (reward,) = json.loads(run("--config", recipe, "--stage", "reward", "--json"))
     (source,) = reward.pop("sources")
     assert reward == {
@@ -92,7 +88,7 @@ def test_a_stage_shows_its_rows_their_lengths_and_one_as_the_model_sees_it(recip
     assert chosen["text"] == ("Yes.<eos>" if number in (0, 3, 5, 7) else "No.<eos>"), "what the label says"
 
 
-def test_percentiles_are_of_the_rows_that_are_used(tmp_path: Path, recipe: Path) -> None:
+def test_percentiles_cover_the_used_rows(tmp_path: Path, recipe: Path) -> None:
     """With a token a letter, lengths are counted by hand: texts of 1 to 100 letters and their end."""
     from rlhf.data.toy_world import build_tokenizer
 
@@ -107,8 +103,14 @@ def test_percentiles_are_of_the_rows_that_are_used(tmp_path: Path, recipe: Path)
     }
 
 
-def test_people_read_the_same(recipe: Path) -> None:
+def test_text_has_the_facts_of_the_json_and_nothing_is_written(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fixture's weights cannot be loaded."""
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
     shown = " ".join(run("--config", recipe).split())
+    assert sorted(tmp_path.rglob("*")) == before
     for words in (
         "supervised fine-tuning 7 rows for training, 2 held out",
         "read as text: text",
@@ -127,7 +129,7 @@ def test_people_read_the_same(recipe: Path) -> None:
 
 
 @pytest.mark.parametrize("loss", ["completion", "all"])
-def test_what_is_learned_is_marked(tmp_path: Path, recipe: Path, loss: str) -> None:
+def test_learned_parts_are_marked(tmp_path: Path, recipe: Path, loss: str) -> None:
     rows = "".join(json.dumps({"prompt": f"p {n}", "response": "r"}) + "\n" for n in range(9))
     (tmp_path / "texts.jsonl").write_text(rows, encoding="utf-8")
     settings = ["--set", f"sft.loss_on={loss}", "--set", "data.datasets.1.columns={}"]
@@ -136,26 +138,17 @@ def test_what_is_learned_is_marked(tmp_path: Path, recipe: Path, loss: str) -> N
     assert learned == [loss == "all", True]
 
 
-def test_nothing_is_written_and_no_weights_are_loaded(
-    tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = files(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    run("--config", recipe)
-    assert files(tmp_path) == before
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--stage", "kto"], "--stage kto: no such stage; use one of sft, reward, dpo, ppo"),
+        (["--stage", "kto"], "--stage: no stage 'kto'; use some of sft, reward, dpo, ppo"),
         (["--set", "data.datasets.0.prefer="], "prefer=: missing; set prefer.label or"),
         (["--set", "data.datasets.0.columns.first=c"], "no column 'c' (columns.first)"),
         (["--set", "model.path=./nothing"], "nothing"),
         (["--set", "data.max_prompt_length=1", "--stage", "ppo"], "ppo: .* no usable row"),
     ],
 )
-def test_what_is_wrong_is_one_line(tmp_path: Path, recipe: Path, arguments: list[str], message: str) -> None:
+def test_mistake_is_one_line(tmp_path: Path, recipe: Path, arguments: list[str], message: str) -> None:
     from rlhf.errors import RLHFError
 
     done: Any = CliRunner().invoke(app, ["data", "--config", str(recipe), *arguments])
@@ -164,6 +157,6 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, recipe: Path, arguments: list
     assert "\n" not in text and re.search(message if ".*" in message else re.escape(message), text), text
 
 
-def test_the_embedded_example_needs_no_recipe() -> None:
+def test_embedded_example_needs_no_recipe() -> None:
     (ppo,) = json.loads(run("--stage", "ppo", "--json", "--set", "data.datasets.0.limit=2000"))
     assert ppo["sources"][0]["source"] == "world" and ppo["train"] > 100
