@@ -9,8 +9,9 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,12 @@ from rlhf.utils.units import parse_bytes
 
 SHARED = "shared"
 """The folder of the shared stages."""
-RESERVED = (SHARED, "recipes")
 
 _NAME = re.compile(r"[A-Za-z0-9_][\w.+-]{0,99}", re.ASCII)
 _OF_THE_START = ("model.path", "model.tokenizer")
 
 
-class Exclusion(ConfigModel):
+class _Exclusion(ConfigModel):
     """Combinations that are excluded, and why."""
 
     where: dict[str, Any] = Field(
@@ -49,7 +49,7 @@ class Exclusion(ConfigModel):
     reason: str = Field(min_length=1, description="reason, shown in the table")
 
 
-class GridFile(ConfigModel):
+class _GridFile(ConfigModel):
     """A sweep: a recipe, and the keys that differ between points."""
 
     recipe: Folder | None = Field(
@@ -76,14 +76,15 @@ class GridFile(ConfigModel):
         "each value; empty to omit it",
     )
     points: dict[str, dict[str, Any]] = Field({}, description="further points by name, each with its keys")
-    exclude: tuple[Exclusion, ...] = Field((), description="combinations to exclude, with a reason")
+    exclude: tuple[_Exclusion, ...] = Field((), description="combinations to exclude, with a reason")
 
     @field_validator("grid")
     @classmethod
     def _check_axes(cls, grid: dict[str, Any]) -> dict[str, Any]:
         for axis, values in grid.items():
             if not isinstance(values, list | dict) or not values:
-                raise ValueError(f"{axis} needs a list of values, or labels that set keys, got {_describe(values)}")
+                shown = "an empty one" if isinstance(values, list | dict) else short_repr(values)
+                raise ValueError(f"{axis} needs a list of values, or labels that set keys, got {shown}")
             for label, keys in values.items() if isinstance(values, dict) else ():
                 if keys is not None and not isinstance(keys, dict):
                     raise ValueError(f"{axis}.{label} needs keys and values, got {short_repr(keys)}")
@@ -102,11 +103,9 @@ class GridFile(ConfigModel):
     @classmethod
     def _fill_points(cls, points: Any) -> Any:
         """Accept points without keys, which are the base itself."""
-        return (
-            {name: {} if keys is None else keys for name, keys in points.items()}
-            if isinstance(points, dict)
-            else points
-        )
+        if not isinstance(points, dict):
+            return points
+        return {name: {} if keys is None else keys for name, keys in points.items()}
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ class _Value:
     label: str
     text: str
     keys: TrackedDict
-    origin: Origin | None
+    origin: Origin | None = None
 
 
 def load_grid(
@@ -170,91 +169,53 @@ def load_grid(
             the same name.
     """
     raw = read_yaml(path, "the name of the grid file")
-    file = validate_grid(raw, str(path))
+    file = _validate(raw, str(path))
     options = dict(options or {})
-    output = options.pop("output", None) or file.output or Path("runs") / path.stem
+    output = Path(options.pop("output", None) or file.output or Path("runs") / path.stem)
     given = apply_overrides(TrackedDict(), overrides, options)
-    axes = _axes(file, raw)
-    for key in _list_keys(given):
-        if axis := next(
-            (axis for axis in axes if any(_overlap(key, other) for other in _collect_keys(axes[axis]))), None
-        ):
-            raise ConfigError(f"{key}: set by the axis {axis} of {path}; change it there, or remove this option")
-    for one, other in itertools.combinations(axes, 2):
-        theirs = _collect_keys(axes[other])
-        if both := next(
-            (key for key in _collect_keys(axes[one]) if any(_overlap(key, their) for their in theirs)), None
-        ):
-            raise ConfigError(f"{path}: {both}: set by both axes {one} and {other}; remove it from one of them")
-    base = _Base(file, raw, path, given)
+    axes = _read_axes(file, raw)
+    _check_overlaps(path, axes, given)
     chosen, excluded = _combine_axes(file, path, axes)
-    wanted = [(name, labels, values) for name, (labels, values) in chosen.items()]
-    wanted += [(name, {}, [_point_of(raw, name, path)]) for name in file.points]
-    keys = {key for _, _, values in wanted for key in _collect_keys(values)}
-    _check_share(file, path, keys)
-    points = tuple(base.point(output, name, labels, values, file.stages) for name, labels, values in wanted)
-    shared = (
-        base.point(output, SHARED, {}, [], tuple(s for s in EVERY_STAGE if s in file.share)) if file.share else None
-    )
+    chosen |= {name: ({}, [_Value(name, name, raw["points"][name] or TrackedDict())]) for name in file.points}
+    _check_keys(file, path, {key for _, values in chosen.values() for key in _list_keys(values)})
+    build = partial(_build_point, file, raw, path, given, output)
+    points = [build(name, labels, values, file.stages) for name, (labels, values) in chosen.items()]
     return Grid(
         file=path,
-        output=Path(output),
+        output=output,
         ranks=ranks or file.ranks,
         memory=parse_bytes(file.memory, f"{path}: memory") if file.memory else None,
         axes=tuple(axes),
         stages=tuple(stage for stage in EVERY_STAGE if stage in file.stages),
         points=tuple(_start_from_shared(point, file, path, output) for point in points),
         excluded=excluded,
-        shared=shared,
+        shared=build(SHARED, {}, [], file.share) if file.share else None,
     )
 
 
-@dataclass(frozen=True)
-class _Base:
-    """The settings that all points have in common."""
-
-    file: GridFile
-    raw: TrackedDict
-    path: Path
-    given: TrackedDict
-
-    def point(
-        self, output: Path, name: str, labels: dict[str, str], choice: Sequence[_Value], stages: Sequence[Stage]
-    ) -> Point:
-        own = TrackedDict()
-        for value in choice:
-            overlay(own, value.keys, value.origin)
-        above = overlay(overlay(overlay(TrackedDict(), self._written), self.given), own)
-        start = self.file.recipe or (None if names_model_or_data(above) else EMBEDDED_RECIPE)
-        named = f"`recipe` in {self.path}"
-        values = overlay(read_yaml(start, named) if start else TrackedDict(), above)
-        values["output"] = str(Path(output) / name)
-        try:
-            config = build_config(values, source=str(self.path))
-        except ConfigError as error:
-            raise ConfigError(f"{error} (point {name})") from error
-        order = tuple(stage for stage in EVERY_STAGE if stage in stages)
-        return Point(name, labels, dict(_flatten(own)), config, config, order)
-
-    @property
-    def _written(self) -> TrackedDict:
-        base = self.raw.get("base")
-        return base if isinstance(base, TrackedDict) else TrackedDict()
+def _validate(values: Mapping[str, Any], source: str) -> _GridFile:
+    try:
+        file = _GridFile.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(format_validation_error(error, _GridFile, values, source)) from error
+    if not file.grid and not file.points:
+        raise ConfigError(f"{source}: grid: no axis; add a key with values, e.g. engine.zero_stage: [2, 3]")
+    return file
 
 
-def _axes(file: GridFile, raw: TrackedDict) -> dict[str, list[_Value]]:
+def _read_axes(file: _GridFile, raw: TrackedDict) -> dict[str, list[_Value]]:
     """Return the values of each axis, in the grid's order."""
+    lists = [axis for axis, values in file.grid.items() if isinstance(values, list)]
     for axis in file.names:
-        if not isinstance(file.grid.get(axis), list):
+        if axis not in lists:
+            where = raw["names"].origins[axis].text
             raise ConfigError(
-                _describe_unknown_axis(
-                    axis, [axis for axis, values in file.grid.items() if isinstance(values, list)], raw
-                )
+                f"{where}: names: {axis!r} is not an axis with a list of values; {_suggest_axis(axis, lists)}"
             )
-    found: dict[str, list[_Value]] = {}
+    axes: dict[str, list[_Value]] = {}
     for axis, values in raw["grid"].items() if file.grid else ():
         if isinstance(values, TrackedList):
-            found[axis] = [
+            axes[axis] = [
                 _Value(
                     _label(axis, value, file.names.get(axis)),
                     _format_value(value),
@@ -264,43 +225,56 @@ def _axes(file: GridFile, raw: TrackedDict) -> dict[str, list[_Value]]:
                 for at, value in enumerate(values)
             ]
         else:
-            found[axis] = [
-                _Value(label, label, keys or TrackedDict(), _origin_of_label(values.origins[label], axis, label))
+            axes[axis] = [
+                _Value(
+                    label, label, keys or TrackedDict(), Origin(f"{values.origins[label].text}: grid.{axis}.{label}")
+                )
                 for label, keys in values.items()
             ]
-    return found
+    return axes
 
 
-def _origin_of_label(origin: Origin, axis: str, label: str) -> Origin:
-    return Origin(f"{origin.text}: grid.{axis}.{label}")
+def _check_overlaps(path: Path, axes: Mapping[str, list[_Value]], given: TrackedDict) -> None:
+    """Check that no two axes, and no axis and the command line, set the same key."""
+    keys_of = {axis: _list_keys(values) for axis, values in axes.items()}
+    for axis, keys in keys_of.items():
+        if key := _find_overlap((key for key, _ in _flatten(given)), keys):
+            raise ConfigError(f"{key}: set by the axis {axis} of {path}; change it there, or remove this option")
+    for (axis, keys), (other, other_keys) in itertools.combinations(keys_of.items(), 2):
+        if key := _find_overlap(keys, other_keys):
+            raise ConfigError(f"{path}: {key}: set by both axes {axis} and {other}; remove it from one of them")
 
 
-def _point_of(raw: TrackedDict, name: str, path: Path) -> _Value:
-    return _Value(name, name, raw["points"][name] or TrackedDict(), None)
+def _find_overlap(keys: Iterable[str], others: Iterable[str]) -> str | None:
+    """Return a key that is one of the others, or a section that contains one, or is contained in one."""
+    for key, other in itertools.product(keys, others):
+        if f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}."):
+            return key
+    return None
 
 
 def _combine_axes(
-    file: GridFile, path: Path, axes: Mapping[str, list[_Value]]
+    file: _GridFile, path: Path, axes: Mapping[str, list[_Value]]
 ) -> tuple[dict[str, tuple[dict[str, str], list[_Value]]], dict[str, str]]:
-    """Return (the combinations by name, the reasons for excluded ones by name)."""
+    """Return (the labels and values of each combination by name, the reasons for excluded ones by name)."""
     for exclusion in file.exclude:
         _check_exclusion(exclusion, path, axes)
     chosen: dict[str, tuple[dict[str, str], list[_Value]]] = {}
     excluded: dict[str, str] = {}
-    for values in map(list, itertools.product(*axes.values())) if axes else ():
-        labels = {axis: value.label for axis, value in zip(axes, values)}
+    for values in itertools.product(*axes.values()) if axes else ():
+        choice = dict(zip(axes, values, strict=True))
+        labels = {axis: value.label for axis, value in choice.items()}
         name = "-".join(filter(None, labels.values())) or "base"
         if name in chosen or name in excluded:
             raise ConfigError(f"{path}: two points are called {name}; set different labels in `names`, or in the axis")
-        choice = dict(zip(axes, values))
-        if left_out := next((one.reason for one in file.exclude if _is_excluded(one, choice)), None):
-            excluded[name] = " ".join(left_out.split())
+        if reason := next((exclusion.reason for exclusion in file.exclude if _is_excluded(exclusion, choice)), None):
+            excluded[name] = " ".join(reason.split())
         else:
-            chosen[name] = (labels, values)
+            chosen[name] = (labels, [*values])
     for name in (*chosen, *file.points):
         if name in file.points and (name in chosen or name in excluded):
             raise ConfigError(f"{path}: points.{name}: the grid has a point with this name; choose another")
-        if not _NAME.fullmatch(name) or name in RESERVED:
+        if not _NAME.fullmatch(name) or name in (SHARED, "recipes"):
             raise ConfigError(
                 f"{path}: {name!r} is not a valid name of a point (a folder); use at most 100 letters, digits "
                 "and any of _.+- in `names` or as labels"
@@ -310,33 +284,26 @@ def _combine_axes(
     return chosen, excluded
 
 
-def _check_exclusion(exclusion: Exclusion, path: Path, axes: Mapping[str, list[_Value]]) -> None:
+def _check_exclusion(exclusion: _Exclusion, path: Path, axes: Mapping[str, list[_Value]]) -> None:
     for axis, wanted in exclusion.where.items():
         if axis not in axes:
             raise ConfigError(f"{path}: exclude: unknown axis {axis!r}; {_suggest_axis(axis, axes)}")
-        for one in wanted if isinstance(wanted, list) else [wanted]:
-            known = [word for value in axes[axis] for word in (value.label, value.text)]
-            if _format_value(one) not in known:
-                raise ConfigError(
-                    f"{path}: exclude: the axis {axis} has no value {_format_value(one)!r}; it has "
-                    f"{', '.join(value.label or repr(value.text) for value in axes[axis])}"
-                )
+        known = {word for value in axes[axis] for word in (value.label, value.text)}
+        if unknown := [text for text in _format_values(wanted) if text not in known]:
+            raise ConfigError(
+                f"{path}: exclude: the axis {axis} has no value {unknown[0]!r}; it has "
+                f"{', '.join(value.label or repr(value.text) for value in axes[axis])}"
+            )
 
 
-def _is_excluded(exclusion: Exclusion, choice: Mapping[str, _Value]) -> bool:
+def _is_excluded(exclusion: _Exclusion, choice: Mapping[str, _Value]) -> bool:
     return all(
-        {choice[axis].label, choice[axis].text}
-        & {_format_value(one) for one in (wanted if isinstance(wanted, list) else [wanted])}
-        for axis, wanted in exclusion.where.items()
+        {choice[axis].label, choice[axis].text} & {*_format_values(wanted)} for axis, wanted in exclusion.where.items()
     )
 
 
-def _check_share(file: GridFile, path: Path, keys: set[str]) -> None:
-    """Check that points do not differ in the shared stages.
-
-    Raises:
-        ConfigError: a point sets a key that a shared stage reads.
-    """
+def _check_keys(file: _GridFile, path: Path, keys: set[str]) -> None:
+    """Check that no point sets its folder, or a key that a shared stage reads."""
     for stage in file.share:
         if stage in file.stages:
             raise ConfigError(f"{path}: share: {stage} is also in `stages`; remove it from one of them")
@@ -350,7 +317,34 @@ def _check_share(file: GridFile, path: Path, keys: set[str]) -> None:
         raise ConfigError(f"{path}: output: each point has its own folder; remove this key")
 
 
-def _start_from_shared(point: Point, file: GridFile, path: Path, output: Path) -> Point:
+def _build_point(
+    file: _GridFile,
+    raw: TrackedDict,
+    path: Path,
+    given: TrackedDict,
+    output: Path,
+    name: str,
+    labels: dict[str, str],
+    choice: Sequence[_Value],
+    stages: Sequence[Stage],
+) -> Point:
+    """Build a point: the recipe, then the base, then the `given` options, then the keys of its `choice`."""
+    keys = TrackedDict()
+    for value in choice:
+        overlay(keys, value.keys, value.origin)
+    above = overlay(overlay(overlay(TrackedDict(), raw.get("base") or TrackedDict()), given), keys)
+    start = file.recipe or (None if names_model_or_data(above) else EMBEDDED_RECIPE)
+    values = overlay(read_yaml(start, f"`recipe` in {path}") if start else TrackedDict(), above)
+    values["output"] = str(output / name)
+    try:
+        config = build_config(values, source=str(path))
+    except ConfigError as error:
+        raise ConfigError(f"{error} (point {name})") from error
+    ordered = tuple(stage for stage in EVERY_STAGE if stage in stages)
+    return Point(name, labels, dict(_flatten(keys)), config, config, ordered)
+
+
+def _start_from_shared(point: Point, file: _GridFile, path: Path, output: Path) -> Point:
     """Return the point with the models of the shared stages as base models.
 
     Raises:
@@ -366,12 +360,12 @@ def _start_from_shared(point: Point, file: GridFile, path: Path, output: Path) -
                     f"{path}: stages: {stage} starts from the model of {ref.trained_by}, which no point trains; add "
                     f"it to `stages` or to `share`, or set {ref.key} (point {point.name})"
                 )
-            config = apply_settings(config, {ref.key: str(Path(output) / SHARED / ref.trained_by / "model")})
+            config = apply_settings(config, {ref.key: str(output / SHARED / ref.trained_by / "model")})
     return replace(point, config=config)
 
 
 def _label(axis: str, value: Any, named: Any) -> str:
-    """Return the label of a value in the name of a point."""
+    """Return the label of a value in the name of a point; `named` is the axis' entry in `names`."""
     text = _format_value(value)
     if isinstance(named, dict) and text in named:
         return str(named[text])
@@ -389,52 +383,22 @@ def _format_value(value: Any) -> str:
     return re.sub(r"e([-+])0(?=\d)", r"e\1", str(value)) if isinstance(value, float) else str(value)
 
 
-def _describe_unknown_axis(axis: str, axes: Sequence[str], raw: TrackedDict) -> str:
-    names = raw["names"]
-    where = names.origins[axis].text if isinstance(names, TrackedDict) and axis in names.origins else "names"
-    return f"{where}: names: {axis!r} is not an axis with a list of values; {_suggest_axis(axis, axes)}"
+def _format_values(values: Any) -> list[str]:
+    return [_format_value(value) for value in (values if isinstance(values, list) else [values])]
 
 
-def _suggest_axis(axis: str, axes: Any) -> str:
+def _suggest_axis(axis: str, axes: Iterable[str]) -> str:
     near = difflib.get_close_matches(axis, list(axes), n=1)
     return f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(axes) or '(no axes)'}"
 
 
-def _collect_keys(values: Sequence[_Value]) -> set[str]:
-    return {key for value in values for key in _list_keys(value.keys)}
+def _list_keys(values: Iterable[_Value]) -> list[str]:
+    return [key for value in values for key, _ in _flatten(value.keys)]
 
 
-def _list_keys(values: TrackedDict) -> list[str]:
-    return [key for key, _ in _flatten(values)]
-
-
-def _flatten(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         if isinstance(value, TrackedDict):
-            yield from _flatten(value, f"{before}{name}.")
+            yield from _flatten(value, f"{prefix}{name}.")
         else:
-            yield f"{before}{name}", value
-
-
-def _overlap(key: str, other: str) -> bool:
-    """Return whether two keys are equal, or one is a section that contains the other."""
-    return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
-
-
-def validate_grid(values: Mapping[str, Any], source: str) -> GridFile:
-    """Build a `GridFile` from nested values.
-
-    Raises:
-        ConfigError: a key is unknown, or a value is invalid.
-    """
-    try:
-        grid_file = GridFile.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(format_validation_error(error, GridFile, values, source)) from error
-    if not grid_file.grid and not grid_file.points:
-        raise ConfigError(f"{source}: grid: no axis; add a key with values, e.g. engine.zero_stage: [2, 3]")
-    return grid_file
-
-
-def _describe(values: Any) -> str:
-    return "an empty one" if isinstance(values, list | dict) else short_repr(values)
+            yield f"{prefix}{name}", value

@@ -23,7 +23,7 @@ from rlhf.utils.file_lock import LOCK_FILES
 
 Status = Literal["complete", "refused", "excluded", "out of memory", "failed", "not complete", "waiting"]
 
-UNSUCCESSFUL: tuple[Status, ...] = ("refused", "out of memory", "failed")
+_UNSUCCESSFUL: tuple[Status, ...] = ("refused", "out of memory", "failed")
 """Statuses of points that are tried again only with --retry."""
 
 
@@ -35,31 +35,22 @@ class PointOutcome(NamedTuple):
     peak_memory: int | None = None
 
 
-@dataclass(frozen=True)
 class SweepDirectory:
-    """The folder of one sweep."""
+    """The folder of one sweep.
 
-    path: Path
+    Attributes:
+        description: marks the folder as a sweep's.
+        table: the table as CSV.
+        plot: the plot of the final numbers.
+        curves: the plot of training curves.
+    """
 
-    @property
-    def description(self) -> Path:
-        """The file that marks the folder as a sweep's."""
-        return self.path / "sweep.json"
-
-    @property
-    def table(self) -> Path:
-        """The table as CSV."""
-        return self.path / "sweep.csv"
-
-    @property
-    def plot(self) -> Path:
-        """The plot of the final numbers."""
-        return self.path / "sweep.png"
-
-    @property
-    def curves(self) -> Path:
-        """The plot of training curves."""
-        return self.path / "curves.png"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.description = path / "sweep.json"
+        self.table = path / "sweep.csv"
+        self.plot = path / "sweep.png"
+        self.curves = path / "curves.png"
 
     def run(self, name: str) -> RunDirectory:
         """Return the run directory of a point."""
@@ -127,7 +118,7 @@ class SweepDirectory:
             RunError: `sweep.json` cannot be read.
         """
         recorded = read_json(self.description).get("points", []) if self.description.is_file() else []
-        records = {record["name"]: record for record in recorded if record.get("status") in UNSUCCESSFUL}
+        records = {record["name"]: record for record in recorded if record.get("status") in _UNSUCCESSFUL}
         outcomes = {}
         for point in grid.points:
             record, recipe = records.get(point.name), self.recipe(point.name)
@@ -152,7 +143,7 @@ def _format_point_recipe(point: Point) -> str:
     return format_recipe(config, f"Point {point.name} of a sweep: every key, with absolute paths.")
 
 
-HEADLINES: dict[Stage, tuple[str, ...]] = {
+_HEADLINES: dict[Stage, tuple[str, ...]] = {
     "sft": ("perplexity",),
     "reward": ("accuracy",),
     "dpo": ("accuracy",),
@@ -178,52 +169,41 @@ class PointResult:
     stages: dict[Stage, dict[str, Any]]
     lost_peak: int | None = None
 
-    @property
-    def seconds(self) -> float | None:
-        """Duration of all complete stages together."""
-        return sum(stage["seconds"] for stage in self.stages.values()) if self.stages else None
+    def value(self, column: str) -> Any:
+        """Return the number in a column, None if there is none.
 
-    @property
-    def peak_memory(self) -> int | None:
-        """The highest peak of any stage, or the memory in use when the point ran out of memory, in bytes."""
-        peaks = [stage["peak_memory"] for stage in self.stages.values()]
-        return max([*peaks, *filter(None, [self.lost_peak])], default=None)
-
-    def value(self, column: str) -> float | None:
-        """Return the number in a column: `seconds`, `peak_memory`, or a stage and its metric."""
-        if column in ("seconds", "peak_memory"):
-            value: float | None = getattr(self, column)
-            return value
+        Args:
+            column: `seconds` of all complete stages, `peak_memory` (the highest of any stage, or what was in use when
+                the point ran out of memory, in bytes), or a stage and its metric after training.
+        """
+        if column == "seconds":
+            return sum(stage["seconds"] for stage in self.stages.values()) if self.stages else None
+        if column == "peak_memory":
+            peaks = [stage["peak_memory"] for stage in self.stages.values()]
+            return max([*peaks, *filter(None, [self.lost_peak])], default=None)
         stage, _, metric = column.partition(" ")
-        number: float | None = self.stages.get(stage, {}).get("after", {}).get(metric)  # type: ignore[call-overload]
-        return number
+        return self.stages.get(stage, {}).get("after", {}).get(metric)  # type: ignore[call-overload]
 
 
 def collect_results(grid: Grid, folder: SweepDirectory, outcomes: Mapping[str, PointOutcome]) -> list[PointResult]:
     """Return the result of every point, excluded points last."""
-    results = [_collect_result(point, folder, outcomes.get(point.name)) for point in grid.points]
+    results = []
+    for point in grid.points:
+        run, outcome = folder.run(point.name), outcomes.get(point.name)
+        stages = {stage: run.stage(stage).summary() for stage in point.stages if run.stage(stage).done}
+        if folder.is_complete(point):
+            outcome = PointOutcome("complete", "")
+        elif outcome is None and folder.is_started(point):
+            outcome = PointOutcome("not complete", run.describe_saved() or "started; nothing is saved yet")
+        status, reason, peak = outcome or PointOutcome("waiting", "")
+        results.append(PointResult(point.name, point.labels, point.keys, status, reason, stages, peak))
     return results + [PointResult(name, {}, {}, "excluded", reason, {}) for name, reason in grid.excluded.items()]
-
-
-def _collect_result(point: Point, folder: SweepDirectory, outcome: PointOutcome | None) -> PointResult:
-    run = folder.run(point.name)
-    stages = {stage: run.stage(stage).summary() for stage in point.stages if run.stage(stage).done}
-    if folder.is_complete(point):
-        outcome = PointOutcome("complete", "")
-    elif outcome is None and folder.is_started(point):
-        outcome = PointOutcome("not complete", run.describe_saved() or "started; nothing is saved yet")
-    outcome = outcome or PointOutcome("waiting", "")
-    return PointResult(
-        point.name, point.labels, point.keys, outcome.status, outcome.reason, stages, outcome.peak_memory
-    )
 
 
 def select_columns(grid: Grid, results: Sequence[PointResult]) -> list[str]:
     """Return the columns with numbers: the metrics of the stages, seconds, and peak memory."""
-    metrics = [f"{stage} {metric}" for stage in grid.stages for metric in HEADLINES[stage]]
-    used = [
-        column
-        for column in metrics
-        if not column.endswith("approved_share") or any(result.value(column) is not None for result in results)
-    ]
-    return [*used, "seconds", "peak_memory"]
+    metrics = [f"{stage} {metric}" for stage in grid.stages for metric in _HEADLINES[stage]]
+    optional = "ppo approved_share"
+    if all(result.value(optional) is None for result in results):
+        metrics = [column for column in metrics if column != optional]
+    return [*metrics, "seconds", "peak_memory"]

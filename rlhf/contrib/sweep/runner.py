@@ -15,7 +15,7 @@ from rlhf.contrib.sweep.grid import SHARED, Grid, Point
 from rlhf.contrib.sweep.results import PointOutcome, SweepDirectory
 from rlhf.errors import USER_ERRORS, OutOfMemory, RunError
 from rlhf.launchers import local
-from rlhf.launchers.exit_status import INTERRUPTED, USER_ERROR, ExitStatus, Interrupted
+from rlhf.launchers.exit_status import INTERRUPTED, USER_ERROR, Interrupted
 from rlhf.memory.advice import plan_stages
 from rlhf.memory.environment import describe_environment
 from rlhf.memory.report import format_peak
@@ -70,44 +70,28 @@ class SweepRunner:
         todo = [point for point in points if not self.folder.is_complete(point)]
         if not todo:
             return
+        shared, numbers = self.grid.shared, {point.name: place for place, point in enumerate(self.grid.points, start=1)}
         with signals.tolerate_closed_terminal(), signals.handle_signals(_interrupt):
             try:
-                console.print(f"each point prints to {self.folder.console('POINT')}", **_PLAIN)
-                self._run_shared()
-                self._run_points(todo, report_point)
+                console.print(f"the output of each point is in {self.folder.console('POINT')}", **_PLAIN)
+                if shared and not self.folder.is_complete(shared):
+                    console.print(f"{SHARED}: {', '.join(shared.stages)}, once for all points", **_PLAIN)
+                    if outcome := self._train(shared):
+                        raise RunError(f"the shared stages failed: {outcome.reason}")
+                with progress(len(todo), "sweep", unit="points") as bar:
+                    for point in todo:
+                        console.print(f"point {numbers[point.name]} of {len(numbers)}: {point.name}", **_PLAIN)
+                        started = time.monotonic()
+                        self.folder.write_recipe(point)
+                        refusal = self.find_refusal(point)
+                        line = report_point(point, PointOutcome("refused", refusal) if refusal else self._train(point))
+                        console.print(f"  {line}; {format_seconds(time.monotonic() - started)} in total", **_PLAIN)
+                        bar.advance()
             except KeyboardInterrupt:
                 self._stop(None)
 
-    def _run_shared(self) -> None:
-        shared = self.grid.shared
-        if shared is None or self.folder.is_complete(shared):
-            return
-        console.print(f"{SHARED}: {', '.join(shared.stages)}, once for all points", **_PLAIN)
-        if outcome := self._train(shared):
-            raise RunError(f"the shared stages failed: {outcome.reason}")
-
-    def _run_points(self, todo: Sequence[Point], report_point: Callable[[Point, PointOutcome | None], str]) -> None:
-        numbers = {point.name: number for number, point in enumerate(self.grid.points, start=1)}
-        with progress(len(todo), "sweep", unit="points") as bar:
-            for point in todo:
-                started = time.monotonic()
-                console.print(f"point {numbers[point.name]} of {len(numbers)}: {point.name}", **_PLAIN)
-                self.folder.write_recipe(point)
-                refusal = self.find_refusal(point)
-                line = report_point(point, PointOutcome("refused", refusal) if refusal else self._train(point))
-                console.print(f"  {line}; {format_seconds(time.monotonic() - started)} in total", **_PLAIN)
-                bar.advance()
-
     def _train(self, point: Point) -> PointOutcome | None:
-        """Train the stages of a point that are not complete; return None if all are complete afterwards."""
-        if status := self._start(point):
-            if status.code == INTERRUPTED:
-                self._stop(point)
-            return self._classify(point, status)
-        return None
-
-    def _start(self, point: Point) -> ExitStatus | None:
-        """Run `rlhf` for a point; return None if it succeeds."""
+        """Run `rlhf` for the stages of a point that are not complete; return None if all are complete afterwards."""
         directory, log = self.folder.run(point.name), self.folder.console(point.name)
         self.folder.write_recipe(point)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -120,11 +104,11 @@ class SweepRunner:
             status = local.spawn_ranks(self.grid.ranks, local.rank_command(arguments), debug=self.debug, console=output)
             if status:
                 output.write(f"{status.line}\n".encode())
-        if status:
-            termination.conclude(status)
-        return status
-
-    def _classify(self, point: Point, status: ExitStatus) -> PointOutcome:
+        if not status:
+            return None
+        termination.conclude(status)
+        if status.code == INTERRUPTED:
+            self._stop(point)
         if status.kind == OutOfMemory.__name__:
             match = _PEAK.search(status.message.replace(",", ""))
             peak = parse_bytes("".join(match.groups()), "peak") if match else None
