@@ -80,9 +80,9 @@ def config(
     Values from [bold]--config[/] and [bold]--set[/] replace the defaults. [bold]--example[/] prints the embedded
     example, which plain [bold]rlhf[/] runs; its values suit only its tiny model.
 
-    [bold]--from-deepspeed-chat[/] prints a recipe that trains like a command line of DeepSpeed-Chat or of its Gaudi
-    fork, with the fork's HL_* variables. Comments say what each flag became, or why it has no key;
-    docs/deepspeed-chat.md lists them all.
+    [bold]--from-deepspeed-chat[/] prints a recipe that trains like a command line of DeepSpeed-Chat, or of its fork
+    with HL_* variables. Comments say what each flag became, or why it has no key; docs/deepspeed-chat.md lists them
+    all.
 
     [bold]rlhf config --from-deepspeed-chat "deepspeed --num_gpus 1 main.py --model_name_or_path facebook/opt-1.3b"[/]
 

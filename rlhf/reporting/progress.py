@@ -9,9 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task
 from rich.table import Column
 from rich.text import Text
 
@@ -72,7 +73,7 @@ class Bar:
         if self._display:
             self._display.stop_task(self._task)
         elapsed = time.monotonic() - self._started
-        self._print_state(elapsed, f"{format_seconds(elapsed)} in all")
+        self._print_state(elapsed, f"{format_seconds(elapsed)} in total")
 
     def _print_state(self, elapsed: float, duration: str) -> None:
         percent = f"{100 * self._done / self._total:.0f}%" if self._total else ""
@@ -96,14 +97,16 @@ def _live_display() -> Iterator[Progress]:
             for task in set(display.task_ids) - set(outer):
                 display.remove_task(task)
         return
-    wide = [BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=6, max_width=30))]
+    bar = BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=6, max_width=30))
     columns = [
-        TextColumn("{task.description}", style="bold", markup=False, table_column=Column(no_wrap=True)),
-        *(wide if console.width >= _NARROW else []),
-        _TextColumn(lambda task: f"{task.completed:,.0f}/{task.total or 0:,.0f}"),
-        _TextColumn(lambda task: _rate(task.completed, task.elapsed or 0, task.fields["unit"]), "cyan"),
-        _TextColumn(_duration, "dim"),
-        _TextColumn(lambda task: _format_metrics(task.fields["metrics"]), "green", Column(no_wrap=True, ratio=2)),
+        _TextColumn(lambda task: task.description, "bold"),
+        *([bar] if console.width >= _NARROW else []),
+        _TextColumn(lambda task: f"{task.completed:,.0f}/{task.total or 0:,.0f}", justify="right"),
+        _TextColumn(
+            lambda task: _rate(task.completed, task.elapsed or 0, task.fields["unit"]), "cyan", justify="right"
+        ),
+        _TextColumn(_duration, "dim", justify="right"),
+        _TextColumn(lambda task: _format_metrics(task.fields["metrics"]), "green", ratio=2),
     ]
     with Progress(*columns, console=console, expand=True, refresh_per_second=4) as console.display:
         try:
@@ -115,8 +118,8 @@ def _live_display() -> Iterator[Progress]:
 class _TextColumn(ProgressColumn):
     """A column whose text is computed from a task at each refresh."""
 
-    def __init__(self, text: Callable[[Task], str], style: str = "", column: Column | None = None) -> None:
-        super().__init__(column or Column(no_wrap=True, justify="right"))
+    def __init__(self, text: Callable[[Task], str], style: str = "", **column: Any) -> None:
+        super().__init__(Column(no_wrap=True, **column))
         self._text, self._style = text, style
 
     def render(self, task: Task) -> Text:
@@ -126,7 +129,7 @@ class _TextColumn(ProgressColumn):
 def _duration(task: Task) -> str:
     elapsed = task.elapsed or 0
     if task.finished or task.stop_time is not None:
-        return f"{format_seconds(elapsed)} in all"
+        return f"{format_seconds(elapsed)} in total"
     return _remaining(task.completed, task.total or 0, elapsed)
 
 
@@ -135,11 +138,9 @@ def _rate(done: float, elapsed: float, unit: str) -> str:
     if not done or not elapsed:
         return ""
     rate = done / elapsed
-    return (
-        f"{format_number(float(f'{rate:.3g}'))} {unit}/s"
-        if rate >= 0.5
-        else f"{1 / rate:.1f} s/{unit.removesuffix('s')}"
-    )
+    if rate < 0.5:
+        return f"{1 / rate:.1f} s/{unit.removesuffix('s')}"
+    return f"{format_number(float(f'{rate:.3g}'))} {unit}/s"
 
 
 def _remaining(done: float, total: float, elapsed: float) -> str:

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import time
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rlhf.utils.atomic_io import PARTIAL
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rlhf.runs.stage_directory import StageDirectory
 
 
-class Recorder:
+class Recorder(AbstractContextManager["Recorder"]):
     """Writer of one stage's records; a context manager.
 
     Args:
@@ -32,47 +32,28 @@ class Recorder:
     """
 
     def __init__(self, directory: StageDirectory, *, enabled: bool = True, resume_step: int | None = None) -> None:
-        self._directory, self._stage = directory, directory.name
-        self._enabled, self._resume_step = enabled, resume_step
+        self._directory, self._enabled, self._resume_step = directory, enabled, resume_step
         self._open: tuple[TextIO, SummaryWriter] | None = None
         if enabled:
             directory.path.mkdir(parents=True, exist_ok=True)
-
-    def _files(self) -> tuple[TextIO, SummaryWriter]:
-        """Return the two files, which are opened at the first record."""
-        if self._open is not None:
-            return self._open
-        from torch.utils.tensorboard import SummaryWriter
-
-        directory, resume_step = self._directory, self._resume_step
-        records = _read_records_until(directory, resume_step) if resume_step is not None else []
-        _replace_lines(directory, records)
-        purge_step = None if resume_step is None else resume_step + 1
-        if resume_step is None:
-            for events in directory.tensorboard.glob("events.out.tfevents.*"):
-                events.unlink()
-        file = directory.metrics.open("a", encoding="utf-8")
-        self._open = file, SummaryWriter(str(directory.tensorboard), purge_step=purge_step)
-        return self._open
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record metrics of one step; a number that is not finite is recorded as null."""
         if not self._enabled:
             return
-        self._write(step, {name: value if math.isfinite(value) else None for name, value in metrics.items()})
-        _, events = self._files()
+        events = self._write(step, {name: value if math.isfinite(value) else None for name, value in metrics.items()})
         for name, value in metrics.items():
-            events.add_scalar(f"{self._stage}/{name}", value, step)
+            events.add_scalar(f"{self._directory.name}/{name}", value, step)
         events.flush()
 
     def text(self, tag: str, step: int, text: str) -> None:
         """Record a text of one step, for example a sample completion."""
         if not self._enabled:
             return
-        self._write(step, {"tag": tag, "text": text})
+        events = self._write(step, {"tag": tag, "text": text})
         # TensorBoard renders Markdown; an indented block shows the text literally.
-        _, events = self._files()
-        events.add_text(f"{self._stage}/{tag}", "".join(f"    {line}\n" for line in text.splitlines()), step)
+        indented = "".join(f"    {line}\n" for line in text.splitlines())
+        events.add_text(f"{self._directory.name}/{tag}", indented, step)
         events.flush()
 
     def close(self) -> None:
@@ -80,19 +61,33 @@ class Recorder:
         for file in self._open or ():
             file.close()
 
-    def __enter__(self) -> Recorder:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _write(self, step: int, values: dict[str, Any]) -> None:
-        record = {"stage": self._stage, "step": step, "time": round(time.time(), 3), **values}
-        file, _ = self._files()
+    def _write(self, step: int, values: dict[str, Any]) -> SummaryWriter:
+        """Write a record, and return the writer of TensorBoard's events."""
+        self._open = self._open or self._open_files()
+        file, events = self._open
+        record = {"stage": self._directory.name, "step": step, "time": round(time.time(), 3), **values}
         file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
         file.flush()
+        return events
+
+    def _open_files(self) -> tuple[TextIO, SummaryWriter]:
+        from torch.utils.tensorboard import SummaryWriter
+
+        directory, resume_step, purge_step = self._directory, self._resume_step, None
+        if resume_step is None:
+            records = []
+            for events in directory.tensorboard.glob("events.out.tfevents.*"):
+                events.unlink()
+        else:
+            records, purge_step = _read_records_until(directory, resume_step), resume_step + 1
+        temporary = directory.metrics.with_name(directory.metrics.name + PARTIAL)
+        temporary.write_bytes(b"".join(records))
+        os.replace(temporary, directory.metrics)
+        file = directory.metrics.open("a", encoding="utf-8")
+        return file, SummaryWriter(str(directory.tensorboard), purge_step=purge_step)
 
 
 def _read_records_until(directory: StageDirectory, step: int) -> list[bytes]:
@@ -114,9 +109,3 @@ def _read_records_until(directory: StageDirectory, step: int) -> list[bytes]:
         if record["step"] < step or (record["step"] == step and not is_evaluation):
             records.append(line + b"\n")
     return records
-
-
-def _replace_lines(directory: StageDirectory, lines: list[bytes]) -> None:
-    temporary = directory.metrics.with_name(directory.metrics.name + PARTIAL)
-    temporary.write_bytes(b"".join(lines))
-    os.replace(temporary, directory.metrics)

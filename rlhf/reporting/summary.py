@@ -50,32 +50,30 @@ def summary_table(summaries: Sequence[dict[str, Any]]) -> Table:
         if best := summary.get("kept", {}).get("metric"):
             saved = f"  kept: the model of step {summary['kept']['step']:,}, best {best.replace('_', ' ')}"
             table.add_row(Text(saved, style="dim"), "", "")
-        costs = [line for line in (_phases(summary), _cost(summary)) if line]
+        costs = _costs(summary)
         for line in costs:
             last = line is costs[-1] and position < len(summaries) - 1
             table.add_row(Text("  " + line, style="dim"), "", "", end_section=last)
     return table
 
 
-def _cost(summary: dict[str, Any]) -> str:
+def _costs(summary: dict[str, Any]) -> list[str]:
+    """Return the shares of the phases, if there are several, and the steps, time, memory and speed."""
+    lines, phases = [], summary.get("phases", {})
+    if len(phases) > 1:
+        shares = {name: round(100 * seconds / sum(phases.values())) for name, seconds in phases.items()}
+        lines.append(", ".join(f"{name} {share} %" for name, share in shares.items() if share))
     parts = []
     if "steps" in summary:
         parts.append(f"{summary['steps']:,} steps")
     if "seconds" in summary:
         parts.append(format_seconds(summary["seconds"]))
     if summary.get("peak_memory"):
-        parts.append(f"{format_bytes(summary['peak_memory'])} peak")
+        parts.append(f"{format_bytes(summary['peak_memory'])} peak memory")
     if speed := summary.get("tflops"):
-        share = f" ({100 * summary['peak_share']:.0f} % of its peak)" if "peak_share" in summary else ""
+        share = f" ({100 * summary['peak_share']:.0f} % of peak)" if "peak_share" in summary else ""
         parts.append(f"{float(f'{speed:.2g}'):,g} TFLOP/s{share}")
-    return " · ".join(parts)
-
-
-def _phases(summary: dict[str, Any]) -> str:
-    """Return the share of each phase; empty if there is only one."""
-    phases = summary.get("phases", {})
-    shares = {name: round(100 * seconds / sum(phases.values())) for name, seconds in phases.items()}
-    return ", ".join(f"{name} {share} %" for name, share in shares.items() if share) if len(phases) > 1 else ""
+    return [*lines, *([" · ".join(parts)] if parts else [])]
 
 
 def format_value(name: str, value: float | None) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -87,10 +87,8 @@ class PhaseTimers:
         self._start()
 
     def _start(self) -> None:
-        self._seconds: dict[str, float] = defaultdict(float)
-        self._flops: dict[str, float] = defaultdict(float)
-        self._tokens: dict[str, float] = defaultdict(float)
-        self._known = True
+        self._seconds, self._flops, self._tokens = (defaultdict[str, float](float) for _ in range(3))
+        self._known = True  # the operations of all phases
 
     @contextmanager
     def running(self, phase: Phase) -> Iterator[None]:
@@ -201,13 +199,13 @@ def profile_operators(events: Iterable[Any]) -> StepProfile:
     Args:
         events: of `torch.profiler.profile.events()`, times in microseconds, with the ranges of `PhaseTimers`.
     """
-    recorded = list(events)
-    host = [event for event in recorded if event.device_type.name == "CPU"]
-    device = [event for event in recorded if event.device_type.name != "CPU"]
+    host, device = [], []
+    for event in events:
+        (host if event.device_type.name == "CPU" else device).append(event)
     ranges = [event for event in host if event.name.startswith(_RANGE)]
     (step,) = (event.time_range for event in ranges if event.name == _STEP_RANGE)
     phases = [(event.name.removeprefix(_RANGE), event.time_range) for event in ranges if event.name != _STEP_RANGE]
-    seconds, calls = dict[tuple[str, str], float](), dict[tuple[str, str], int]()
+    seconds, calls = defaultdict[tuple[str, str], float](float), Counter[tuple[str, str]]()
     for event in device or host:
         start = event.time_range.start
         if event.name.startswith(_RANGE) or event.is_user_annotation or not step.start <= start <= step.end:
@@ -215,8 +213,8 @@ def profile_operators(events: Iterable[Any]) -> StepProfile:
         # A phase ends when the device is done, so all that starts within it is part of it, on any thread or stream.
         key = event.name, next((name for name, span in phases if span.start <= start <= span.end), OTHER)
         microseconds = event.self_device_time_total if device else event.self_cpu_time_total
-        seconds[key] = seconds.get(key, 0.0) + microseconds / 1e6
-        calls[key] = calls.get(key, 0) + 1
+        seconds[key] += microseconds / 1e6
+        calls[key] += 1
     longest = sorted(seconds, key=seconds.__getitem__, reverse=True)
     operators = [OperatorTime(*key, seconds[key], calls[key]) for key in longest]
     duration = (step.end - step.start) / 1e6

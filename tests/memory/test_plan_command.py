@@ -99,7 +99,7 @@ def test_measured_run_gives_its_pace(forks: Forks, tmp_path: Path) -> None:
         (["--memory", "1TB", "--set", "ppo.generation_weights=layerwise"], "ppo.generation_weights: layerwise"),
         (["--memory", "1TB", "--set", "model.path=opt-13"], "opt-13: is no folder, .* did you mean opt-13b"),
         (["--memory", "1TB", "--accelerator", "cpu"], "--memory and --accelerator: "),
-        (["--memory", "1TB", "--stage", "kto"], "--stage kto: no such stage"),
+        (["--memory", "1TB", "--stage", "kto"], "--stage: no stage 'kto'"),
         (["--memory", "1TB", "--devices", "3"], "sft.batch_size: 32 rows cannot be divided among 3 ranks"),
         (["--memory", "1TB", "--measured", "nowhere"], "--measured nowhere: holds no run"),
     ],

@@ -75,7 +75,7 @@ def test_bars_leave_a_first_and_a_last_line(
         "sft: 30 rows",
         "sft: 20/30 rows  67%  2 rows/s  5.0 s left  loss 2.5",
         "between",
-        "sft: 30/30 rows  100%  2 rows/s  15 s in all  loss 2.5",
+        "sft: 30/30 rows  100%  2 rows/s  15 s in total  loss 2.5",
     ]
 
 

@@ -55,7 +55,7 @@ def test_plain_output_has_a_first_and_a_last_line(plain: io.StringIO, clock: Clo
             bar.advance(10, loss=2.5)
     assert plain.getvalue().splitlines() == [
         "sft: training: 100 rows",
-        "sft: training: 100/100 rows  100%  50 rows/s  2.0 s in all  loss 2.5",
+        "sft: training: 100/100 rows  100%  50 rows/s  2.0 s in total  loss 2.5",
     ]
 
 
@@ -94,7 +94,7 @@ def test_terminal_shows_count_rate_and_metrics(terminal: io.StringIO) -> None:
     last = lines_of(terminal)[-1]
     assert "10/10" in last
     assert "rows/s" in last
-    assert "in all" in last
+    assert "in total" in last
     assert "loss 1.25" in last
 
 
