@@ -25,6 +25,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # one test process a core
 
 
+LONG = {"accelerators", "engine", "families", "matrix", "optimum", "preflight", "recipes", "reference", "trainers"}
+"""Folders whose files take longest. They come first, so that no worker is left alone with one of them in the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.parent.name not in LONG)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def datasets_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Data sets and tokenized rows are kept in a folder of the tests, and not in the user's."""

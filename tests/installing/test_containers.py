@@ -75,10 +75,8 @@ def test_it_ends_in_the_projects_command(path: Path) -> None:
     assert "rlhf =" in versions.PYPROJECT.read_text(encoding="utf-8").partition("[project.scripts]")[2]
 
 
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=() if path.suffix == ".gaudi" else pytest.mark.slow, id=path.suffix) for path in FILES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.suffix)
 def test_what_it_runs_installs_the_project_and_leaves_the_images_torch(
     path: Path, wheels: Path, tmp_path: Path
 ) -> None:

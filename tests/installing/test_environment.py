@@ -47,6 +47,7 @@ class Checkout:
         return places.held(self.folder / environment)
 
 
+@pytest.mark.slow
 def test_a_vendors_torch_is_built_upon_and_said_in_one_line(wheels: Path, tmp_path: Path) -> None:
     checkout = Checkout(tmp_path, wheels, VENDORS)
     below = places.held(checkout.base)

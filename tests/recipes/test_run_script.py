@@ -78,6 +78,7 @@ def test_a_python_without_rlhf_is_one_line_that_says_how_to_get_one(python: Path
         assert "this Python has no rlhf; run quickstart.sh" in line
 
 
+@pytest.mark.slow
 def test_it_starts_rlhf_itself() -> None:
     """With the Python of this environment, from any folder."""
     import sys

@@ -22,7 +22,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str | None]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["BLOOM", "OPT", pytest.param("Falcon", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["OPT", *(pytest.param(name, marks=pytest.mark.slow) for name in ("BLOOM", "Falcon"))])
 def test_a_family_goes_through_the_stages_and_compiles_nothing_late(
     python: Run, recipe: Path, tmp_path: Path, name: str
 ) -> None:
