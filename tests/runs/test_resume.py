@@ -43,27 +43,19 @@ def test_a_run_that_was_moved_goes_on_where_it_is(tmp_path: Path, monkeypatch: p
         assert options.with_run_recipe(("reward",)).load().output.resolve() == moved
 
 
-@pytest.mark.parametrize("stages", [STAGES, ("ppo",)])
-def test_a_run_that_is_replaced_has_its_own_settings_again(tmp_path: Path, stages: tuple[Stage, ...]) -> None:
-    run_stages(config_in(tmp_path / "run", "ppo.kl_coef=0.3"), *STAGES)
-    config = Options(output=tmp_path / "run", overwrite=True, overrides=["ppo.steps=7"]).with_run_recipe(stages).load()
-    assert (config.ppo.kl_coef, config.ppo.steps) == (0.3, 7)
-
-
 def test_overwrite_with_another_model_starts_from_the_defaults(tmp_path: Path) -> None:
     """What suits the embedded model would ruin it."""
-    run_stages(config_in(tmp_path / "run"), *STAGES)
+    run_stages(config_in(tmp_path / "run", "ppo.kl_coef=0.3"), *STAGES)
+    same = Options(output=tmp_path / "run", overwrite=True, overrides=["ppo.steps=7"]).with_run_recipe(STAGES).load()
+    assert (same.ppo.kl_coef, same.ppo.steps) == (0.3, 7)
     options = Options(output=tmp_path / "run", overwrite=True, overrides=["model.path=./other"])
     assert options.with_run_recipe(STAGES).load().sft == Config().sft
     assert options.with_run_recipe(("ppo",)).load().sft == load_config().sft  # the others stay
 
 
-def test_output_that_is_no_path_is_refused() -> None:
+def test_a_file_in_the_place_of_a_run_has_no_settings(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^--set output=5: expected a path"):
         Options(overrides=["output=5"]).with_run_recipe(STAGES).load()
-
-
-def test_a_file_in_the_place_of_a_run_has_no_settings(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for folder in (tmp_path / "file", tmp_path / "file" / "run"):
         assert Options(output=folder).with_run_recipe(STAGES).config is None
@@ -88,13 +80,9 @@ def test_a_recipe_that_is_lost_is_written_anew(tmp_path: Path) -> None:
     run.recipe.unlink()
     assert Options(output=run.path).with_run_recipe(("reward",)).load().ppo.kl_coef == 0.3
     assert run.recipe.is_file()
-
-
-def test_a_recipe_that_is_named_counts(tmp_path: Path) -> None:
-    run_stages(config_in(tmp_path / "run"), "sft")
-    own = tmp_path / "own.yaml"
-    own.write_text("seed: 5")
-    assert Options(config=own, output=tmp_path / "run").with_run_recipe(STAGES).load().seed == 5
+    named = tmp_path / "named.yaml"
+    named.write_text("seed: 5")
+    assert Options(config=named, output=run.path).with_run_recipe(STAGES).load().seed == 5
 
 
 def test_resume_with_prefer_none_is_no_difference(tmp_path: Path) -> None:
