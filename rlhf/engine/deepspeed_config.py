@@ -129,6 +129,9 @@ def build_deepspeed_config(
     Args:
         trained: the number of parameters that are trained; 0 if it is frozen.
     """
+    precision_section, window = precision.deepspeed_config(), placement.engine.loss_scale_window
+    if precision.loss_scaling and window is not None:
+        precision_section[precision.name] = {**precision_section[precision.name], "loss_scale_window": window}
     ours = {
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": accumulation,
@@ -139,7 +142,7 @@ def build_deepspeed_config(
         "steps_per_print": 10**9,
         **({"gradient_clipping": max_grad_norm} if max_grad_norm else {}),
         **_sum_in_float32(placement, precision, accumulation),
-        **_build_precision_section(placement, precision),
+        **precision_section,
     }
     settings = _use_aliases(placement.engine.deepspeed)
     _pop_managed(settings)
@@ -169,14 +172,6 @@ def _build_zero_section(placement: ModelPlacement, accelerator: Accelerator, tra
         names = ("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size")
         zero |= {f"stage3_{name}": 0 for name in names}
     return zero
-
-
-def _build_precision_section(placement: ModelPlacement, precision: Precision) -> dict[str, Any]:
-    """Return the settings of the compute precision and of loss scaling."""
-    section, window = precision.deepspeed_config(), placement.engine.loss_scale_window
-    if precision.loss_scaling and window is not None:
-        section[precision.name] = {**section[precision.name], "loss_scale_window": window}
-    return section
 
 
 def _sum_in_float32(placement: ModelPlacement, precision: Precision, accumulation: int) -> dict[str, Any]:

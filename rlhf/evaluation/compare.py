@@ -43,9 +43,6 @@ class ModelOutputs:
     """The completions of one model: the samples of the first prompt, then those of the second, and so on.
 
     Attributes:
-        name: the user's name for the model.
-        ids: token ids of each completion.
-        texts: text of each completion.
         truncated: True for completions that did not end within `max_tokens`.
         log_ratios: log p(completion) under this model minus that under the first one, in nats; None for the first
             model, or for the reason in `no_ratios`.
@@ -107,16 +104,8 @@ def compare_models(
 ) -> Comparison:
     """Generate `samples` completions of each prompt with each model, and score them with the reward model.
 
-    The first model is loaded last, because it also reads the completions of the others.
-
-    Args:
-        models: names of the models.
-        rows: rows with prompts.
-        settings: settings of generation.
-        config: decides if the models' code may run, and which tokenizer replaces the models'.
-        device: the device of all models.
-        reward_model: name of the reward model, or None.
-        samples: number of completions per prompt.
+    The first model is loaded last, because it also reads the completions of the others. The settings of `config.model`
+    decide if the models' code may run, and which tokenizer replaces the models'.
 
     Raises:
         ConfigError: a model is named twice.
@@ -286,12 +275,7 @@ _GRAMS = (1, 2, 3)
 
 
 def compute_statistics(comparison: Comparison, best_of: Sequence[int] = ()) -> dict[str, Any]:
-    """Return all numbers of a comparison, as docs/metrics.md defines them.
-
-    Args:
-        comparison: the comparison.
-        best_of: values of n for best-of-n, at most the number of samples.
-    """
+    """Return all numbers of a comparison, as docs/metrics.md defines them, for each n of `best_of` too."""
     first, *others = comparison.columns
     sampling = comparison.settings.sampling
     statistics: dict[str, Any] = {

@@ -30,14 +30,7 @@ Done = Callable[[int], None]
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """The settings of generation, the same for each model.
-
-    Attributes:
-        sampling: temperature, top-k and top-p.
-        max_tokens: maximum length of a completion in tokens, its end included.
-        batch_size: maximum number of rows of a batch.
-        seed: seed of the samples.
-    """
+    """The settings of generation, the same for each model; a completion has `max_tokens` tokens, its end included."""
 
     sampling: SamplingConfig
     max_tokens: int

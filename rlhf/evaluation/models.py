@@ -162,10 +162,7 @@ class EvaluatedModel:
     Attributes:
         name: the user's name for the model.
         folder: its folder or hub name.
-        device: the device that it is on.
         module: a language model of transformers, or a `rlhf.models.forward.ScalarHead`.
-        tokenizer: its tokenizer.
-        prompt_format: format of its prompts.
         end_ids: tokens that end a reply.
         max_length: maximum length of a row in tokens.
     """
@@ -221,14 +218,10 @@ class RewardModel(EvaluatedModel):
 
 
 def load_language_model(path: Path | str, config: Config, device: EvaluationDevice) -> LanguageModel:
-    """Load a causal language model.
+    """Load the causal language model of a run (its last policy), a model's folder, or a hub name.
 
-    A lone adapter is merged into the model that it names.
-
-    Args:
-        path: a run (its last policy), a model's folder, or a hub name.
-        config: decides if the model's code may run, and which tokenizer replaces the model's.
-        device: the device to load it onto.
+    A lone adapter is merged into the model that it names. The settings of `config.model` decide if the model's code may
+    run, and which tokenizer replaces the model's.
 
     Raises:
         RunError, ModelError: there is no such model, or it is not a language model.
@@ -257,10 +250,7 @@ def load_language_model(path: Path | str, config: Config, device: EvaluationDevi
 def load_reward_model(path: Path | str, config: Config, device: EvaluationDevice) -> RewardModel:
     """Load a reward model: a sequence classifier of transformers with one output, or one of DeepSpeed-Chat.
 
-    Args:
-        path: a run (its reward stage), a model's folder, or a hub name.
-        config: decides if the model's code may run, and which tokenizer replaces the model's.
-        device: the device to load it onto.
+    It is that of a run (its reward stage), of a model's folder, or of a hub name; `config` as in `load_language_model`.
 
     Raises:
         RunError, ModelError: there is no such model, or it is not a reward model.

@@ -49,15 +49,7 @@ class PairScores(NamedTuple):
 def measure_pairs(
     judge: RewardModel, rows: EvaluationRows, config: Config, *, batch_size: int, bins: int, show: bool = False
 ) -> Measurement:
-    """Score all pairs that the model can read, in the order of the rows.
-
-    Args:
-        judge: the reward model.
-        rows: the rows.
-        config: settings with length limits.
-        batch_size: maximum number of replies of a batch.
-        bins: number of confidence bins of the calibration.
-        show: show progress bars.
+    """Score all pairs that the model can read, in the order of the rows; calibration has `bins` bins of confidence.
 
     Raises:
         DataError: the model can read no pair.
@@ -143,12 +135,7 @@ def brier_score(margins: Sequence[float]) -> float:
 
 
 def log_loss(margins: Sequence[float], scale: float = 1.0) -> float:
-    """Return the mean of -log P(the better reply), in nats; log 2 for a coin.
-
-    Args:
-        margins: score differences of the pairs.
-        scale: factor of the margins.
-    """
+    """Return the mean of -log P(the better reply), in nats, for margins times `scale`; log 2 for a coin."""
     return fmean(_softplus(-margin * scale) for margin in margins)
 
 

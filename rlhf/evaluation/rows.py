@@ -105,14 +105,7 @@ def encode_examples(
     """Return (the examples of the rows for `model`, a report on rows that are left out).
 
     Prompts and ends of replies have the format of the model's training. Length limits of the settings apply; without
-    them the model's maximum length does.
-
-    Args:
-        source_rows: the rows.
-        config: settings with length limits.
-        model: the model.
-        fits: leave out rows that exceed the model's maximum length.
-        show: show the progress of long reads.
+    them the model's maximum length does. With `fits`, rows that exceed that length in whole are left out.
 
     Raises:
         DataError: no row is usable.

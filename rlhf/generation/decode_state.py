@@ -46,11 +46,7 @@ class DecodeOptions:
     """The settings of sampling, and of the device's steps.
 
     Attributes:
-        eos_ids: tokens that end a completion.
-        pad_id: token of the padding.
         length: maximum length of a completion in tokens.
-        sampling: temperature, top-k and top-p.
-        rank_group: the ranks that generate together.
         eager: operators run eagerly, so a new shape costs nothing.
     """
 

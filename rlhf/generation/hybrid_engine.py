@@ -87,10 +87,7 @@ def check_generation_model(model: Any, ppo: PPOConfig, ranks: int) -> None:
 def choose_rank_group(engine: TrainingEngine, config: Config, *, say: Callable[[str], None]) -> SingleRank:
     """Return the ranks that generate together with this one; the same choice on all ranks.
 
-    Args:
-        engine: engine of the policy.
-        config: settings of the run.
-        say: prints a line if rollouts do not have the whole weights.
+    It says so in a line if rollouts do not have the whole weights.
 
     Raises:
         ConfigError: as `check_generation_model`.
@@ -129,10 +126,6 @@ def generation_mode(engine: TrainingEngine, rank_group: SingleRank | None = None
     ZeRO-3 gathers each layer when it is needed, with the adapters separate. A tensor-parallel group makes a second
     model, of which each rank holds a part. If the device reads weights fastest in a special layout, they have it in
     this block.
-
-    Args:
-        engine: engine of the policy.
-        rank_group: the ranks that generate together; None: this rank alone.
     """
     from rlhf.generation.rank_groups import LockstepRanks, TensorParallelGroup
     from rlhf.generation.tensor_parallel import split_model

@@ -136,8 +136,8 @@ def advise(
 
     Args:
         config: settings of the run.
-        stage: the stage.
-        phase: the phase of it.
+        stage: the stage that ran out of memory.
+        phase: its phase.
         environment: `unified_memory` also if there is no host memory to offload to.
         best_precision: the precision that the device would take by default.
         started: the stage has a checkpoint, and continues with the settings it was started with.

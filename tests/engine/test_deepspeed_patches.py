@@ -6,8 +6,6 @@ A test named `test_upstream_...` fails once DeepSpeed has fixed the fault; then 
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -18,7 +16,6 @@ from rlhf.engine.engine import TrainingEngine
 from rlhf.errors import DependencyError
 from tests.engine.engines import IDS, accepted_fp16, build, scaled, step
 from tests.engine.engines import loss as plain_loss
-from tests.helpers import user_environment
 
 RATE, BETAS, EPSILON, DECAY = 1e-2, (0.9, 0.95), 1e-8, 0.1
 
@@ -192,7 +189,7 @@ def test_upstream_releases_gathered_weights_after_each_layer(accelerator):
         assert not all(parameter.numel() for parameter in parameters)
 
 
-def test_upstream_keeps_its_process_group_after_torchs():
+def test_upstream_keeps_its_process_group_after_torchs(forks):
     code = """
 import accelerators
 from rlhf.engine import deepspeed_patches, distributed
@@ -204,4 +201,5 @@ assert comm.cdb is not None
 clear()
 assert comm.cdb is None
 """
-    subprocess.run([sys.executable, "-c", code], check=True, env=user_environment())
+    done = forks.python("-c", code, timeout=60)
+    assert done.returncode == 0, done.stderr
