@@ -104,21 +104,17 @@ def check_precision(accelerator: Accelerator) -> None:
 
 
 def _check_offer(accelerator: Accelerator, operation: str, support: Support) -> None:
+    kernels = accelerator.kernels
     try:
-        kernel = accelerator.kernels.get(operation)
-        now = accelerator.kernels.capabilities()[operation]
-        replaced = now.implementation != support.implementation  # its factory failed, and the next one was taken
-        problem = _refusal(accelerator, operation, support) if replaced else _problem(accelerator, operation, kernel)
+        kernel = kernels.get(operation)
+        if kernels.capabilities()[operation].implementation == support.implementation:
+            problem = _problem(accelerator, operation, kernel)
+        else:  # its factory failed, and the next one was taken
+            reasons = {candidate.name: refusal.reason for candidate, refusal in kernels.candidates(operation)}
+            problem = reasons[support.implementation]
     except Exception as error:
         problem = f"its factory or its result failed ({type(error).__name__}: {error})"
     assert not problem, f"{operation} ({support.implementation}) is reported as supported, but {problem}"
-
-
-def _refusal(accelerator: Accelerator, operation: str, support: Support) -> str:
-    """Return why the implementation that was reported as supported is refused now."""
-    candidates = accelerator.kernels.candidates(operation)
-    refusals = {candidate.name: refusal.reason for candidate, refusal in candidates if not refusal.ok}
-    return refusals.get(support.implementation, "kernels.get() returns another")
 
 
 def _problem(accelerator: Accelerator, operation: str, kernel: Any) -> str:

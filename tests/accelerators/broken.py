@@ -93,17 +93,7 @@ def first_memory(self):
     return self.first
 
 
-def largest_memory(self):
-    memory = CPU.memory(self)
-    self.largest = max(getattr(self, "largest", 0), memory.allocated)
-    return replace(memory, allocated=self.largest, peak=max(self.largest, memory.peak))
-
-
 # execution
-
-
-def counting_boundary(self, tag):
-    self.compiled = getattr(self, "compiled", 0) + 1
 
 
 def replaying_first_call(self, fn, key):
@@ -112,17 +102,6 @@ def replaying_first_call(self, fn, key):
     def replay(x):
         first[:] = first or [x]
         return checked(first[0])
-
-    return replay
-
-
-def overwriting_results(self, fn, key):
-    checked, tensors = CPU.capture(self, fn, key), {}
-
-    def replay(x):
-        for name, value in checked(x).items():
-            tensors.setdefault(name, torch.empty_like(value)).copy_(value)
-        return dict(tensors)
 
     return replay
 
@@ -214,14 +193,6 @@ class Truncated(QuantizedWeights):
         return tensors | {"values": tensors["values"] - 1} if kind == "int8" else tensors
 
 
-class Dense(QuantizedWeights):
-    def pack(self, weight, kind):
-        return {"weight": weight}
-
-    def unpack(self, tensors, dtype=torch.float32):
-        return tensors["weight"].to(dtype)
-
-
 class Detached(QuantizedWeights):
     def multiply(self, inputs, tensors):
         return self.product(inputs.detach(), tensors).requires_grad_()
@@ -248,17 +219,6 @@ def leaving_a_forward(module, keep):
         layer.forward = forward
 
     return restore_all_but_one
-
-
-def restored_in_8_bits(module, keep):
-    restore = packed.prepare(module, keep)
-
-    def restore_rounded():
-        restore()
-        for parameter in module.parameters():
-            parameter.data = parameter.data.to(torch.float8_e5m2).to(parameter.dtype)
-
-    return restore_rounded
 
 
 def packed_once() -> Callable[..., Any]:
@@ -306,7 +266,6 @@ BROKEN: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "types": [
         ("pins_memory() returns 'no', expected bool", {"pins_memory": lambda self: "no"}),
         ("dist_backend() returns 'hcll', expected one of torch's: ", {"dist_backend": lambda self: "hcll"}),
-        ("absent names graph_captur, expected some of adamw, ", {"absent": {"graph_captur": "none here"}}),
     ],
     "operations": [
         (
@@ -323,10 +282,6 @@ BROKEN: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("bucket(513) is 512, expected at least 513", with_buckets(lambda n: min(n, 512))),
     ],
     "precision": [
-        (
-            "dtype of bf16 is torch.float32, expected torch.bfloat16",
-            with_precision(bf16=lambda self: Precision(torch.float32, "bf16", "nearly")),
-        ),
         (
             "precision('bf16').deepspeed_config() enables nothing, expected ['bf16']",
             with_precision(bf16=lambda self: SilentPrecision(torch.bfloat16, "bf16", "yes")),
@@ -347,17 +302,12 @@ BROKEN: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "random-numbers": [
         ("seed(7) twice: other samples of Python", {"seed": lambda self, n: torch.manual_seed(n)}),
         (
-            "set_rng_state(rng_state()): other samples of torch on the CPU",
-            {"set_rng_state": lambda self, state: random.setstate(state["python"])},
-        ),
-        (
             "torch.load(weights_only=True) does not read a saved rng_state()",
             {"rng_state": lambda self: CPU.rng_state(self) | {"generator": random.Random(1)}},
         ),
     ],
     "memory": [
         ("memory().allocated grew by 0 MiB with a block of 128 MiB", {"memory": first_memory}),
-        ("memory().allocated fell by 0 MiB when a block of 128 MiB was freed", {"memory": largest_memory}),
     ],
     "out-of-memory": [
         (
@@ -378,23 +328,11 @@ BROKEN: dict[str, list[tuple[str, dict[str, Any]]]] = {
             "step_boundary runs aten.zeros.default; expected nothing",
             {"step_boundary": lambda self, tag: torch.zeros(1)},
         ),
-        (
-            "step_boundary changes the state of a random number generator",
-            {"step_boundary": lambda self, tag: random.random()},
-        ),
-        (
-            "step_boundary compiles a graph; expected nothing",
-            {"step_boundary": counting_boundary, "compilations": lambda self: getattr(self, "compiled", 0)},
-        ),
     ],
     "capture": [
         (
             "call 2 of 5 of a captured function, a function of its input: differs by",
             {"capture": replaying_first_call},
-        ),
-        (
-            "call 1 of 5 of a captured function, a function of its input, read after the last",
-            {"capture": overwriting_results},
         ),
     ],
     "capture-refusal": [
@@ -452,7 +390,6 @@ BROKEN: dict[str, list[tuple[str, dict[str, Any]]]] = {
             "192 x 128: a number comes back more than half a step off",
             with_kernel("quantized_weights", Truncated()),
         ),
-        ("192 x 128 take 98304 bytes, expected at most", with_kernel("quantized_weights", Dense())),
         ("the product has no gradient to its inputs", with_kernel("quantized_weights", Detached())),
         (
             "int4 weights of 'fast', 192 x 128, 1 rows: the product: differs",
@@ -463,10 +400,6 @@ BROKEN: dict[str, list[tuple[str, dict[str, Any]]]] = {
         (
             "keep=True): its restore leaves 1.gate_proj.forward changed",
             with_kernel("inference_weights", leaving_a_forward),
-        ),
-        (
-            "keep=True): restored, 0.weight is not what it was",
-            with_kernel("inference_weights", restored_in_8_bits),
         ),
         ("keep=True): logits of 1 rows: differs by", with_kernel("inference_weights", packed_once())),
         ("logits of token 1 after the prompts: differs by", with_kernel("inference_weights", unmasked_decoding)),

@@ -74,7 +74,7 @@ def test_results_are_not_overwritten_by_later_calls():
     assert [result.tolist() for result in results] == [[1, 2], [2, 4], [3, 6], [4, 8]]
 
 
-def test_an_argument_that_is_returned_is_no_part_of_the_recording():
+def test_returned_argument_is_no_part_of_the_recording():
     graph = recorded(lambda x: x)
     first = torch.tensor([5.0, 6.0])
     result = graph(first)
@@ -149,7 +149,7 @@ WAITING = {
 
 @pytest.mark.parametrize("fn", WAITING.values(), ids=WAITING)
 @pytest.mark.parametrize("wrap", [checked, lambda fn, key: Graph(fn, key, replaying.record)], ids=["checked", "graph"])
-def test_exchange_with_the_host_is_refused_on_the_first_call_with_its_line(fn, wrap):
+def test_exchange_with_the_host_is_refused_with_its_line(fn, wrap):
     line = fn.__code__.co_firstlineno
     with pytest.raises(CaptureError, match=rf"step .*test_capture\.py:{line}\)"):
         wrap(fn, "step")(X)

@@ -91,7 +91,7 @@ def test_a_file_is_compiled_once(source, compiling, kept):
 
 
 @needs_compiler
-def test_another_source_header_compiler_or_processor_is_compiled_anew(source, compiling, kept, monkeypatch, tmp_path):
+def test_another_source_header_or_compiler_is_compiled_again(source, compiling, kept, monkeypatch, tmp_path):
     def number() -> int:
         compiler.compiled.cache_clear()
         return compiler.compiled("number.c").number()
@@ -186,7 +186,7 @@ def test_being_asked_draws_no_random_numbers(module):
 
 
 @needs_processor
-def test_threads_of_another_openmp_are_not_mixed_with_those_of_torch(monkeypatch):
+def test_another_openmp_than_torchs_is_refused(monkeypatch):
     functions = SimpleNamespace(omp_get_max_threads=lambda: torch.get_num_threads() - 1)
     monkeypatch.setattr(decode, "_functions", lambda: functions)
     threads = torch.get_num_threads()

@@ -62,7 +62,7 @@ def test_bf16_where_the_processor_has_it_and_fp32_elsewhere(cpu, processor, flag
         ("avx512f", "fp8", "not known; use auto, bf16, fp16 or fp32"),
     ],
 )
-def test_an_unsupported_precision_is_an_error_with_reason_and_remedy(cpu, processor, flags, wish, reason):
+def test_unsupported_precision_is_an_error_with_remedy(cpu, processor, flags, wish, reason):
     processor(flags)
     with pytest.raises(AcceleratorError, match=reason):
         cpu.precision(wish)
@@ -108,7 +108,7 @@ def test_a_missing_kernel_is_none_or_an_error_with_the_reason(cpu):
         cpu.kernels.get("graph_capture", required=True)
 
 
-def test_the_supported_implementation_with_the_highest_priority_wins(cpu):
+def test_supported_implementation_of_highest_priority_wins(cpu):
     def offered(name: str, priority: int, ok: bool = True) -> KernelImpl:
         support = Support(ok, "too old" if not ok else "")
         return KernelImpl(
@@ -129,7 +129,7 @@ def test_the_supported_implementation_with_the_highest_priority_wins(cpu):
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="what is freed is kept with glibc alone")
-def test_memory_of_tensors_stays_for_the_next_ones_until_it_is_asked_for(cpu):
+def test_freed_memory_stays_until_the_cache_is_emptied(cpu):
     tensors = [torch.ones(16 << 20) for _ in range(3)]  # 192 MiB; each large enough for a separate mapping
     in_use = cpu.memory().allocated
     del tensors

@@ -18,7 +18,7 @@ def gpu():
 
 
 @needs_gpu
-def test_a_cuda_graph_changes_the_state_of_its_function_once_a_call(gpu):
+def test_cuda_graph_changes_its_state_once_a_call(gpu):
     total = torch.zeros(2, device=gpu.device())
     step = gpu.capture(lambda x: total.add_(x) * 2, key="step")
     results = [step(torch.full((2,), float(n), device=gpu.device())).tolist() for n in range(1, 6)]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, StaticCache
 
 from accelerators.backends.cpu import attention as cpu_attention
 from accelerators.backends.cpu.kernels import compiler, decode
@@ -96,16 +96,6 @@ def prompts(rows: int, columns: int = PROMPT) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-class Whole:
-    """A cache of transformers."""
-
-    def __init__(self, cache: Any) -> None:
-        self.cache = cache
-
-    def show(self, rows: int, first: int, tokens: int) -> None:
-        pass
-
-
 class Viewed:
     """Rlhf's: parts of longer buffers, of which the last row leaves on the way; or buffers that grow by fours."""
 
@@ -117,12 +107,6 @@ class Viewed:
         self.cache.show(rows, columns, torch.arange(first, first + tokens), first)
 
 
-def cache_of(kind: str, config: Any, length: int) -> Any:
-    if kind in ("viewed", "grown"):
-        return Viewed(config, length, kind == "grown")
-    return Whole(DynamicCache(config=config) if kind == "dynamic" else StaticCache(config=config, max_cache_len=length))
-
-
 @torch.no_grad()
 def logits_of(model: Any, given: tuple[Tensor, Tensor], kind: str = "viewed", leaves: bool = False) -> Tensor:
     """[STEPS + 1, rows, vocabulary] in float64: of the prompts, then of a token at a time.
@@ -131,7 +115,7 @@ def logits_of(model: Any, given: tuple[Tensor, Tensor], kind: str = "viewed", le
     """
     ids, mask = given
     columns, rows = mask.shape[1], len(ids)
-    view = cache_of(kind, model.config, columns + STEPS + 3)
+    view = Viewed(model.config, columns + STEPS + 3, kind == "grown")
     positions, found = (mask.cumsum(1) - 1).clamp(min=0), []
     for first, last in [(0, columns), *((column, column + 1) for column in range(columns, columns + STEPS))]:
         if leaves and first > columns:
@@ -188,11 +172,10 @@ def test_layers_narrower_or_wider_than_their_heads(inner, hidden):
     check(model_of(hidden_size=hidden, intermediate_size=inner, num_hidden_layers=1), prompts(18))
 
 
-@pytest.mark.parametrize(("kind", "decoded"), [("viewed", STEPS), ("grown", STEPS), ("dynamic", 0), ("static", 0)])
-def test_caches_that_say_where_a_token_goes_and_others(kind, decoded, calls):
-    """Parts of longer buffers, and buffers that are replaced; transformers' say nothing."""
+@pytest.mark.parametrize("kind", ["viewed", "grown"])
+def test_decoding_into_parts_of_buffers_or_growing_ones(kind, calls):
     check(model_of(), prompts(5), kind)
-    assert calls["decode"] == decoded
+    assert calls["decode"] == STEPS
     assert calls["linear"]
 
 
@@ -294,7 +277,7 @@ class OneColumn:
 
 
 @torch.no_grad()
-def test_positions_and_masks_of_other_kinds_take_the_layers_own_way(calls):
+def test_other_positions_and_masks_are_left_to_the_layers(calls):
     layer = model_of().model.layers[0]
     hidden, added = torch.randn(3, 1, 96, dtype=torch.bfloat16), torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16)
     kinds = [(32, None, 1), (32, added, 1), (32, added.expand(3, -1, -1, -1), 1)]  # one angle, one mask for all rows
@@ -439,7 +422,7 @@ def test_any_number_of_threads_gives_the_same_bits():
 
 
 @pytest.mark.parametrize("zero_stage", [0, 3])
-def test_training_after_rollouts_is_bit_for_bit_that_without_the_operation(accelerator, calls, monkeypatch, zero_stage):
+def test_training_after_rollouts_is_unchanged_bit_for_bit(accelerator, calls, monkeypatch, zero_stage):
     def made(vocabulary: int) -> Any:
         torch.manual_seed(0)
         return model_of()

@@ -97,13 +97,6 @@ def test_backend_method_fails_names_plugin(created, case):
     assert isinstance(raised.value.__cause__, cause or SystemExit)
 
 
-def test_built_in_backend_fails_unchanged(monkeypatch):
-    monkeypatch.setattr(CPU, "memory", raises(KeyError("ours")))
-    monkeypatch.setattr(CPU.memory, "__module__", "accelerators.backends.cpu.backend")
-    with pytest.raises(KeyError):
-        select("cpu", environ={}).create().memory()
-
-
 def test_backend_refusal_stays_unchanged(created):
     with pytest.raises(AcceleratorError, match=r"^no fp16 here; use fp32$") as raised:
         created(precision=raises(AcceleratorError("no fp16 here; use fp32"))).precision("fp16")
@@ -154,21 +147,15 @@ class Loud(RuntimeError):
     """An error that the plugin itself catches."""
 
 
-def guarded(self, ask=lambda self: self.info()):
+def guarded(self):
     try:
-        ask(self)
+        self.info()
     except Loud:
         return Memory(1, 2, 3)
 
 
-def in_thread(self):
-    with ThreadPoolExecutor(1) as threads:
-        return guarded(self, lambda self: threads.submit(self.info).result())
-
-
-@pytest.mark.parametrize("memory", [guarded, in_thread])
-def test_plugin_may_catch_its_own_errors(created, memory):
-    accelerator = created(info=raises(Loud("not yet")), memory=memory)
+def test_plugin_may_catch_its_own_errors(created):
+    accelerator = created(info=raises(Loud("not yet")), memory=guarded)
     assert accelerator.memory() == Memory(1, 2, 3)
     with pytest.raises(PluginError):
         accelerator.info()
@@ -375,9 +362,7 @@ class Step:
 FORMS = {
     "method": lambda step: step.method,
     "decorated": lambda step: step.decorated,
-    "object": lambda step: step,
     "partial": lambda step: functools.partial(Step.method, step),
-    "function": lambda step: lambda: step(),
 }
 
 
@@ -392,14 +377,6 @@ def test_error_of_captured_function_stays_unchanged(created, form, capture):
     step = Step()
     with pytest.raises(KeyError) as raised:
         created(capture=capture).capture(FORMS[form](step), key="step")()
-    assert raised.value is step.error
-
-
-@pytest.mark.parametrize("capture", [at_once, wrapped, replayed])
-def test_error_of_function_in_recorder_kernel_stays_unchanged(created, capture):
-    step, recorder = Step(), functools.partial(capture, None)
-    with pytest.raises(KeyError) as raised:
-        created([fast("graph_capture", recorder)]).capture(step.method, key="step")()
     assert raised.value is step.error
 
 
@@ -418,11 +395,6 @@ def test_plugin_may_compile_captured_function(created):
 def test_capture_error_reaches_trainers(created):
     with pytest.raises(CaptureError):
         created(capture=by_super).capture(lambda: torch.ones(1).item(), key="step")()
-
-
-def test_function_that_is_not_recorded_is_returned_itself(created):
-    step = Step().method
-    assert created(capture=lambda self, fn, key: fn).capture(step, key="step") is step
 
 
 # values

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from accelerators import AcceleratorError, CaptureError, ShapePolicy
+from accelerators import AcceleratorError, ShapePolicy
 from tests.accelerators import habana
-from tests.accelerators.habana import DRIVER
 
 MODES = {"lazy": True, "eager": False}
 
@@ -18,7 +17,7 @@ MODES = {"lazy": True, "eager": False}
 # placement
 
 
-def test_a_rank_opens_its_own_card_and_gets_a_device_without_index(machine):
+def test_rank_opens_a_card_and_gets_a_device_without_index(machine):
     hpu = machine()
     assert (hpu.shape_policy(), hpu.dist_backend()) == (ShapePolicy("static"), "hccl")
     assert hpu.bind(7) == hpu.device() == torch.device("hpu")
@@ -32,32 +31,23 @@ def test_more_ranks_than_cards_are_an_error(machine):
     assert hpu.bridge.calls == []
 
 
-def test_a_card_that_is_taken_is_an_error_with_the_cause_and_the_remedy(machine):
+def test_card_in_use_is_an_error_with_cause_and_remedy(machine):
     with pytest.raises(AcceleratorError, match=r"Device already acquired.*hl-smi shows.*HABANA_VISIBLE_MODULES"):
         machine(free=False).bind(0)
 
 
-def test_a_bridge_that_cannot_be_imported_is_an_error_with_the_cause(machine, monkeypatch):
+def test_bridge_that_cannot_be_imported_is_an_error(machine, monkeypatch):
     hpu = machine()
     monkeypatch.delitem(sys.modules, "habana_frameworks.torch.distributed.hccl")
     with pytest.raises(AcceleratorError, match=r"cannot be imported \(ModuleNotFoundError.*install the one for torch"):
         hpu.bind(0)
 
 
-def test_the_release_of_the_software_is_named(machine, monkeypatch, tmp_path):
-    (tmp_path / "habana_torch_plugin-1.24.1.3.dist-info").mkdir()
-    (tmp_path / "habana_torch_plugin-1.24.1.3.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: habana-torch-plugin\nVersion: 1.24.1.3\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    assert machine("Gaudi2", 8).info().software.endswith(f"driver {DRIVER}, release 1.24.1.3")
-
-
 # synchronization
 
 
 @pytest.mark.parametrize(("mode", "marks"), [("lazy", ["mark_step", "mark_step"]), ("eager", [])])
-def test_boundaries_flush_in_lazy_mode_and_do_nothing_in_eager_mode(machine, mode, marks):
+def test_boundaries_flush_in_lazy_mode_only(machine, mode, marks):
     hpu = machine(lazy=MODES[mode])
     hpu.step_boundary("forward")
     hpu.step_boundary("backward")
@@ -117,14 +107,7 @@ def test_pending_work_is_flushed_before_a_recording_begins(machine, monkeypatch)
     assert hpu.bridge.calls[:2] == ["mark_step", "capture_begin"]
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_step_that_reads_values_is_refused_in_both_modes(machine, mode):
-    captured = machine(lazy=MODES[mode]).capture(lambda x: x * x.sum().item(), key="step")
-    with pytest.raises(CaptureError, match="step reads values of the device on the host"):
-        captured(torch.ones(2))
-
-
-def test_in_eager_mode_a_step_is_compiled_by_gaudis_backend_with_fixed_shapes(machine):
+def test_eager_mode_compiles_a_step_for_fixed_shapes(machine):
     captured = machine().capture(lambda x: x * 2 + 1, key="step")
     before = len(habana.COMPILED)
     for _ in range(3):
@@ -135,13 +118,6 @@ def test_in_eager_mode_a_step_is_compiled_by_gaudis_backend_with_fixed_shapes(ma
     assert (five.shape, five.runs) == ((5,), 1)
 
 
-def test_a_bridge_without_a_compiler_records_nothing_and_says_why(machine, monkeypatch):
-    hpu = machine()
-    monkeypatch.setattr(torch.compiler, "list_backends", lambda exclude_tags: ["inductor"])
-    assert "has not registered hpu_backend" in hpu.kernels.capabilities()["graph_capture"].reason
-    assert hpu.capture(torch.neg, key="step")(torch.ones(1)) == -1
-
-
 @pytest.mark.parametrize(
     ("mode", "used", "other", "reason"),
     [
@@ -149,7 +125,7 @@ def test_a_bridge_without_a_compiler_records_nothing_and_says_why(machine, monke
         ("eager", "torch-compile", "hpu-graphs", "exist in lazy mode only"),
     ],
 )
-def test_each_mode_has_its_recordings_and_says_why_not_the_others(machine, mode, used, other, reason):
+def test_each_mode_has_its_recordings(machine, mode, used, other, reason):
     (best, support), (second, refusal) = machine(lazy=MODES[mode]).kernels.candidates("graph_capture")
     assert (best.name, support.ok) == (used, True)
     assert (second.name, refusal.ok) == (other, False)

@@ -86,7 +86,7 @@ def test_hl_smi_tells_count_chip_and_driver(hl_smi, bridge, chip, peaks):
         ("HL-999", "HL-999"),
     ],
 )
-def test_boards_are_named_by_their_chip_and_unknown_ones_as_they_are(hl_smi, board, model):
+def test_boards_are_named_by_their_chip(hl_smi, board, model):
     hl_smi(f"0, {board}, {DRIVER}\n")
     assert hpu_info.cards().model == model
 
@@ -145,19 +145,6 @@ def test_a_hanging_hl_smi_is_given_up_and_named(hl_smi, monkeypatch):
     assert time.monotonic() - started < 5
 
 
-def test_an_hl_smi_that_cannot_be_started_is_named(tmp_path):
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "hl-smi").write_text("#!/nowhere/sh\n")
-    (tmp_path / "bin" / "hl-smi").chmod(0o755)
-    assert "hl-smi cannot be started (" in hpu_info.probe().reason
-
-
-def test_a_container_without_cards_is_told_what_chose_them(hl_smi, monkeypatch):
-    monkeypatch.setenv("HABANA_VISIBLE_DEVICES", "void")
-    hl_smi("No devices found\n")
-    assert "HABANA_VISIBLE_DEVICES=void chose the cards" in hpu_info.probe().reason
-
-
 @pytest.mark.parametrize("visible", ["", "8"])
 def test_hiding_every_card_is_a_reason(hl_smi, monkeypatch, visible):
     monkeypatch.setenv("HABANA_VISIBLE_MODULES", visible)
@@ -186,9 +173,7 @@ def test_without_hl_smi_a_card_is_there_where_its_file_is(driver, tmp_path, node
 
 
 @pytest.mark.parametrize(("wish", "present"), [(None, True), ("all", True), ("0", True), ("", False)])
-def test_a_card_whose_driver_does_not_answer_is_there_unless_the_user_hides_it(
-    hl_smi, tmp_path, monkeypatch, wish, present
-):
+def test_card_is_present_although_its_driver_does_not_answer(hl_smi, tmp_path, monkeypatch, wish, present):
     hl_smi(errors="driver not loaded\n", code=1)
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "hl0").touch()
@@ -200,7 +185,7 @@ def test_a_card_whose_driver_does_not_answer_is_there_unless_the_user_hides_it(
     assert found.reason == f"hl-smi failed with exit code 1: driver not loaded (cards are present: {tmp_path}/dev/hl0)"
 
 
-def test_visible_cards_are_named_by_their_address_else_by_their_file(driver, bridge, tmp_path, monkeypatch):
+def test_visible_cards_are_named_by_address_or_file(driver, bridge, tmp_path, monkeypatch):
     driver(("GAUDI2", "3"), ("GAUDI2", "4"), ("XDNA", "3"), ("GAUDI2", "5"))
     for number in (0, 1, 2):
         device = tmp_path / "accel" / f"accel{number}" / "device"

@@ -9,6 +9,8 @@ import torch
 
 from accelerators import OPERATIONS, AcceleratorError
 from accelerators.backends.hpu.kernels import FUSED_SDPA
+from accelerators.testing.attention import check_attention
+from accelerators.testing.optimizers import check_adamw, check_clip_grad_norm
 from rlhf.models.forward import model_inputs
 from tests.accelerators import habana
 from tests.families.table import BY_NAME, FAMILIES
@@ -21,7 +23,7 @@ MODES = {"lazy": True, "eager": False}
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("hpex", [(), habana.HPEX])
-def test_fused_kernels_are_used_where_they_can_be_imported_and_torchs_elsewhere(machine, mode, hpex):
+def test_fused_kernels_are_used_if_they_can_be_imported(machine, mode, hpex):
     hpu = machine(lazy=MODES[mode], hpex=hpex)
     used = {operation: support.implementation for operation, support in hpu.kernels.capabilities().items()}
     assert used == {
@@ -41,32 +43,12 @@ def test_fused_kernels_are_used_where_they_can_be_imported_and_torchs_elsewhere(
                 assert "cannot be imported (ModuleNotFoundError: No module named" in support.reason
 
 
+@pytest.mark.parametrize("check", [check_adamw, check_clip_grad_norm, check_attention])
+def test_fused_kernels_pass_the_kit(machine, check):
+    check(machine())
+
+
 OPTIONS = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
-
-
-def stepped(adamw, groups_of) -> list[torch.Tensor]:
-    """Parameters after five steps; `groups_of(parameters)` are the groups that the optimizer is made of."""
-    parameters = [torch.nn.Parameter(torch.linspace(-1, 1, size)) for size in (3, 4, 5)]
-    optimizer = adamw(groups_of(parameters), **OPTIONS)
-    for step in range(5):
-        for parameter in parameters:
-            parameter.grad = torch.full_like(parameter, 0.1 * (step + 1))
-        optimizer.step()
-    return [parameter.detach() for parameter in parameters]
-
-
-@pytest.mark.parametrize(
-    "groups_of",
-    [
-        lambda p: p,
-        lambda p: [{"params": p[:2], "weight_decay": 0.1}, {"params": p[2:], "weight_decay": 0.0}],
-        lambda p: [{"params": p, "weight_decay": 0.1}, {"params": [], "weight_decay": 0.0}],
-    ],
-    ids=["one group", "two groups", "an empty group"],
-)
-def test_the_fused_adamw_takes_the_steps_of_torchs(machine, groups_of):
-    fused = stepped(machine().kernels.get("adamw"), groups_of)
-    torch.testing.assert_close(fused, stepped(torch.optim.AdamW, groups_of))
 
 
 def test_the_fused_adamw_takes_the_shards_of_zero_3_one_by_one(machine):
@@ -85,7 +67,7 @@ def test_the_fused_adamw_takes_the_shards_of_zero_3_one_by_one(machine):
     torch.testing.assert_close(*results)
 
 
-def test_the_steps_of_the_fused_adamw_are_counted_in_its_state_as_in_torchs(machine):
+def test_fused_adamw_counts_steps_in_its_state_as_torch(machine):
     parameter = torch.nn.Parameter(torch.zeros(2))
     parameter.grad = torch.ones(2)
     optimizer = machine().kernels.get("adamw")([parameter], **OPTIONS)
@@ -95,18 +77,6 @@ def test_the_steps_of_the_fused_adamw_are_counted_in_its_state_as_in_torchs(mach
     optimizer.state[parameter]["step"].zero_()  # a set-up step of DeepSpeed's that is to be forgotten
     optimizer.step()
     assert optimizer.state[parameter]["step"] == 1
-
-
-@pytest.mark.parametrize("max_norm", [1.0, 100.0])
-def test_the_fused_clipping_gives_the_norm_and_gradients_of_torchs(machine, max_norm):
-    results = []
-    for clip in (machine().kernels.get("clip_grad_norm"), torch.nn.utils.clip_grad_norm_):
-        parameters = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2, 2))]
-        for parameter in parameters:
-            parameter.grad = torch.full_like(parameter, 3.0)
-        norm = clip(iter(parameters), max_norm)
-        results.append([norm, *(parameter.grad for parameter in parameters)])
-    torch.testing.assert_close(*results)
 
 
 def test_the_clippings_limit_is_copied_to_the_card_once(machine):
@@ -133,33 +103,6 @@ def attention(name: str):
     return AttentionInterface()[name]
 
 
-def masks() -> dict[str, torch.Tensor | None]:
-    """Masks for rows of 6 tokens; the second begins with two of padding, whose own rows are not compared."""
-    allowed = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
-    allowed[1, ..., :2] = False
-    added = torch.zeros(2, 1, 6, 6).masked_fill(~allowed, torch.finfo(torch.float32).min)
-    return {"none": None, "boolean": allowed, "added": added, "per head": added.expand(2, 4, 6, 6)}
-
-
-@pytest.mark.parametrize("groups", [4, 2, 1], ids=["as many", "grouped", "one"])
-@pytest.mark.parametrize("mask", masks())
-@pytest.mark.parametrize(("length", "scaling"), [(6, None), (6, 0.3), (1, None)])
-def test_the_fused_attention_computes_what_torchs_does(machine, groups, mask, length, scaling):
-    """All queries, or the last one alone, as in a step of decoding."""
-    torch.manual_seed(0)
-    query, key, value = torch.randn(2, 4, length, 8), torch.randn(2, groups, 6, 8), torch.randn(2, groups, 6, 8)
-    mask = None if masks()[mask] is None else masks()[mask][:, :, -length:]
-    module = SimpleNamespace(is_causal=True, num_key_value_groups=4 // groups)
-    arguments = (module, query, key, value, mask)
-    fused, weights = attention(machine().kernels.get("attention"))(*arguments, scaling=scaling)
-    expected, _ = attention("sdpa")(*arguments, scaling=scaling)
-    assert weights is None
-    assert fused.shape == (2, length, 4, 8)
-    torch.testing.assert_close(fused[0], expected[0])
-    torch.testing.assert_close(fused[1, 2:], expected[1, 2:])
-    assert fused.isfinite().all()
-
-
 @pytest.mark.parametrize("feature", ["softcap", "s_aux", "position_bias"])
 def test_what_the_fused_attention_lacks_is_refused_not_left_out(machine, feature):
     query = torch.randn(1, 2, 6, 8)
@@ -178,7 +121,7 @@ def test_what_the_fused_attention_lacks_is_refused_not_left_out(machine, feature
         ("Mpt", "FusedSDPA has no position_bias"),
     ],
 )
-def test_a_model_that_needs_more_than_the_fused_attention_has_is_told_by_its_configuration(machine, family, refusal):
+def test_models_beyond_the_fused_attention_are_refused(machine, family, refusal):
     import transformers
 
     hpu = machine()
@@ -188,7 +131,7 @@ def test_a_model_that_needs_more_than_the_fused_attention_has_is_told_by_its_con
 
 
 @pytest.mark.parametrize("name", [family.name for family in FAMILIES if family.attention(FUSED_SDPA) == "fused"])
-def test_a_family_computes_with_the_fused_attention_what_it_computes_eagerly(machine, name):
+def test_fused_attention_gives_a_family_its_eager_logits(machine, name):
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     family, fused = BY_NAME[name], machine().kernels.get("attention")

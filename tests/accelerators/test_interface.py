@@ -19,7 +19,7 @@ from tests.accelerators.fake_plugins import fast
 # what trainers ask for
 
 
-def test_the_operations_that_no_trainer_asks_for_are_those_marked_so():
+def test_trainers_ask_for_every_operation():
     sources = [path.read_text() for path in (Path(__file__).parents[2] / "rlhf").rglob("*.py")]
     asked = {operation for source in sources for operation in re.findall(r'\.kernels\.get\(\s*"(\w+)"', source)}
     if any(re.search(r"\baccelerator\.capture\b", source) for source in sources):
@@ -76,7 +76,7 @@ def test_a_named_implementation_is_taken_and_no_other():
     assert cpu.kernels.capabilities()["adamw"].implementation == "torch-fused"
 
 
-def test_an_implementation_that_cannot_be_used_is_refused_with_its_reason():
+def test_chosen_implementation_is_refused_with_its_reason():
     cpu = CPU()
     cpu.kernels.add([fast("attention", "swift", supported=lambda accelerator: Support(False, "too slow"))])
     with pytest.raises(AcceleratorError, match="attention: fast cannot be used on cpu: too slow"):
@@ -94,7 +94,7 @@ class Recorder(CPU):
 
 
 @pytest.mark.parametrize("backend", [CPU, Recorder])
-def test_where_no_recording_is_chosen_a_function_runs_as_it_is_and_the_report_says_so(backend):
+def test_function_runs_unchanged_if_no_recording_is_chosen(backend):
     accelerator = backend()
     accelerator.kernels.choose("graph_capture", "none")
 

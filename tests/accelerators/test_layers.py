@@ -116,7 +116,7 @@ def test_what_is_no_number_is_seen(wrong):
 
 
 @pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])
-def test_a_norm_keeps_its_input_and_float32_scales_and_a_gate_what_flows_in(default):
+def test_norm_and_gate_save_only_their_inputs(default):
     kept: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def test_a_frozen_weight_gets_no_gradient_and_passes_one_on(threads):
     torch.testing.assert_close(hidden.grad.double(), x.grad, rtol=0.01, atol=0.01 * x.grad.abs().max().item())
 
 
-def test_other_numbers_other_layers_and_outlines_are_computed_as_before():
+def test_other_dtypes_layers_and_outlines_are_unchanged():
     plain, fused = model_of("llama", torch.float32), model_of("llama", torch.float32)
     fuse(fused)
     ids = torch.arange(1, 13).view(2, 6)

@@ -64,7 +64,7 @@ def _entry_point(distribution: str, offer: AcceleratorSpec | BaseException) -> S
         ("a", "auto", "b", "a"),
     ],
 )
-def test_the_command_line_goes_before_the_environment_before_the_config(installed, cli, env, config, chosen):
+def test_command_line_precedes_environment_precedes_config(installed, cli, env, config, chosen):
     installed(one=backend("a"), two=backend("b"), three=backend("best", priority=9))
     assert select(cli, config, {"RLHF_ACCELERATOR": env} if env else {}).name == chosen
 
@@ -111,7 +111,7 @@ def test_the_cpu_is_not_taken_in_place_of_a_device_that_is_there(installed):
     assert select(environ={"RLHF_ACCELERATOR": "cpu"}).name == "cpu"
 
 
-def test_a_device_that_cannot_be_used_does_not_stand_in_the_way_of_one_that_can(installed):
+def test_unusable_device_does_not_hide_a_usable_one(installed):
     installed(rlhf=backend("cpu"), one=backend("a", ok=False, present=True), two=backend("b", priority=5))
     assert select(environ=NOTHING).name == "b"
 
@@ -139,7 +139,7 @@ def test_two_backends_that_claim_one_device_are_both_named(installed):
         {"one": backend("a", priority=5), "two": backend("b", **PAIR), "three": backend("c", **PAIR)},
     ],
 )
-def test_only_a_claim_to_the_best_ones_device_by_one_that_could_run_is_ambiguous(installed, others):
+def test_only_claims_to_the_best_backends_device_are_ambiguous(installed, others):
     installed(rlhf=backend("cpu"), **others)
     assert select(environ=NOTHING).name == "a"
 
@@ -195,7 +195,7 @@ def test_reports_come_best_first(installed):
         ("npu_plugin_entry", ["npu", "cpu"]),
     ],
 )
-def test_the_allowlist_names_distributions_or_entry_points_and_keeps_the_built_in(installed, allowlist, names):
+def test_allowlist_names_distributions_or_entry_points(installed, allowlist, names):
     installed(rlhf=backend("cpu"), npu_plugin=backend("npu", priority=9), tpu_plugin=backend("tpu", priority=8))
     assert [report.name for report in available({"RLHF_PLUGINS": allowlist})] == names
 
@@ -206,7 +206,7 @@ def test_an_allowlist_that_names_a_missing_plugin_is_reported(installed):
         select(environ={"RLHF_PLUGINS": "typo"})
 
 
-def test_the_choice_is_exported_with_the_backends_variables_and_the_users_win(installed):
+def test_choice_is_exported_with_the_backends_variables(installed):
     installed(one=backend("a", env={"MODE": "eager", "CACHE": "/tmp/a"}))
     environ = {"MODE": "lazy"}
     selection = select(environ=environ)

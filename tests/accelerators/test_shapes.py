@@ -34,7 +34,7 @@ def test_lengths_of_each_policy(policy, lengths):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_buckets_hold_their_rows_are_idempotent_monotone_and_aligned(policy):
+def test_buckets_are_idempotent_monotone_and_aligned(policy):
     buckets = [policy.bucket(n) for n in range(1, 400)]
     assert all(bucket >= n for n, bucket in enumerate(buckets, start=1))
     assert [policy.bucket(bucket) for bucket in buckets] == buckets
@@ -42,7 +42,7 @@ def test_buckets_hold_their_rows_are_idempotent_monotone_and_aligned(policy):
     assert all(bucket % policy.pad_to_multiple == 0 for bucket in buckets)
 
 
-def test_an_oversize_row_falls_in_a_fallback_bucket_that_is_logged_once(caplog):
+def test_oversize_row_falls_in_a_bucket_that_is_logged_once(caplog):
     policy = ShapePolicy("bucketed", first=10, largest=50)
     with caplog.at_level(logging.WARNING):
         assert [policy.bucket(n) for n in (50, 51, 99, 101)] == [50, 100, 100, 150]
