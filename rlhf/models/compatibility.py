@@ -56,13 +56,9 @@ def check_model_folder(path: str) -> None:
 
 
 def check_support(path: str, config: ModelConfig, *, attention: str, scalar_head: bool = False) -> PretrainedConfig:
-    """Return the configuration of the model at `path` if that model can be trained.
+    """Return the configuration of the model at `path` if that model can be trained with this attention implementation.
 
-    Args:
-        path: a folder or hub name.
-        config: says if the model's code is trusted, and names a GGUF file.
-        attention: transformers' name of the attention implementation that it will run with.
-        scalar_head: the model has, or will get, a scalar head (reward model, critic).
+    With `scalar_head` it has, or will get, a scalar head (reward model, critic).
 
     Raises:
         ModelError: its configuration cannot be read, or its architecture lacks something.
@@ -94,11 +90,7 @@ def check_positions(
 
 
 def load_model_config(path: str, config: ModelConfig) -> PretrainedConfig:
-    """Return the configuration of the model at `path`.
-
-    Raises:
-        ModelError: it cannot be read.
-    """
+    """Return the configuration of the model at `path`; raise `ModelError` if it cannot be read."""
     from transformers import AutoConfig
 
     gguf = {"gguf_file": config.gguf_file} if config.gguf_file and path == config.path else {}

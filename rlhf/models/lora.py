@@ -45,13 +45,9 @@ def add_adapters(model: Any, config: LoraConfig, *, seed: int) -> None:
 
     The norm before the head is trained too if it was reset under a new head, and so are the parts in `also_train`.
 
-    One factor of each adapter starts at zero, so the model's results do not change by a bit. Both factors are float32,
-    whatever the model's type is: an engine's float32 weights start as the factors were drawn.
-
-    Args:
-        model: the model, changed in place.
-        config: the section `lora`.
-        seed: draws the other factor; the same on every rank.
+    One factor of each adapter starts at zero, so the model's results do not change by a bit; `seed`, the same on every
+    rank, draws the other one. Both are float32, whatever the model's type is: an engine's float32 weights start as the
+    factors were drawn.
 
     Raises:
         ConfigError: `target_modules` names a layer that does not exist, or matches none.

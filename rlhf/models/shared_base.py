@@ -72,14 +72,9 @@ class SharedBase:
 def build_on_base(
     base: SharedBase, config: ModelConfig, *, attention: str, scalar_head: bool = False, adapter: Path | None = None
 ) -> Any:
-    """Build a frozen model on the weights of `base`.
+    """Build a frozen model on the weights of `base`; `adapter` is the folder of its adapter and other tensors.
 
-    Args:
-        base: the weights to share.
-        config: says if the model's code is trusted.
-        attention: transformers' name of its attention implementation.
-        scalar_head: build a sequence-classification model with one output; else a causal language model.
-        adapter: the folder of the model's adapter and other tensors that `base` does not have.
+    The other arguments are those of `rlhf.models.loading.build_on_meta`.
 
     Raises:
         ModelError: a tensor is neither in `base` nor in `adapter`.
@@ -112,8 +107,7 @@ def share_tensors(model: Any, base: SharedBase, tensors: Mapping[str, Tensor]) -
             continue
         place = _base_name(model, f"{path}.").removesuffix(".")
         theirs = modules.get(place)
-        holds_tensors = theirs is not None and (theirs._parameters or theirs._buffers)
-        if theirs is not None and type(theirs) is not type(module) and holds_tensors and path:
+        if theirs is not None and type(theirs) is not type(module) and _holds_tensors(theirs) and path:
             parent, _, key = path.rpartition(".")
             setattr(model.get_submodule(parent), key, _copy_module(theirs))  # a layer of another class: quantized
             continue
@@ -142,6 +136,10 @@ def share_tensors(model: Any, base: SharedBase, tensors: Mapping[str, Tensor]) -
 def _base_name(model: Any, name: str) -> str:
     """Return a name before adapters and below the transformer, whose own name differs between kinds of heads."""
     return to_plain_name(name).removeprefix(f"{model.base_model_prefix}.")
+
+
+def _holds_tensors(module: nn.Module) -> bool:
+    return any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
 
 
 def _copy_module(module: nn.Module) -> nn.Module:

@@ -31,10 +31,7 @@ def load_tokenizer(
     padding, so a pad token that equals EOS would hide the EOS. If the tokenizer has no other, a token
     that no text contains becomes the pad token, or a new one is added.
 
-    Args:
-        path: a folder or hub name.
-        trust_remote_code: run the tokenizer's own code.
-        eos_token: the text of the EOS token, added if the tokenizer does not have it; None: the tokenizer's EOS.
+    The text `eos_token` becomes the EOS token, and is added if the tokenizer does not have it.
 
     Returns:
         (tokenizer, notes about what was changed).
