@@ -30,12 +30,12 @@ def rows() -> tuple[torch.Tensor, torch.Tensor]:
 def assert_scores_as_plain_transformers(model: Any) -> None:
     ids, mask = rows()
     with torch.no_grad():
-        found = completion_log_probs(model, ids, mask, 6).log_probs
+        actual = completion_log_probs(model, ids, mask, 6).log_probs
         for row, start in ((0, 7), (1, 0)):
             alone = ids[row : row + 1, start:]
             logits = model(input_ids=alone, use_cache=False).logits[0, -7:-1].log_softmax(-1)
             torch.testing.assert_close(
-                found[row], logits.gather(-1, alone[0, -6:, None])[:, 0], atol=2e-5, rtol=0, msg=f"row {row}"
+                actual[row], logits.gather(-1, alone[0, -6:, None])[:, 0], atol=2e-5, rtol=0, msg=f"row {row}"
             )
 
 
@@ -45,9 +45,9 @@ def assert_head_scores_as_plain_transformers(config: Any) -> None:
     model = build(config, {type(config): made} if made else MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
     ids, mask = rows()
     with torch.no_grad():
-        found = ScalarHead(model).eval()(ids, mask)[0, -1]
+        actual = ScalarHead(model).eval()(ids, mask)[0, -1]
         expected = model(input_ids=ids[:1, 7:]).logits[0, 0]
-    torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=0)
 
 
 def assert_draws_as_generate(accelerator: Any, model: Any) -> None:
@@ -56,7 +56,7 @@ def assert_draws_as_generate(accelerator: Any, model: Any) -> None:
     decoder = Decoder(accelerator, eos_ids=[], pad_id=0, max_new_tokens=10)
     for _ in range(2):  # the second time with the first one's buffers
         decoder.release_if_large()
-        found = decoder.generate(model, *prompts, SamplingConfig(temperature=0)).ids
+        actual = decoder.generate(model, *prompts, SamplingConfig(temperature=0)).ids
         for row, start in ((0, 7), (1, 0)):
             alone = ids[row : row + 1, start:14]
             expected = model.generate(
@@ -67,7 +67,7 @@ def assert_draws_as_generate(accelerator: Any, model: Any) -> None:
                 eos_token_id=None,
                 pad_token_id=0,
             )
-            assert found[row].tolist() == expected[0, alone.shape[1] :].tolist(), f"row {row}"
+            assert actual[row].tolist() == expected[0, alone.shape[1] :].tolist(), f"row {row}"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -37,9 +37,9 @@ class Meeting:
     def all(self, position: int, value: torch.Tensor) -> list[torch.Tensor]:
         self.table[position] = value
         self.all_here.wait()
-        found = list(self.table)
+        actual = list(self.table)
         self.all_here.wait()
-        return found
+        return actual
 
 
 class Partner:

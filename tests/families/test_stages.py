@@ -35,11 +35,11 @@ def numbers(module: Any, vocabulary: int) -> torch.Tensor:
     module.eval()
     with torch.no_grad():
         if isinstance(module, ScalarHead):
-            found = module(ids, mask)[:, -1:]
+            actual = module(ids, mask)[:, -1:]
         else:
-            found = completion_log_probs(module, ids, mask, 4).log_probs
+            actual = completion_log_probs(module, ids, mask, 4).log_probs
     module.train(was_training)
-    return found.float()
+    return actual.float()
 
 
 def of_plain_transformers(folder: Path, vocabulary: int) -> torch.Tensor:
@@ -51,7 +51,7 @@ def of_plain_transformers(folder: Path, vocabulary: int) -> torch.Tensor:
     if no_class := (folder / "README.md").is_file():  # its backbone and its head, as that file says
         kind = AutoModel
     loaded = kind.from_pretrained(folder).eval()
-    found = []
+    actual = []
     with torch.no_grad():
         for ids, mask in zip(*rows(vocabulary)):
             alone = ids[mask.bool()][None]
@@ -62,8 +62,8 @@ def of_plain_transformers(folder: Path, vocabulary: int) -> torch.Tensor:
                 made = output.logits
             else:
                 made = output.logits[0, -5:-1].log_softmax(-1).gather(-1, alone[0, -4:, None])
-            found.append(made.flatten())
-    return torch.stack(found)
+            actual.append(made.flatten())
+    return torch.stack(actual)
 
 
 @pytest.fixture
@@ -79,9 +79,9 @@ def trained(
     ratios: list[torch.Tensor] = []
     save, loss = stage_models.save_model, trainer.policy_loss
 
-    def saved(engine: Any, own: Any, path: Path) -> None:
+    def saved(engine: Any, run_tokenizer: Any, path: Path) -> None:
         ends[f"{path.parent.name}/{path.name}"] = numbers(engine.module, len(tokenizer))
-        save(engine, own, path)
+        save(engine, run_tokenizer, path)
 
     def watched(log_probs: Any, old: Any, advantages: Any, mask: Any, **options: Any) -> Any:
         ratios.append(((log_probs - old) * mask).exp().detach())
@@ -125,8 +125,8 @@ def test_family_is_trained_and_read_by_plain_transformers(trained: Any, tokenize
     for place, expected in ends.items():
         summary = json.loads((folder / place).with_name("stage.json").read_text())
         assert summary["steps"] == 2
-        found = of_plain_transformers(folder / place, len(tokenizer))
-        torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+        actual = of_plain_transformers(folder / place, len(tokenizer))
+        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=0)
     assert len(ratios) == 2, "one update a rollout"
     if not family.draws:
         for ratio in ratios:

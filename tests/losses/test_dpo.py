@@ -23,8 +23,8 @@ def losses(margins: torch.Tensor = MARGINS, **settings: Any) -> torch.Tensor:
 
 def test_sigmoid_loss_is_the_negative_log_likelihood() -> None:
     """arXiv:2305.18290, equations 6 and 7: P(chosen over rejected) = 1 / (1 + exp(beta rejected - beta chosen))."""
-    for margin, found in zip(MARGINS.tolist(), losses(beta=0.3).tolist(), strict=True):
-        assert found == pytest.approx(math.log(1 + math.exp(-0.3 * margin)), rel=1e-12)
+    for margin, actual in zip(MARGINS.tolist(), losses(beta=0.3).tolist(), strict=True):
+        assert actual == pytest.approx(math.log(1 + math.exp(-0.3 * margin)), rel=1e-12)
     assert losses(torch.zeros(1), beta=7.0).item() == pytest.approx(math.log(2))
 
 
@@ -38,8 +38,8 @@ def test_sigmoid_gradient_weighs_pairs_by_implicit_reward() -> None:
 
 def test_a_doubted_label_is_the_other_one_as_often() -> None:
     """Conservative DPO: the best margin is where P(chosen over rejected) is 1 less the doubt, and no further."""
-    found = losses(label_smoothing=0.2)
-    torch.testing.assert_close(found, 0.8 * losses() + 0.2 * losses(-MARGINS))
+    actual = losses(label_smoothing=0.2)
+    torch.testing.assert_close(actual, 0.8 * losses() + 0.2 * losses(-MARGINS))
     best = torch.tensor([math.log(0.8 / 0.2) / 0.5], dtype=torch.float64, requires_grad=True)
     losses(best, label_smoothing=0.2).sum().backward()
     assert best.grad is not None and abs(best.grad.item()) < 1e-12
@@ -62,9 +62,9 @@ def test_ipo_wants_a_margin_of_half_one_over_tau_and_no_more() -> None:
 @pytest.mark.parametrize("loss", ["sigmoid", "robust"])
 def test_extreme_margins_are_finite(loss: str) -> None:
     margins = torch.tensor([-1e4, 1e4], requires_grad=True)
-    found = losses(margins, loss=loss, label_smoothing=0.1)
-    found.sum().backward()
-    assert found.isfinite().all() and margins.grad is not None and margins.grad.isfinite().all()
+    actual = losses(margins, loss=loss, label_smoothing=0.1)
+    actual.sum().backward()
+    assert actual.isfinite().all() and margins.grad is not None and margins.grad.isfinite().all()
 
 
 def test_a_reply_s_log_probability_is_the_sum_of_its_own_tokens() -> None:

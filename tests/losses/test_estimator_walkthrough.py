@@ -30,14 +30,14 @@ with distributed.start_process_group(accelerators.select("cpu", environ={})) as 
     ppo = build(accelerator, Path(sys.argv[1]), {"estimator": "median", "batch_size": 16, "minibatch_size": 16,
                                                  "kl_coef": 0.0, "steps": 1}, seed=0)
     ppo.step(0)
-    found = ppo.experience
-    scores = found.reward.tolist()
+    actual = ppo.experience
+    scores = actual.reward.tolist()
     for row, score in enumerate(scores):
         group = range(row - row % 4, row - row % 4 + 4)
         wanted = score - statistics.median(scores[other] for other in group if other != row)
-        for advantage, action in zip(found.advantages[row].tolist(), found.action_mask[row].tolist()):
+        for advantage, action in zip(actual.advantages[row].tolist(), actual.action_mask[row].tolist()):
             assert abs(advantage - wanted * action) < 1e-5, (row, advantage, wanted)
-    assert found.advantages.any() and ppo.critic is None
+    assert actual.advantages.any() and ppo.critic is None
 """
 
 

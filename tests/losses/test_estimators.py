@@ -44,19 +44,19 @@ def test_advantages_and_returns_are_those_of_the_loops(values: dict[str, Any], o
     settings, rows = PPOConfig(**values), rewards(1, offset)
     mask = padded([[1.0] * len(row) for row in rows])
     function = getattr(advantages, settings.method.function)
-    found = function(padded(rows), torch.zeros_like(mask), mask, settings)
-    for tensor, wanted in zip(found, estimators.estimate(rows, settings)):
+    actual = function(padded(rows), torch.zeros_like(mask), mask, settings)
+    for tensor, wanted in zip(actual, estimators.estimate(rows, settings)):
         assert tensor.dtype == torch.float32 and not tensor.requires_grad
         torch.testing.assert_close(tensor * mask, padded(wanted), rtol=2e-5, atol=2e-4 if offset else 1e-6)
         assert tensor.shape == mask.shape
-    assert not (found[0] * (1 - mask)).any(), "advantages stand on actions alone"
+    assert not (actual[0] * (1 - mask)).any(), "advantages stand on actions alone"
 
 
 def test_rewards_that_differ_by_rounding_have_no_advantage() -> None:
     settings = PPOConfig(estimator="grpo", completions_per_prompt=2)
     earned = torch.tensor([[0.1, 0.2, 0.3], [0.3, 0.1, 0.2]])
-    found, _ = advantages.grpo(earned, torch.zeros(2, 3), torch.ones(2, 3), settings)
-    assert found.abs().max() < 1e-2
+    actual, _ = advantages.grpo(earned, torch.zeros(2, 3), torch.ones(2, 3), settings)
+    assert actual.abs().max() < 1e-2
 
 
 @pytest.mark.parametrize("loss_mean", ["token", "sequence", "constant"])
@@ -65,13 +65,13 @@ def test_loss_mean_is_the_loops_for_any_division_of_rows(loss_mean: Any) -> None
     shares = estimators.shares(LENGTHS, loss_mean, longest)
     wanted = sum(share * value for share, row in zip(shares, values) for value in row)
     tokens, sequences = torch.tensor(float(sum(LENGTHS))), torch.tensor(float(len(LENGTHS)))
-    found = 0.0
+    actual = 0.0
     for start in (0, 3):
         part = values[start : 3 if start == 0 else None]
         mask = padded([[1.0] * len(row) for row in part])
         weights = token_weights(mask, loss_mean, tokens=tokens, sequences=sequences, longest=longest)
-        found += masked_mean(padded(part, 99.0), weights, tokens).item()
-    assert found == pytest.approx(wanted, rel=1e-5)
+        actual += masked_mean(padded(part, 99.0), weights, tokens).item()
+    assert actual == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)

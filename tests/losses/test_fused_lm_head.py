@@ -27,13 +27,13 @@ def several_parts(monkeypatch):
 
 def drawn(dtype, bias):
     hidden, weight = torch.randn(3, N // 3, H), torch.randn(V, H)
-    given = [hidden, weight, torch.randn(V)] if bias else [hidden, weight]
-    return [tensor.to(dtype).requires_grad_() for tensor in given], torch.randint(V, (3, N // 3))
+    inputs = [hidden, weight, torch.randn(V)] if bias else [hidden, weight]
+    return [tensor.to(dtype).requires_grad_() for tensor in inputs], torch.randint(V, (3, N // 3))
 
 
-def truth(given, labels, temperature):
+def truth(inputs, labels, temperature):
     """From the definitions, in float64: log p(label), the entropy, and the leaves they come from."""
-    leaves = [tensor.detach().double().requires_grad_() for tensor in given]
+    leaves = [tensor.detach().double().requires_grad_() for tensor in inputs]
     log_probs = (F.linear(*leaves) / temperature).log_softmax(-1)
     entropy = -(log_probs.exp() * log_probs).sum(-1)
     return log_probs.gather(-1, labels[..., None])[..., 0], entropy, leaves
@@ -43,19 +43,19 @@ def truth(given, labels, temperature):
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize(("bias", "entropy"), [(False, False), (True, True)])
 def test_numbers_and_gradients_are_those_of_the_definitions(dtype, close, temperature, bias, entropy):
-    given, labels = drawn(dtype, bias)
+    inputs, labels = drawn(dtype, bias)
     first, second = torch.randn(2, 3, N // 3)
-    bias_or_none = given[2] if bias else None
-    found = projected_log_probs(*given[:2], bias_or_none, labels, temperature=temperature, entropy=entropy)
-    log_probs, entropies, leaves = truth(given, labels, temperature)
-    torch.testing.assert_close(found[0].double(), log_probs, atol=close, rtol=close)
-    loss, expected = (found[0] * first).sum(), (log_probs * first).sum()
+    bias_or_none = inputs[2] if bias else None
+    actual = projected_log_probs(*inputs[:2], bias_or_none, labels, temperature=temperature, entropy=entropy)
+    log_probs, entropies, leaves = truth(inputs, labels, temperature)
+    torch.testing.assert_close(actual[0].double(), log_probs, atol=close, rtol=close)
+    loss, expected = (actual[0] * first).sum(), (log_probs * first).sum()
     if entropy:
-        torch.testing.assert_close(found[1].double(), entropies, atol=close, rtol=close)
-        loss, expected = loss + (found[1] * second).sum(), expected + (entropies * second).sum()
+        torch.testing.assert_close(actual[1].double(), entropies, atol=close, rtol=close)
+        loss, expected = loss + (actual[1] * second).sum(), expected + (entropies * second).sum()
     loss.backward()
     expected.backward()
-    for tensor, leaf in zip(given, leaves):
+    for tensor, leaf in zip(inputs, leaves):
         assert tensor.grad.dtype == dtype
         error = (tensor.grad.double() - leaf.grad).norm() / leaf.grad.norm()
         assert error < close / 3, error
@@ -92,10 +92,12 @@ def test_impossible_token_has_no_gradient():
 def test_under_autocast_products_are_of_its_type():
     (hidden, weight), labels = drawn(torch.float32, bias=False)
     with torch.autocast("cpu", torch.bfloat16):
-        found, _ = projected_log_probs(hidden, weight, None, labels)
+        actual, _ = projected_log_probs(hidden, weight, None, labels)
     expected, _ = projected_log_probs(hidden.bfloat16(), weight.bfloat16(), None, labels)
-    assert torch.equal(found, expected) and not torch.equal(found, projected_log_probs(hidden, weight, None, labels)[0])
-    found.sum().backward()
+    assert torch.equal(actual, expected) and not torch.equal(
+        actual, projected_log_probs(hidden, weight, None, labels)[0]
+    )
+    actual.sum().backward()
     assert hidden.grad.dtype == weight.grad.dtype == torch.float32
 
 
@@ -127,9 +129,9 @@ class Largest(TorchDispatchMode):
 
 def log_probs_and_gradients(model, ids, length, **options):
     model.zero_grad()
-    found = completion_log_probs(model, ids, torch.ones_like(ids), length, **options)
-    (found.log_probs.sum() + (0 if found.entropy is None else found.entropy.sum())).backward()
-    return found, [parameter.grad.clone() for parameter in model.parameters()]
+    actual = completion_log_probs(model, ids, torch.ones_like(ids), length, **options)
+    (actual.log_probs.sum() + (0 if actual.entropy is None else actual.entropy.sum())).backward()
+    return actual, [parameter.grad.clone() for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -166,8 +168,8 @@ def test_positions_that_are_named_are_those_of_the_whole(monkeypatch):
     whole = model(**inputs).logits.log_softmax(-1).flatten(0, 1)[places]
     for fused in (True, False):
         monkeypatch.setattr(forward, "can_be_fused", lambda model, fused=fused: fused)
-        found = forward.compute_log_probs(model, inputs, torch.tensor([5, 6, 7]), places=places)
-        torch.testing.assert_close(found.log_probs, whole[torch.arange(3), torch.tensor([5, 6, 7])])
+        actual = forward.compute_log_probs(model, inputs, torch.tensor([5, 6, 7]), places=places)
+        torch.testing.assert_close(actual.log_probs, whole[torch.arange(3), torch.tensor([5, 6, 7])])
     assert model(**inputs).logits.shape == (2, 12, 60)  # as it was
 
 
@@ -208,14 +210,14 @@ def test_output_layer_beyond_a_product_is_not_fused():
 def test_entropy_outside_the_loss_costs_no_gradient(large, monkeypatch):
     """Scoring finds the entropy in the pass that the update differentiates, which asks for it with a bonus alone."""
     monkeypatch.setattr(forward, "LARGE", large)
-    given = []
+    calls = []
     for module in (tokens, fused_lm_head):
         of = module.gradient_
-        monkeypatch.setattr(module, "gradient_", lambda *tensors, of=of: given.append(tensors[2:]) or of(*tensors))
+        monkeypatch.setattr(module, "gradient_", lambda *tensors, of=of: calls.append(tensors[2:]) or of(*tensors))
     model, ids = llama(60).to(torch.bfloat16), torch.randint(2, 60, (2, 8))
-    found = completion_log_probs(model, ids, torch.ones_like(ids), 4, entropy=True)
-    found.log_probs.sum().backward(retain_graph=True)
-    assert given and not [tensors for tensors in given if tensors and tensors[0] is not None]
-    given.clear()
-    (found.log_probs + found.entropy).sum().backward()
-    assert given and not [tensors for tensors in given if not tensors or tensors[0] is None]
+    actual = completion_log_probs(model, ids, torch.ones_like(ids), 4, entropy=True)
+    actual.log_probs.sum().backward(retain_graph=True)
+    assert calls and not [tensors for tensors in calls if tensors and tensors[0] is not None]
+    calls.clear()
+    (actual.log_probs + actual.entropy).sum().backward()
+    assert calls and not [tensors for tensors in calls if not tensors or tensors[0] is None]

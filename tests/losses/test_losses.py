@@ -98,14 +98,14 @@ def test_rewards_are_kl_penalty_and_score_on_the_last_action():
     for row, length in enumerate(lengths):
         mask[row, start : start + length] = 1
     earned = earned_scores(scores, torch.ones(4), clip=5.0)
-    found = shaped_rewards(log_probs, reference, earned, mask, start, kl_coef=0.3)
+    actual = shaped_rewards(log_probs, reference, earned, mask, start, kl_coef=0.3)
     expected = torch.zeros(4, width)
     for row, length in enumerate(lengths):
         for column in range(start, start + length):
             expected[row, column] = -0.3 * (log_probs[row, column] - reference[row, column])
         if length:
             expected[row, start + length - 1] += max(-5.0, min(5.0, scores[row].item()))
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_missing_end_is_subtracted_after_the_clip():
@@ -145,9 +145,9 @@ def test_gradient_of_kl_estimate_in_the_loss_is_a_divergences(estimator, loss):
     """On policy, in expectation over what is drawn."""
     logits = P.log().requires_grad_()
     (P * kl_estimate(logits.log_softmax(-1) - Q.log(), estimator)).sum().backward()
-    found, logits.grad = logits.grad, None
+    actual, logits.grad = logits.grad, None
     loss(logits.log_softmax(-1)).backward()
-    torch.testing.assert_close(found, logits.grad)
+    torch.testing.assert_close(actual, logits.grad)
 
 
 def test_only_k1_in_the_reward_has_the_divergences_gradient():
@@ -193,8 +193,8 @@ def test_advantages_follow_the_recursion_of_gae(gamma, lam):
 def test_policy_loss_takes_the_worse_objective():
     ratio = torch.tensor([[0.5, 1.5, 0.5, 1.5]])
     advantages = torch.tensor([[1.0, 1.0, -1.0, -1.0]])
-    found = policy_loss(ratio.log(), torch.zeros(1, 4), advantages, torch.ones(1, 4), clip=0.2)
-    torch.testing.assert_close(found, torch.tensor((-0.5 - 1.2 + 0.8 + 1.5) / 4))
+    actual = policy_loss(ratio.log(), torch.zeros(1, 4), advantages, torch.ones(1, 4), clip=0.2)
+    torch.testing.assert_close(actual, torch.tensor((-0.5 - 1.2 + 0.8 + 1.5) / 4))
 
 
 def test_policy_loss_has_no_gradient_if_clipped_or_masked():
@@ -204,8 +204,8 @@ def test_policy_loss_has_no_gradient_if_clipped_or_masked():
 
 
 def test_value_loss_takes_the_larger_error():
-    found = value_loss(torch.tensor([[2.0, 0.1]]), torch.zeros(1, 2), torch.tensor([[3.0, 1.0]]), torch.ones(1, 2))
-    torch.testing.assert_close(found, torch.tensor(0.5 * (2.8**2 + 0.9**2) / 2))
+    actual = value_loss(torch.tensor([[2.0, 0.1]]), torch.zeros(1, 2), torch.tensor([[3.0, 1.0]]), torch.ones(1, 2))
+    torch.testing.assert_close(actual, torch.tensor(0.5 * (2.8**2 + 0.9**2) / 2))
 
 
 def test_parts_of_a_batch_add_up_to_the_loss_of_the_whole():
@@ -233,16 +233,16 @@ def test_parts_of_a_batch_whiten_as_the_whole_does():
     sums = [torch.stack([mask[2:].sum(), (values * mask)[2:].sum()])]
     mean = (values * mask).sum() / mask.sum()
     sums.append((((values - mean) * mask)[2:] ** 2).sum())
-    found = whiten(values[:2], mask[:2], lambda part: part + sums.pop(0))
-    torch.testing.assert_close(found, whiten(values, mask)[:2])
+    actual = whiten(values[:2], mask[:2], lambda part: part + sums.pop(0))
+    torch.testing.assert_close(actual, whiten(values, mask)[:2])
 
 
 @pytest.mark.parametrize("deviation", [1.0, 0.01, 0.001])
 def test_whitening_keeps_its_digits_beside_a_large_mean(deviation):
     values, mask = torch.randn(16, 64, dtype=torch.float64) * deviation + 5, torch.ones(16, 64)
-    found = whiten(values.float(), mask)
-    assert found.std(unbiased=False).item() == pytest.approx(1, abs=6e-3)  # 1e-8 is added to the variance
-    torch.testing.assert_close(found.double(), (values - values.mean()) / values.std(), atol=0.02, rtol=0.01)
+    actual = whiten(values.float(), mask)
+    assert actual.std(unbiased=False).item() == pytest.approx(1, abs=6e-3)  # 1e-8 is added to the variance
+    torch.testing.assert_close(actual.double(), (values - values.mean()) / values.std(), atol=0.02, rtol=0.01)
 
 
 def plain_loss(rewards, ids, mask, *, last=False, margins=(0.0, 0.0, 0.0), center=0.0):
@@ -301,5 +301,5 @@ def test_pair_that_fills_up_the_batch_changes_nothing():
     rewards, ids, mask = pairs_batch()
     keep = torch.tensor([0, 1, 3, 4])
     expected = pairwise_reward_loss(rewards[keep], ids[keep], mask[keep]).loss
-    found = pairwise_reward_loss(rewards, ids, mask, pair_mask=torch.tensor([True, True, False])).loss
-    torch.testing.assert_close(found, expected)
+    actual = pairwise_reward_loss(rewards, ids, mask, pair_mask=torch.tensor([True, True, False])).loss
+    torch.testing.assert_close(actual, expected)

@@ -33,13 +33,13 @@ LORA = LoraConfig(rank=4)
 
 def main(folder: str) -> None:
     """`folder` holds float32 checkpoints, each named as its family and what is tried with it."""
-    found: list[str] = []
+    problems: list[str] = []
     safetensors_writer.FILE_SIZE = 20_000
     with distributed.start_process_group(accelerators.select("cpu", environ={})) as accelerator:
         for path in sorted(Path(folder).glob("* *")):
             if path.is_dir():
-                found += Check(accelerator, path).differences()
-        Path(folder, f"rank {distributed.world().rank}").write_text("\n".join(found))
+                problems += Check(accelerator, path).differences()
+        Path(folder, f"rank {distributed.world().rank}").write_text("\n".join(problems))
 
 
 class Check:
@@ -51,7 +51,7 @@ class Check:
 
     def differences(self) -> list[str]:
         torch.manual_seed(3)
-        plain, found = self.load(place_in_memory(torch.float32)), []
+        plain, problems = self.load(place_in_memory(torch.float32)), []
         expected = dict(plain.named_parameters(remove_duplicate=False))
         adapted = self.load(place_in_memory(torch.float32))
         add_adapters(adapted, LORA, seed=0)
@@ -61,14 +61,14 @@ class Check:
             model = self.load(self.put(stage))
             if rank:
                 add_adapters(model, LORA, seed=0)
-            found += [f"stage {stage}, LoRA {rank}: {line}" for line in self.of_engine(model, stage, expected)]
+            problems += [f"stage {stage}, LoRA {rank}: {line}" for line in self.of_engine(model, stage, expected)]
         frozen = freeze_model(self.load(self.put(3)), **self.placement(3, trained=False))
-        found += [f"frozen: {line}" for line in self.of_weights(frozen, expected)]
+        problems += [f"frozen: {line}" for line in self.of_weights(frozen, expected)]
         buffers = dict(plain.named_buffers())
         for name, buffer in getattr(frozen, "module", frozen).named_buffers():
             if buffer.dtype != buffers[name].dtype or not torch.equal(buffer, buffers[name]):
-                found.append(f"frozen: buffer {name}")
-        return [f"{self.path.name}, {line}" for line in found]
+                problems.append(f"frozen: buffer {name}")
+        return [f"{self.path.name}, {line}" for line in problems]
 
     def load(self, put: Any) -> Any:
         where = {"attention": "eager", "path": str(self.path), "put": put}
@@ -97,7 +97,7 @@ class Check:
             micro_batch_size=1,
             accumulation=1,
         )
-        found = [*self.of_weights(model, expected), *self.of_export(engine, model)]
+        problems = [*self.of_weights(model, expected), *self.of_export(engine, model)]
         optimizer = engine.engine.optimizer
         whole = {}
         if stage == 0:
@@ -109,8 +109,8 @@ class Check:
             wanted = self.drawn[name] if "lora" in name else expected[plain_name(name)]
             master = whole[id(parameter)] if stage == 0 else safe_get_full_fp32_param(parameter)
             if master.dtype != torch.float32 or not torch.equal(master, wanted):
-                found.append(f"master of {name}")
-        return found
+                problems.append(f"master of {name}")
+        return problems
 
     def of_export(self, engine: TrainingEngine, model: Any) -> list[str]:
         """What an export leaves is what plain transformers would save of the whole model, in several files."""
@@ -121,19 +121,19 @@ class Check:
                     if parameter.requires_grad:
                         parameter.add_(0.125)  # so that adapters count
         save_model(engine, self.tokenizer, written)
-        found: list[str] = []
+        problems: list[str] = []
         with engine.whole_weights(), merged_adapters(model), contextlib.ExitStack() as stack:
             if distributed.world().is_main:
                 plain = Path(stack.enter_context(tempfile.TemporaryDirectory()))
                 model.config.use_cache = True
                 model.save_pretrained(plain, state_dict=plain_state_dict(model))
                 model.config.use_cache = False
-                found = differences(written, plain)
+                problems = differences(written, plain)
         distributed.all_gather_objects(None)
-        return found
+        return problems
 
     def of_weights(self, model: Any, expected: dict[str, Any]) -> list[str]:
-        found, seen = [], set()
+        problems, seen = [], set()
         for name, parameter in getattr(model, "module", model).named_parameters(remove_duplicate=False):
             if "lora" in name:
                 continue
@@ -141,8 +141,8 @@ class Check:
             with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
                 same = torch.equal(parameter, expected[plain_name(name)].bfloat16())
             if not same or parameter.dtype != torch.bfloat16:
-                found.append(f"weight {name}")
-        return found if seen == expected.keys() else [*found, f"names {sorted(seen ^ expected.keys())}"]
+                problems.append(f"weight {name}")
+        return problems if seen == expected.keys() else [*problems, f"names {sorted(seen ^ expected.keys())}"]
 
 
 def differences(written: Path, plain: Path) -> list[str]:
@@ -151,13 +151,13 @@ def differences(written: Path, plain: Path) -> list[str]:
         for folder in (written, plain)
     )
     index = json.loads((written / "model.safetensors.index.json").read_text())
-    found = [] if index["weight_map"].keys() == mine.keys() else ["index"]
-    found += [f"exported {name}" for name in mine.keys() ^ theirs.keys()]
-    found += [f"export of {name}" for name, tensor in theirs.items() if not same(mine.get(name), tensor)]
+    problems = [] if index["weight_map"].keys() == mine.keys() else ["index"]
+    problems += [f"exported {name}" for name in mine.keys() ^ theirs.keys()]
+    problems += [f"export of {name}" for name, tensor in theirs.items() if not same(mine.get(name), tensor)]
     for name in ("config.json", "generation_config.json"):
         if (plain / name).exists() and (plain / name).read_text() != (written / name).read_text():
-            found.append(name)
-    return found
+            problems.append(name)
+    return problems
 
 
 def same(one: torch.Tensor | None, other: torch.Tensor) -> bool:

@@ -28,10 +28,10 @@ def test_log_probs_are_those_of_the_tempered_distribution():
     model, (ids, mask) = llama(30).eval(), left_padded()
     with torch.no_grad():
         logits = model(**model_inputs(model, ids, mask)).logits[:, 3:-1] / 0.7
-        found = completion_log_probs(model, ids, mask, 4, temperature=0.7, entropy=True)
+        actual = completion_log_probs(model, ids, mask, 4, temperature=0.7, entropy=True)
     expected = logits.log_softmax(-1)
-    torch.testing.assert_close(found.log_probs, expected.gather(-1, ids[:, 4:, None])[..., 0])
-    torch.testing.assert_close(found.entropy, -(expected.exp() * expected).sum(-1))
+    torch.testing.assert_close(actual.log_probs, expected.gather(-1, ids[:, 4:, None])[..., 0])
+    torch.testing.assert_close(actual.entropy, -(expected.exp() * expected).sum(-1))
 
 
 def test_only_completion_positions_are_projected():
@@ -45,8 +45,8 @@ def test_only_completion_positions_are_projected():
 def test_rows_of_one_token_have_no_log_probs():
     """As the rows of a last batch of an evaluation may be."""
     model, ids = llama(30), torch.tensor([[5], [6]])
-    found = completion_log_probs(model, ids, torch.ones_like(ids), 0, entropy=True)
-    assert found.log_probs.shape == found.entropy.shape == (2, 0)
+    actual = completion_log_probs(model, ids, torch.ones_like(ids), 0, entropy=True)
+    assert actual.log_probs.shape == actual.entropy.shape == (2, 0)
 
 
 def test_a_batch_without_padding_runs_the_same_operators():

@@ -157,8 +157,8 @@ print(sum(2 * parameter.numel() for parameter in model.parameters()) // 2**20, s
 """
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
-    kept, taken = map(int, done.stdout.split()[-2:])
-    assert 55 < kept < 70 and taken < kept + 90, "pages of the file would be 128 more"
+    size, taken = map(int, done.stdout.split()[-2:])
+    assert 55 < size < 70 and taken < size + 90, "pages of the file would be 128 more"
 
 
 def test_writer_takes_tensors_in_any_order_and_splits_files(tmp_path):
@@ -172,14 +172,14 @@ def test_writer_takes_tensors_in_any_order_and_splits_files(tmp_path):
                 writer.write(name, tensors[name])
         files = sorted(folder.glob("*.safetensors"))
         assert len(files) == (4 if size == 40 else 1)
-        found: dict[str, Any] = {}
+        stored: dict[str, Any] = {}
         for file in files:
-            found |= load_file(file)
+            stored |= load_file(file)
             length = int.from_bytes(file.read_bytes()[:8], "little")
             header = json.loads(file.read_bytes()[8 : 8 + length])
             starts = {name: 8 + length + header[name]["data_offsets"][0] for name in tensors.keys() & header}
             assert not any(start % tensors[name].element_size() for name, start in starts.items()), "views are taken"
-        assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in found)
+        assert stored.keys() == tensors.keys() and all(torch.equal(stored[name], tensors[name]) for name in stored)
 
 
 def test_new_rows_are_the_mean_of_the_old_ones(tmp_path):
@@ -195,12 +195,12 @@ def test_new_rows_are_the_mean_of_the_old_ones(tmp_path):
     ids = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12]])
     grown, again = load(tmp_path, tokenizer=tokenizer), load(tmp_path, tokenizer=tokenizer)
     with torch.no_grad():
-        before, after = (found(ids).logits.log_softmax(-1) for found in (model.eval(), grown.eval()))
+        before, after = (network(ids).logits.log_softmax(-1) for network in (model.eval(), grown.eval()))
     assert model(ids).logits.mean() < -10, "the model is like GPT-2"
     assert after[..., -2:].exp().max() < 0.01
     assert (after[..., :-2] - before).abs().max() < 0.01
     for layer in ("get_input_embeddings", "get_output_embeddings"):
-        new, same, old = (getattr(found, layer)().weight for found in (grown, again, model))
+        new, same, old = (getattr(network, layer)().weight for network in (grown, again, model))
         torch.testing.assert_close(new[-2:], old.mean(0).expand(2, -1))
         assert torch.equal(new, same)
 

@@ -117,30 +117,30 @@ def endless(folder: Path) -> Any:
 
 def test_requested_end_token_is_added_once(tmp_path: Path) -> None:
     before = endless(tmp_path)
-    found, notes = load_tokenizer(str(tmp_path), eos_token="<|end|>")
-    assert (found.eos_token, found.eos_token_id, len(found)) == ("<|end|>", len(before), len(before) + 1)
+    loaded, notes = load_tokenizer(str(tmp_path), eos_token="<|end|>")
+    assert (loaded.eos_token, loaded.eos_token_id, len(loaded)) == ("<|end|>", len(before), len(before) + 1)
     assert notes == [
         f"{tmp_path}: the tokenizer has no end-of-sequence token; added '<|end|>' (id {len(before)}), to be learned"
     ]
-    assert found("moo<|end|>", add_special_tokens=False)["input_ids"][-1] == found.eos_token_id
-    assert found.decode([found.eos_token_id], skip_special_tokens=True) == ""
-    found.save_pretrained(tmp_path / "saved")
+    assert loaded("moo<|end|>", add_special_tokens=False)["input_ids"][-1] == loaded.eos_token_id
+    assert loaded.decode([loaded.eos_token_id], skip_special_tokens=True) == ""
+    loaded.save_pretrained(tmp_path / "saved")
     for asked in ("<|end|>", None):
         again, notes = load_tokenizer(str(tmp_path / "saved"), eos_token=asked)
-        assert (again.get_vocab(), again.eos_token, notes) == (found.get_vocab(), "<|end|>", [])
+        assert (again.get_vocab(), again.eos_token, notes) == (loaded.get_vocab(), "<|end|>", [])
 
 
 def test_requested_end_token_may_exist(tmp_path: Path) -> None:
     before = endless(tmp_path)
-    found, (note,) = load_tokenizer(str(tmp_path), eos_token="<eos>")
-    assert (found.eos_token_id, found.get_vocab()) == (before.convert_tokens_to_ids("<eos>"), before.get_vocab())
+    loaded, (note,) = load_tokenizer(str(tmp_path), eos_token="<eos>")
+    assert (loaded.eos_token_id, loaded.get_vocab()) == (before.convert_tokens_to_ids("<eos>"), before.get_vocab())
     assert note.endswith("the tokenizer has no end-of-sequence token; ending with '<eos>'")
 
 
 def test_previous_end_token_does_not_pad(tmp_path: Path) -> None:
     tokenizer_with([], []).save_pretrained(tmp_path)  # pads with <eos>, which ends generation still
-    found, notes = load_tokenizer(str(tmp_path), eos_token="<|end|>")
-    assert (found.eos_token, found.pad_token) == ("<|end|>", "<|pad|>")
+    loaded, notes = load_tokenizer(str(tmp_path), eos_token="<|end|>")
+    assert (loaded.eos_token, loaded.pad_token) == ("<|end|>", "<|pad|>")
     assert "ends with '<eos>'; added '<|end|>'" in notes[0] and "pads with its end-of-sequence token" in notes[1]
 
 
@@ -155,9 +155,9 @@ def test_model_ends_with_its_tokenizers_token(tmp_path: Path, before: Any, after
     tokenizer.save_pretrained(tmp_path)
     config = ModelConfig(path=str(tmp_path), eos_token="<|end|>")
     tokenizer, _ = load_model_tokenizer(config)
-    found = load_causal_lm(config, tokenizer, attention="sdpa")
-    ends = found.generation_config.eos_token_id
+    grown = load_causal_lm(config, tokenizer, attention="sdpa")
+    ends = grown.generation_config.eos_token_id
     assert (ends if isinstance(ends, list) else [ends]) == after
-    rows = found.get_input_embeddings().weight
+    rows = grown.get_input_embeddings().weight
     assert len(rows) == 301
     torch.testing.assert_close(rows[300], rows[:300].mean(0))
