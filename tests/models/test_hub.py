@@ -154,9 +154,10 @@ def test_answers_of_the_hub(hub: Hub, tmp_path: Path) -> None:
 )
 def test_unreachable_hub_uses_the_copy_with_a_note(hub: Hub, tmp_path: Path, way: str, reason: str) -> None:
     endpoint = {"refused": closed_address(), "unresolved": "http://hub.invalid"}.get(way, hub.address)
-    for kind, place in (("", "folder"), ("data:", "file or folder")):
-        save_copy(tmp_path, f"{kind}me/{way}")
-        note, error = check(tmp_path, endpoint, f"{kind}me/{way}", f"{kind}other/{way}")
+    names = [f"{kind}{owner}/{way}" for kind in ("", "data:") for owner in ("me", "other")]
+    save_copy(tmp_path, names[0], names[2])
+    answers = check(tmp_path, endpoint, *names)
+    for note, error, place in ((*answers[:2], "folder"), (*answers[2:], "file or folder")):
         assert note and note.startswith(f"me/{way}: the hub cannot be reached ({reason}")
         assert note.endswith("; the copy on this machine is used")
         assert error and f"other/{way}: no {place} here, and the hub cannot be reached ({reason}" in error
