@@ -123,11 +123,11 @@ def prepare_parameters(model: Any, sources: Mapping[str, Source]) -> None:
     model.initialize_weights()  # those that are not marked as initialized
 
 
-def read_parameters(module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
-    """Read the parameters of `module` itself, so that they can be inspected and changed before `fill_parameters`."""
+def read_parameters(module: nn.Module) -> None:
+    """Read parameters of `module` itself in float32, to be inspected and changed before `fill_parameters`."""
     for key, parameter in list(module.named_parameters(recurse=False)):
         if (source := get_source(parameter)) is not None:
-            module._parameters[key] = nn.Parameter(lazy_tensors.read_whole(source, dtype))
+            module._parameters[key] = nn.Parameter(lazy_tensors.read_whole(source, torch.float32))
 
 
 def fill_parameters(model: Any, put: PlaceParameter) -> Any:
