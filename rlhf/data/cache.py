@@ -12,8 +12,8 @@ import hashlib
 import json
 import os
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from importlib.metadata import version
@@ -286,20 +286,15 @@ def _reject_value(value: Any) -> None:
     raise UnstorableRowError(f"a row has a column with a {type(value).__name__}")
 
 
-@contextmanager
-def _lock_build(folder: Path, waiting: str) -> Iterator[None]:
-    """Run this block in one process at a time; another says that it waits. The lock ends with its process."""
+def _lock_build(folder: Path, waiting: str) -> AbstractContextManager[Any]:
+    """Run a block in one process at a time; another says that it waits. The lock ends with its process."""
     lock = FileLock(folder.with_name(f"{folder.name}.lock"))
     try:
-        lock.acquire(timeout=0)
+        return lock.acquire(timeout=0)
     except Timeout:
         if waiting:
             console.print(waiting, markup=False)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
+        return lock.acquire()
 
 
 @cache

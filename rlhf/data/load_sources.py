@@ -55,7 +55,8 @@ class SourceSpec:
     @classmethod
     def for_training(cls, dataset: DatasetConfig) -> SourceSpec:
         """Return the source that stages train on."""
-        return cls._from_config(dataset, dataset.path, dataset.subset, dataset.split, dataset.revision, dataset.limit)
+        settings = {name: getattr(dataset, name) for name in cls.__dataclass_fields__}
+        return cls(**settings | {"split": dataset.split if has_splits(dataset.path) else None})
 
     @classmethod
     def for_evaluation(cls, dataset: DatasetConfig) -> SourceSpec:
@@ -63,14 +64,14 @@ class SourceSpec:
         path = str(dataset.heldout)
         entry = find_known_dataset(path)
         split = dataset.heldout_split or (entry and entry.heldout_split) or "test"
-        return cls._from_config(dataset, path, dataset.heldout_subset, split, dataset.heldout_revision, None)
-
-    @classmethod
-    def _from_config(
-        cls, dataset: DatasetConfig, path: str, subset: str | None, split: str, revision: str | None, limit: int | None
-    ) -> SourceSpec:
-        used_split = split if has_splits(path) else None
-        return cls(path, subset, used_split, revision, limit, dataset.columns, dataset.prefer, dataset.clean)
+        return replace(
+            cls.for_training(dataset),
+            path=path,
+            subset=dataset.heldout_subset,
+            split=split if has_splits(path) else None,
+            revision=dataset.heldout_revision,
+            limit=None,
+        )
 
     def apply_known_dataset(self) -> tuple[SourceSpec, KnownDataset | None]:
         """Return the source, completed with its entry in `known.yaml`, and that entry; the settings have precedence."""

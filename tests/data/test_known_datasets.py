@@ -23,8 +23,14 @@ HH = {
     "chosen": " Plum.",
     "rejected": " Brick.",
 }
-HH_PROMPT = ["Name a fruit.", "Fig.", "One more?"]
-SHP = {"post_id": "a1", "domain": "askculinary_train", "history": "How do I peel garlic?", "score_ratio": 2.0}
+SHP = {
+    "post_id": "a1",
+    "domain": "askculinary_train",
+    "history": "How do I peel garlic?",
+    "score_ratio": 2.0,
+    "human_ref_A": "Crush it.",
+    "human_ref_B": "Buy it.",
+}
 PASSAGES = {"positive_passages": [{"docid": "1#0", "title": "川", "text": "長い川。"}, {"text": "別の文。"}]}
 MKQA = {
     "query": "who runs",
@@ -50,18 +56,25 @@ def webgpt(
     }
 
 
+def pair(contents: list[str], chosen: str, rejected: str) -> Expected:
+    return contents, chosen, chosen, rejected, ""
+
+
+def demonstration(contents: list[str], response: str) -> Expected:
+    return contents, response, None, None, ""
+
+
 SALT = "Salt melts ice. It lowers the point (at sea level)."
+PLUM = pair(["Name a fruit.", "Fig.", "One more?"], "Plum.", "Brick.")
 
 SETS: dict[str, list[tuple[dict[str, Any], Expected]]] = {
-    "Dahoas/rm-static": [(HH, (HH_PROMPT, "Plum.", "Plum.", "Brick.", ""))],
-    "Dahoas/full-hh-rlhf": [(HH, (HH_PROMPT, "Plum.", "Plum.", "Brick.", ""))],
-    "Dahoas/synthetic-instruct-gptj-pairwise": [
-        (PAIR, (["Name a fruit."], "An apple.", "An apple.", "A brick.", "")),
-    ],
+    "Dahoas/rm-static": [(HH, PLUM)],
+    "Dahoas/full-hh-rlhf": [(HH, PLUM)],
+    "Dahoas/synthetic-instruct-gptj-pairwise": [(PAIR, pair(["Name a fruit."], "An apple.", "A brick."))],
     "yitingxie/rlhf-reward-datasets": [
         (
             {"prompt": "Human: Name a fruit.\n\n", "chosen": "Assistant: An apple.", "rejected": "Assistant: A brick."},
-            (["Name a fruit."], "An apple.", "An apple.", "A brick.", ""),
+            pair(["Name a fruit."], "An apple.", "A brick."),
         ),
         (
             {
@@ -69,92 +82,64 @@ SETS: dict[str, list[tuple[dict[str, Any], Expected]]] = {
                 "chosen": "Assistant: An assistant says so. Assistant: apple.",
                 "rejected": "Brick.",
             },
-            (
-                ["Hi", "Hello.", "A fruit?"],
-                "An assistant says so. Assistant: apple.",
-                "An assistant says so. Assistant: apple.",
-                "Brick.",
-                "",
-            ),
+            pair(["Hi", "Hello.", "A fruit?"], "An assistant says so. Assistant: apple.", "Brick."),
         ),
     ],
     "openai/webgpt_comparisons": [
-        (webgpt(0.5), (["Why salt?"], SALT, SALT, "Nobody knows.", "")),
-        (webgpt(-1.0), (["Why salt?"], "Nobody knows.", "Nobody knows.", SALT, "")),
+        (webgpt(0.5), pair(["Why salt?"], SALT, "Nobody knows.")),
+        (webgpt(-1.0), pair(["Why salt?"], "Nobody knows.", SALT)),
         (webgpt(0.0), (["Why salt?"], None, None, None, "no preference: equal scores")),
     ],
     "stanfordnlp/SHP": [
-        (
-            SHP | {"human_ref_A": "Crush it.", "human_ref_B": "Buy it.", "labels": 1, "score_A": 9, "score_B": 3},
-            (["How do I peel garlic?"], "Crush it.", "Crush it.", "Buy it.", ""),
-        ),
-        (
-            SHP | {"human_ref_A": "Crush it.", "human_ref_B": "Buy it.", "labels": 0, "score_A": 3, "score_B": 9},
-            (["How do I peel garlic?"], "Buy it.", "Buy it.", "Crush it.", ""),
-        ),
+        (SHP | {"labels": 1, "score_A": 9, "score_B": 3}, pair(["How do I peel garlic?"], "Crush it.", "Buy it.")),
+        (SHP | {"labels": 0, "score_A": 3, "score_B": 9}, pair(["How do I peel garlic?"], "Buy it.", "Crush it.")),
     ],
     "pvduy/sharegpt_alpaca_oa_vicuna_format": [
         (
             {"prompt": "USER: Hi USERS ASSISTANT: Hello. USER: A fruit? ASSISTANT:", "label": "An apple."},
-            (["Hi USERS", "Hello.", "A fruit?"], "An apple.", None, None, ""),
+            demonstration(["Hi USERS", "Hello.", "A fruit?"], "An apple."),
         ),
     ],
     "wangrui6/Zhihu-KOL": [
         (
             {"INSTRUCTION": "为什么?", "RESPONSE": "因为。", "SOURCE": "Zhihu", "METADATA": "{}"},
-            (["为什么?"], "因为。", None, None, ""),
+            demonstration(["为什么?"], "因为。"),
         ),
     ],
     "Cohere/miracl-zh-queries-22-12": [
         (
             PASSAGES | {"query": "川?", "query_id": "7", "negative_passages": [{"text": "山。"}], "emb": [0.5]},
-            (["川?"], "長い川。", "長い川。", "山。", ""),
+            pair(["川?"], "長い川。", "山。"),
         ),
     ],
     "Cohere/miracl-ja-queries-22-12": [
-        (
-            PASSAGES | {"query": "川?", "query_id": "7", "negative_passages": [{"text": "山。"}]},
-            (["川?"], "長い川。", "長い川。", "山。", ""),
-        ),
-        (
-            PASSAGES | {"query": "何?", "query_id": "8", "negative_passages": []},
-            (["何?"], "長い川。", "長い川。", "", ""),
-        ),
+        (PASSAGES | {"query": "川?", "negative_passages": [{"text": "山。"}]}, pair(["川?"], "長い川。", "山。")),
+        (PASSAGES | {"query": "何?", "negative_passages": []}, pair(["何?"], "長い川。", "")),
     ],
     "Hello-SimpleAI/HC3-Chinese": [
         (
             {"id": "0", "question": "为什么?", "human_answers": ["因为。", "不知道。"], "chatgpt_answers": ["作为AI"]},
-            (["为什么?"], "因为。", None, None, ""),
+            demonstration(["为什么?"], "因为。"),
         ),
     ],
-    "mkqa-Chinese": [(MKQA, (["谁在跑"], "安", None, None, ""))],
-    "mkqa-Japanese": [(MKQA, (["誰が走る"], "アン", None, None, ""))],
+    "mkqa-Chinese": [(MKQA, demonstration(["谁在跑"], "安"))],
+    "mkqa-Japanese": [(MKQA, demonstration(["誰が走る"], "アン"))],
     "lmqg/qg_jaquad": [
         (
             {"question": "誰?", "answer": "アン", "sentence": "アンが走る。", "paragraph": "アンが走る。犬も。"},
-            (["誰?"], "アンが走る。", None, None, ""),
+            demonstration(["誰?"], "アンが走る。"),
         ),
     ],
     "lmqg/qag_jaquad": [
         (
             {"paragraph": "アンが走る。", "questions": ["誰?", "何?"], "answers": ["アン", "走る"]},
-            (["誰?"], "アンが走る。", None, None, ""),
+            demonstration(["誰?"], "アンが走る。"),
         ),
     ],
     "local/jsonfile": [
         (
-            {
-                "prompt": "Human: I have a question. Assistant:",
-                "chosen": "I have a good answer.",
-                "rejected": "I have a bad answer.",
-            },
-            (
-                ["I have a question."],
-                "I have a good answer.",
-                "I have a good answer.",
-                "I have a bad answer.",
-                "",
-            ),
+            {"prompt": "Human: I have a question. Assistant:", "chosen": "A good answer.", "rejected": "A bad answer."},
+            pair(["I have a question."], "A good answer.", "A bad answer."),
         ),
     ],
 }
@@ -213,17 +198,20 @@ def test_local_jsonfile_is_read_from_data_train_json(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("name", "asked"),
+    ("name", "expected"),
     [
         ("Dahoas/rm-static", ("Dahoas/rm-static", None, "train", None, {})),
         ("mkqa-Japanese", ("apple/mkqa", None, "train", "refs/convert/parquet", {})),
-        ("Hello-SimpleAI/HC3-Chinese", (..., None, "train", "refs/convert/parquet", {"data_dir": "all"})),
+        (
+            "Hello-SimpleAI/HC3-Chinese",
+            ("Hello-SimpleAI/HC3-Chinese", None, "train", "refs/convert/parquet", {"data_dir": "all"}),
+        ),
     ],
 )
-def test_known_subset_and_revision_are_requested(hub: dict[str, Any], name: str, asked: tuple[Any, ...]) -> None:
-    hub["rows"][name if asked[0] is ... else asked[0]] = rows_of(name)[0]
+def test_known_subset_and_revision_are_requested(hub: dict[str, Any], name: str, expected: tuple[Any, ...]) -> None:
+    hub["rows"][expected[0]] = rows_of(name)[0]
     read(path=name)
-    assert hub["asked"] == [(name, *asked[1:]) if asked[0] is ... else asked]
+    assert hub["asked"] == [expected]
 
 
 def test_known_heldout_split_is_requested(hub: dict[str, Any]) -> None:
