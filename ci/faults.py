@@ -150,7 +150,7 @@ def _read(old: str, new: str) -> list[tuple[str, list[Any], str]]:
         return None
 
     old, new = textwrap.dedent(old).strip(), textwrap.dedent(new).strip()
-    expressions = [parse(f"(\n{code}\n)") if code else None for code in (old, new)]
+    expressions: list[Any] = [parse(f"(\n{code}\n)") if code else None for code in (old, new)]
     if all(expressions):
         return [("expression", [expressions[0][0].value], new)]
     readings: list[tuple[str, list[Any], str]] = []

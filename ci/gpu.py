@@ -93,7 +93,7 @@ def stages(name: str, precisions: dict[str, dict[str, Any]]) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             begun = time.perf_counter()
             done = train(name, Path(folder) / "run", TOY | {"precision": wish})
-            facts = {"seconds": round(time.perf_counter() - begun, 1)}
+            facts: dict[str, Any] = {"seconds": round(time.perf_counter() - begun, 1)}
             facts |= summaries(Path(folder) / "run") if done.returncode == 0 else {"error": last_line(done)}
         runs[wish] = verdict(f"three stages in {wish}", done.returncode == 0, facts)
     return {"passed": all(run["passed"] for run in runs.values()), **runs}

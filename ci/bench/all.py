@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import machine
 import report
@@ -56,7 +57,9 @@ def main() -> None:
     chosen = [
         row for row in (ROWS if given.accelerator == "cpu" else ON_GPU) if all(word in row for word in given.only)
     ]
-    left, failed, rows = [], [], []
+    left: list[str] = []
+    failed: list[str] = []
+    rows: list[Any] = []
     with tempfile.TemporaryDirectory() as folder:
         kept = Path(folder) / "limits.json"
         kept.write_text(json.dumps(limits))

@@ -51,25 +51,28 @@ class Worker:
                 text=True,
                 env={**os.environ, **common, **environment},
             )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._requests, self._replies = self._process.stdin, self._process.stdout
         self.ready = self._read()
         self.seconds: list[float] = []
 
     def step(self, *, record: bool) -> dict[str, Any]:
         """Have one step done -> the worker's reply; its time goes to `seconds`."""
         begun = time.perf_counter()
-        print("step", file=self._process.stdin, flush=True)
+        print("step", file=self._requests, flush=True)
         reply = self._read()
         if record:
             self.seconds.append(time.perf_counter() - begun)
         return reply
 
     def stop(self) -> None:
-        self._process.stdin.close()
+        self._requests.close()
         self._process.wait()
 
     def _read(self) -> dict[str, Any]:
-        line = self._process.stdout.readline()
+        line = self._replies.readline()
         if not line:
             self._process.wait()
             sys.exit(f"{self._errors.stem} ended with {self._process.returncode}:\n{self._errors.read_text()[-4000:]}")
-        return json.loads(line)
+        reply: dict[str, Any] = json.loads(line)
+        return reply

@@ -111,12 +111,12 @@ def measure(arguments: argparse.Namespace) -> int:
             size = sum(parameter.ds_numel for parameter in model.parameters())
             numbers += 2 * size
             model = ScalarHead(model) if placement.role.scalar_head else model
-            common = {"accelerator": accelerator, "precision": precision, "placement": placement}
+            common: dict[str, Any] = {"accelerator": accelerator, "precision": precision, "placement": placement}
             if not placement.role.trained:
                 model = freeze_model(model, **common)
             elif arguments.engines:
-                settings = {"optimizer": OptimizerConfig(), "total_steps": 1, "micro_batch_size": 1, "accumulation": 1}
-                model = TrainingEngine(role, model, **common, **settings)
+                common |= {"optimizer": OptimizerConfig(), "total_steps": 1, "micro_batch_size": 1, "accumulation": 1}
+                model = TrainingEngine(role, model, **common)
                 numbers += (4 + 8 + 2) * size  # masters, two moments, gradients
             models.append(model)
         distributed.all_gather_objects(None)

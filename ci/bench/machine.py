@@ -61,7 +61,8 @@ def limits(accelerator: str) -> dict[str, Any]:
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         sys.exit(f"machine.py ended with {done.returncode}")
-    return json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def measure(accelerator: str, *, size: int = READ, side: int = 4096) -> dict[str, Any]:
@@ -103,7 +104,7 @@ def _bytes(size: int, device: Any, best: Callable[[Callable[[], Any]], float]) -
     target = torch.empty_like(numbers)
     weights = torch.ones(size // 2 // wide, wide, dtype=torch.bfloat16, device=device)
     vector = torch.ones(wide, dtype=torch.bfloat16, device=device)
-    read = {
+    read: dict[str, Callable[[], Any]] = {
         "sum, float32": numbers.sum,
         "dot, float32": partial(torch.dot, numbers, numbers),
         "matrix x vector, bf16": partial(torch.mv, weights, vector),

@@ -139,8 +139,8 @@ def run(row: Row, folder: Path, most: int) -> dict[str, Any]:
     values = settings(row, folder)
     try:
         config: Config = build_config(values)
-        environment = Environment(row.ranks, config.precision, unified_memory=True, process=PROCESS)
-        expected = plan_stages(config, [row.stage], environment)[0].fullest.device * row.ranks
+        machine = Environment(row.ranks, config.precision, unified_memory=True, process=PROCESS)
+        expected = plan_stages(config, [row.stage], machine)[0].fullest.device * row.ranks
     except Exception as error:
         return {"skipped": str(error)}
     if expected > most:

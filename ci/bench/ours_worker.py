@@ -17,7 +17,7 @@ from typing import Any
 
 from channel import Channel
 
-from rlhf.config.schema import build_config
+from rlhf.config.schema import Stage, build_config
 from rlhf.engine.select import select_accelerator
 from rlhf.runs.directory import RunDirectory
 
@@ -77,7 +77,7 @@ def serve(channel: Channel, work: dict[str, Any], config: Any, accelerator: Any)
         "threads": torch.get_num_threads(),
         "chosen": {name: capabilities[name].implementation for name in names if name in capabilities},
     }
-    stage = "ppo" if work["stage"] == "rollout" else work["stage"]
+    stage: Stage = "ppo" if work["stage"] == "rollout" else work["stage"]
     with pipeline.stage_context(stage, config, accelerator, RunDirectory(Path(config.output))) as context:
         answer = partial(_answer, channel, accelerator)
         if work["stage"] in ("sft", "reward"):

@@ -119,7 +119,7 @@ def rows(sides: dict[str, Any], given: argparse.Namespace) -> list[dict[str, Any
 
 def _peak(side: dict[str, Any]) -> float:
     """GiB: of the device where there is one, else of the process."""
-    return side.get("device_gib", side["peak_gib"])
+    return float(side.get("device_gib", side["peak_gib"]))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def main() -> None:
 
         from rlhf.trainers import loop, pipeline
 
-        loop.fit = Held(loop.fit, channel, threads=torch.get_num_threads())  # type: ignore[assignment]
+        loop.fit = Held(loop.fit, channel, threads=torch.get_num_threads())
         pipeline.run(config, accelerator, RunDirectory(Path(config.output)), [work["stage"]])
 
 
