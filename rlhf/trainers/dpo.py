@@ -175,10 +175,6 @@ class LiveReference:
     @torch.no_grad()
     def add_to(self, batches: Sequence[Batch]) -> list[Batch]:
         """Return the batches as `PrecomputedReference` does."""
-        scores = self._score_batches(batches)
-        return [batch | {"reference": score} for batch, score in zip(batches, scores, strict=True)]
-
-    def _score_batches(self, batches: Sequence[Batch]) -> list[Tensor]:
         if self._model is None:
             self._policy.engine.eval()
             with without_adapters(self._policy.module):
@@ -186,11 +182,11 @@ class LiveReference:
         with on_device(self._model):
             return [self._score(self._model, batch) for batch in batches]
 
-    def _score(self, model: nn.Module, batch: Batch) -> Tensor:
+    def _score(self, model: nn.Module, batch: Batch) -> Batch:
         with self._precision.autocast():
             log_probs = reply_log_probs(model, batch)
         self._boundary("dpo/reference")
-        return log_probs
+        return batch | {"reference": log_probs}
 
 
 @torch.no_grad()

@@ -1,9 +1,6 @@
 """The loop of a stage's steps: `fit` drives a `Trainer`, with its records, evaluations and checkpoints.
 
 It displays and records each step's metrics, stops at a number that is not finite, and resumes from checkpoints.
-Evaluations are written to `evaluations.json` before training continues, and before that a model that is the best so
-far to a folder named by its step. Neither is ever changed, so a stage that resumes takes from both what belongs to the
-steps of its checkpoint, measures nothing twice, and saves what an uninterrupted stage would have saved.
 """
 
 from __future__ import annotations
@@ -212,7 +209,7 @@ def _skipped_steps(trainer: Trainer) -> int:
 
 
 def _rank_seed(context: StageContext) -> int:
-    """Return a seed that differs between ranks and is the same in every run with this seed."""
+    """Return the rank's own seed, the same in every run with this configuration."""
     return context.config.seed * 100_003 + context.world.rank
 
 
@@ -263,7 +260,12 @@ def record_evaluation(context: StageContext, step: int, result: EvalResult) -> N
 
 
 class EvaluationSchedule:
-    """The evaluations of a stage; every rank takes part."""
+    """The evaluations of a stage; every rank takes part.
+
+    A model that is the best so far is saved to a folder named by its step, then the result to `evaluations.json`, then
+    training continues. Neither is ever changed, so a stage that resumes takes from both what belongs to the steps of
+    its checkpoint, measures nothing twice, and saves what an uninterrupted stage would have saved.
+    """
 
     def __init__(self, trainer: Trainer, context: StageContext) -> None:
         self.trainer, self.context, self.settings = trainer, context, trainer.settings

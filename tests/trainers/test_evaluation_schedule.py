@@ -93,33 +93,24 @@ def test_epochs_are_measured_at_their_ends(accelerator, tmp_path):
     assert sorted(measured(tmp_path)) == [0, 2, 4, 5]
 
 
-def test_of_models_that_are_as_good_the_first_is_kept_and_numbers_that_are_not_finite_are_not(accelerator, tmp_path):
-    numbers = [5.0, math.nan, 3.0, 4.0, 3.0, -math.inf]
-    values = {"sft": {"eval_every": 1, "keep": "best(perplexity)"}}
-    context = stage_context(accelerator, tmp_path, "sft", values)
-    left = []
+@pytest.mark.parametrize(
+    ("stage", "metric", "numbers", "step"),
+    [
+        ("sft", "perplexity", [5.0, math.nan, 3.0, 4.0, 3.0, -math.inf], 2),  # the first of equals, finite
+        ("reward", "accuracy", [0.9, 0.5, 0.8, 0.6], 2),  # more is better
+    ],
+)
+def test_best_model_is_the_first_of_the_best_finite_ones(accelerator, tmp_path, stage, metric, numbers, step):
+    context = stage_context(accelerator, tmp_path, stage, {stage: {"eval_every": 1, "keep": f"best({metric})"}})
+    results, saved = iter(numbers), []
     trainer = StubTrainer(
-        context.config.sft,
-        total_steps=5,
-        evaluate=lambda when: EvalResult({"perplexity": numbers.pop(0)}),
-        save=lambda folder: (left.append(folder.name), (folder / "model").mkdir(parents=True)),
+        getattr(context.config, stage),
+        total_steps=len(numbers) - 1,
+        evaluate=lambda when: EvalResult({metric: next(results)}),
+        save=lambda folder: (saved.append(folder.name), (folder / "model").mkdir(parents=True)),
     )
-    summary = fit(trainer, context)
-    assert left == ["step-00000002"]
-    assert summary["kept"] == {"step": 2, "metric": "perplexity", "value": 3.0}
-
-
-def test_more_is_better_of_an_accuracy(accelerator, tmp_path):
-    accuracies = [0.9, 0.5, 0.8, 0.6]
-    context = stage_context(accelerator, tmp_path, "reward", {"reward": {"eval_every": 1, "keep": "best(accuracy)"}})
-    trainer = StubTrainer(
-        context.config.reward,
-        total_steps=3,
-        evaluate=lambda when: EvalResult({"accuracy": accuracies.pop(0)}),
-        save=lambda folder: (folder / "model").mkdir(parents=True),
-    )
-    summary = fit(trainer, context)
-    assert summary["kept"] == {"step": 2, "metric": "accuracy", "value": 0.8}
+    assert fit(trainer, context)["kept"] == {"step": step, "metric": metric, "value": numbers[step]}
+    assert saved[-1] == f"step-{step:08d}"
 
 
 def test_a_measure_that_draws_random_numbers_leaves_those_of_training_alone(accelerator, tmp_path):

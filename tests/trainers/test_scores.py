@@ -22,8 +22,8 @@ from rlhf.errors import RewardError
 from rlhf.trainers.ppo.experience import Rollout, Scores
 from rlhf.trainers.ppo.metrics import rollout_means, rollout_sums
 from rlhf.trainers.ppo.rewards import WeightedRewards
-from tests.optimum.language import COMPLETIONS, WORDS, Distance, log_probabilities, optimum, prompt, tokenizer
-from tests.optimum.test_optimum import BETA, build
+from tests.optimum.language import prompt, tokenizer
+from tests.optimum.test_optimum import build
 
 FUNCTIONS = """
 def words(prompt, completion, row): return float(len(completion.split()))
@@ -154,22 +154,3 @@ def test_each_completion_of_a_prompt_comes_with_its_example(accelerator: Acceler
     rows, examples = ppo.prompts(0), ppo.examples(0)
     found = [ids[mask].tolist() for ids, mask in zip(rows["prompt_ids"], rows["prompt_mask"].bool(), strict=True)]
     assert found == [example.prompt_ids for example in examples] and len(set(map(tuple, found))) == 4
-
-
-@pytest.mark.slow
-def test_a_function_s_policy_becomes_the_best_one(accelerator: Accelerator, tmp_path: Path, file: Path) -> None:
-    """No reward model: the known optimum of `tests.optimum` for a reward that Python counts."""
-    changes = {"reward_weight": 0, "reward_functions": [f"{file}:taste"]}
-    ppo = build(accelerator, tmp_path, changes, seed=0)
-    texts = [" ".join(WORDS[word] for word in words if word) for words in COMPLETIONS]
-    rewards = torch.tensor(
-        [text.count("a") - 0.7 * text.count("c") + 0.3 * len(text) for text in texts], dtype=torch.float64
-    )
-    best = optimum(log_probabilities(ppo.actor.module), rewards, BETA)
-    before = Distance.between(log_probabilities(ppo.actor.module), best, rewards)
-    assert ppo.reward is None and min(before.forward, before.backward) > 0.5
-    for index in range(ppo.settings.steps):
-        numbers = ppo.step(index)
-    after = Distance.between(log_probabilities(ppo.actor.module), best, rewards)
-    assert max(after.forward, after.backward) < 0.01, (before, after)
-    assert numbers["reward"] == numbers["reward/taste"]

@@ -115,13 +115,8 @@ class PPOTrainer:
             "micro_batch_size": micro_rows,
         }
         roles = context.placements
-        self.actor = context.engine(
-            "actor",
-            models.causal_lm,
-            settings.optimizer,
-            **sizes,
-            extra_micro_batches=settings.pretraining(ranks)[0],
-        )
+        extra = {"extra_micro_batches": settings.pretraining(ranks)[0]}  # of raw text
+        self.actor = context.engine("actor", models.causal_lm, settings.optimizer, **sizes, **extra)
         self.critic: TrainingEngine | None = None
         if "critic" in roles:
             self.critic = context.engine("critic", models.scalar_head, settings.critic_optimizer, **sizes)
@@ -346,9 +341,9 @@ class PPOTrainer:
         """Yield the policy as it was before training: a separate model, or the actor without its adapters."""
         if self.reference is not None:
             yield self.reference
-            return
-        with without_adapters(self.actor.module):
-            yield self.actor.engine
+        else:
+            with without_adapters(self.actor.module):
+                yield self.actor.engine
 
     # --- update: from an Experience to new weights
 
@@ -396,13 +391,8 @@ class PPOTrainer:
     ) -> tuple[Tensor, Batch]:
         """Return the policy's loss on a part of a minibatch with `total` actions in `rows` sequences; a `Loss`."""
         settings, method, mask = self.settings, self.settings.method, part.action_mask
-        weights = token_weights(
-            mask,
-            method.loss_mean,
-            tokens=total,
-            sequences=rows,
-            longest=self.context.config.data.max_completion_length,
-        )
+        longest = self.context.config.data.max_completion_length
+        weights = token_weights(mask, method.loss_mean, tokens=total, sequences=rows, longest=longest)
         if part.passes:
             log_probs, entropy = part.passes[0].policy
         else:
@@ -453,11 +443,7 @@ class PPOTrainer:
         return result._replace(numbers=result.numbers | {f"ema_{key}": value for key, value in average.numbers.items()})
 
     def _evaluate_policy(self, when: str) -> EvalResult:
-        """Complete the held-out prompts, the same ones with the same random numbers each time.
-
-        Returns:
-            Means over the prompts; the first few prompts with their completions.
-        """
+        """Complete the held-out prompts, the same ones with the same random numbers each time."""
         context = self.context
         examples = [example for example in self.data.heldout if isinstance(example, Prompt)][: self.settings.eval_rows]
         state = context.accelerator.rng_state()
