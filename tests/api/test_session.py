@@ -212,7 +212,7 @@ def test_a_reward_of_ones_own_takes_the_models_place(found: dict[str, Any], data
     assert {(prompt, chosen, rejected) for prompt, _, chosen, rejected in asked} <= known
 
 
-def test_an_interrupted_step_is_finished_and_the_next_one_follows(found: dict[str, Any]) -> None:
+def test_interrupted_step_is_finished_and_the_next_follows(found: dict[str, Any]) -> None:
     assert found["interrupted"] == ["stopped", 2, 3]
 
 

@@ -105,7 +105,7 @@ def trained(accelerator: Accelerator, folder: Path, **changes: Any) -> tuple[Ten
         ),
     ],
 )
-def test_the_policy_becomes_the_one_that_rewards_and_a_penalty_would_make(
+def test_policy_becomes_the_optimum_of_known_rewards(
     accelerator: Accelerator, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     """arXiv:2305.18290, equation 4; arXiv:2403.00409: flipped labels move the noise, not the optimum."""
@@ -125,7 +125,7 @@ def test_with_ipo_the_policy_comes_as_near_to_its_margins_as_any(accelerator: Ac
     assert max(found.forward, found.backward) < 0.01, (at_first, found)
 
 
-def test_where_all_are_compared_ipos_margins_are_those_of_its_paper() -> None:
+def test_ipo_margins_of_all_pairs_are_those_of_its_paper() -> None:
     """arXiv:2310.12036, equation 10: reference exp(E[P(y over another)] / tau), the other drawn like those compared."""
     everyone = range(len(COMPLETIONS))
     # As often each: the votes of a pair are shares of one.

@@ -162,7 +162,7 @@ def test_the_policy_becomes_the_known_one(algorithm: Algorithm, accelerator: Acc
     assert after.reward < algorithm.reward, (before, after)
 
 
-def test_the_update_with_the_penalty_in_the_reward_ends_at_the_best_policy() -> None:
+def test_update_with_k1_in_the_reward_ends_at_the_optimum() -> None:
     """The solver against the closed form; and the forms in the loss end elsewhere, so that they can be told apart."""
     rewards, choices = TableOfRewards(seed=0).rewards(), table(llama(len(WORDS), seed=0, **SIZES))
     best = optimum(of_words(choices).sum(1), rewards, BETA)

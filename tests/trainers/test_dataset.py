@@ -82,7 +82,7 @@ def test_on_two_machines_each_has_its_own(forks: Forks, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_where_they_cannot_be_kept_each_rank_holds_its_own_and_says_why(forks: Forks, tmp_path: Path) -> None:
+def test_each_rank_tokenizes_if_the_cache_cannot_be_written(forks: Forks, tmp_path: Path) -> None:
     (tmp_path / "a").write_text("a file")
     first, other = on_two_ranks(forks, tmp_path, "aa", 100)
     assert (first[0], other[0]) == (20, 20) and first[1:3] == other[1:3]
@@ -97,7 +97,7 @@ def test_machines_with_other_rows_are_told_apart(forks: Forks, tmp_path: Path) -
     assert found[0][1].startswith("sft: rows, tokenizers or versions of rlhf differ between ranks; ")
 
 
-def test_what_commands_say_of_rows_is_the_same_where_they_are_kept_and_none_is_read(
+def test_cached_rows_give_the_same_findings_and_are_not_read(
     recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accelerator: Any
 ) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "kept"))

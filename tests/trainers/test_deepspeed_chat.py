@@ -47,7 +47,7 @@ def test_ppo_runs_and_scores_alike_however_the_model_is_held(
     assert before[1:] == pytest.approx(before[:1] * 2, rel=1e-3)
 
 
-def test_the_reward_stage_goes_on_and_leaves_a_model_of_transformers(
+def test_reward_stage_saves_a_model_of_transformers(
     rlhf: Any, models: tuple[Path, Path, RewardModel], tmp_path: Path
 ) -> None:
     named = [f"reward.model={models[1]}", "reward.max_steps=1", "reward.optimizer.learning_rate=1e-9"]

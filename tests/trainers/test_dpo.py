@@ -44,7 +44,7 @@ def run(
     return [line for line in lines if "learning_rate" in line]
 
 
-def test_the_reference_is_the_policy_before_training_without_dropout_on_the_pairs_that_are_met(accelerator, tmp_path):
+def test_reference_is_the_first_policy_without_dropout(accelerator, tmp_path):
     run(accelerator, tmp_path, kind="gpt2", dropout=0.5)
     kept = load_file(tmp_path / "dpo" / "reference.safetensors")["log_probs"]
     tokens = [(pair.prompt_ids, pair.chosen_ids, pair.rejected_ids) for pair in ROWS]
@@ -56,7 +56,7 @@ def test_the_reference_is_the_policy_before_training_without_dropout_on_the_pair
 
 @pytest.mark.parametrize("frozen", ["auto", "int8"])
 @pytest.mark.parametrize("also_train", [(), ("norms",)])
-def test_a_reference_beside_every_step_is_the_one_that_was_found_beforehand(accelerator, tmp_path, frozen, also_train):
+def test_live_reference_equals_the_precomputed_one(accelerator, tmp_path, frozen, also_train):
     """With LoRA the policy without its adapters; where more is trained, a model of its own."""
     values = {"lora": cases.LORA | {"also_train": also_train}, "engine": {"frozen": frozen}}
     found = [run(accelerator, tmp_path / way, values=values, reference=way) for way in ("precomputed", "beside")]
@@ -67,7 +67,7 @@ def test_a_reference_beside_every_step_is_the_one_that_was_found_beforehand(acce
     assert not (tmp_path / "beside" / "dpo" / "reference.safetensors").exists()
 
 
-def test_a_stage_that_is_to_be_trained_for_longer_knows_the_reference_of_what_it_meets_then(accelerator, tmp_path):
+def test_longer_stage_extends_its_reference(accelerator, tmp_path):
     run(accelerator, tmp_path / "longer", max_steps=1)
     again = run(accelerator, tmp_path / "longer", max_steps=3)
     assert [step["step"] for step in again] == [1, 2, 3]
@@ -88,7 +88,7 @@ def arguments(finished_run: Path, output: Path) -> list[object]:
 
 
 @pytest.mark.slow
-def test_a_killed_stage_continues_to_the_weights_of_one_that_was_not(rlhf, finished_run, tmp_path):
+def test_killed_stage_resumes_to_the_same_weights(rlhf, finished_run, tmp_path):
     whole = rlhf(*arguments(finished_run, tmp_path / "whole")).stdout
     assert "dpo: reference log-probabilities: " in whole and "DPO" in whole
     checkpoint = tmp_path / "killed" / "dpo" / "checkpoints" / "step-00000002"
@@ -98,7 +98,7 @@ def test_a_killed_stage_continues_to_the_weights_of_one_that_was_not(rlhf, finis
     assert_same_weights(tmp_path / "killed" / "dpo" / "model", tmp_path / "whole" / "dpo" / "model")
 
 
-def test_dpo_follows_sft_in_one_folder_and_chat_and_ppo_take_its_model(rlhf, finished_run, finished_dpo, tmp_path):
+def test_dpo_follows_sft_and_chat_and_ppo_take_its_model(rlhf, finished_run, finished_dpo, tmp_path):
     assert model_folder(finished_dpo) == finished_dpo / "dpo" / "model"
     before = weights(finished_run / "sft" / "model")
     assert any((tensor != before[name]).any() for name, tensor in weights(finished_dpo / "dpo" / "model").items())

@@ -25,7 +25,7 @@ def one_update(rlhf, finished_run, tmp_path_factory) -> tuple[Path, str]:
     return output / "ppo", done.stdout
 
 
-def test_after_one_update_it_lies_between_the_weights_before_and_after(one_update, finished_run):
+def test_average_after_one_update_lies_between_the_weights(one_update, finished_run):
     folder, _ = one_update
     first, last, average = (
         weights(path) for path in (finished_run / "sft" / "model", folder / "model", folder / "model-ema")
@@ -48,7 +48,7 @@ def test_it_is_a_model_with_its_tokenizer(one_update):
     assert not (folder / "critic").exists(), "ppo.save_critic=false"
 
 
-def test_its_held_out_numbers_are_those_of_a_run_that_starts_from_it(one_update, rlhf, finished_run, tmp_path):
+def test_heldout_numbers_are_those_of_a_run_that_starts_from_it(one_update, rlhf, finished_run, tmp_path):
     """But for the divergence, which is from what each began with."""
     folder, printed = one_update
     rlhf(*arguments(finished_run, tmp_path / "run", f"ppo.actor={folder / 'model-ema'}", "ppo.steps=1"))

@@ -27,7 +27,7 @@ def contents(folder):
     return {path.relative_to(folder): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
-def test_an_error_of_all_ranks_is_printed_once_and_leaves_nothing(rlhf, tmp_path):
+def test_error_of_all_ranks_is_printed_once_and_leaves_nothing(rlhf, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"text": "a", "label": 1}) + "\n")
     line = refused(rlhf, tmp_path / "run", "sft", "--ranks", 2, *settings(data__datasets=f"[{{path: {path}}}]"))
@@ -35,7 +35,7 @@ def test_an_error_of_all_ranks_is_printed_once_and_leaves_nothing(rlhf, tmp_path
     assert not (tmp_path / "run").exists()
 
 
-def test_a_stage_that_fails_leaves_the_one_that_it_was_to_replace(rlhf, finished_run, tmp_path):
+def test_failing_stage_leaves_the_one_it_was_to_replace(rlhf, finished_run, tmp_path):
     """A reward model with another vocabulary is refused when the stage has begun."""
     shutil.copytree(finished_run, tmp_path / "run")
     before = contents(tmp_path / "run")

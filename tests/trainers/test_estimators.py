@@ -45,7 +45,7 @@ def test_a_step_with_a_critic_loads_it(build, tokenizer):
     assert list(ppo.engines) == ["actor", "critic"] and ppo.step(0)["value_loss"] > 0
 
 
-def test_the_completions_of_a_prompt_are_neighbours_and_different_samples(build):
+def test_completions_of_a_prompt_are_neighbours_and_differ(build):
     ppo = build(estimator="rloo", completions_per_prompt=4)
     prompts = ppo.prompts(0)
     first, second = (prompts["prompt_ids"][rows] for rows in (slice(4), slice(4, 8)))

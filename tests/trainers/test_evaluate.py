@@ -20,7 +20,7 @@ def after(run: Path, stage: str) -> Any:
     return json.loads((run / stage / "stage.json").read_text())["after"]
 
 
-def test_a_reward_model_s_held_out_pairs_score_as_at_the_end_of_its_stage(rlhf: Any, finished_run: Path) -> None:
+def test_reward_model_scores_heldout_pairs_as_its_stage_did(rlhf: Any, finished_run: Path) -> None:
     """The stage took the first 8 of them (reward.eval_rows)."""
     found, then = heldout(rlhf, finished_run, "--pairs"), after(finished_run, "reward")
     rows = found["each"][:8]

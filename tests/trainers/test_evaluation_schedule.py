@@ -50,7 +50,7 @@ def whole(accelerator: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     return folder, tune(accelerator, folder)
 
 
-def test_the_kept_model_is_the_one_whose_recorded_perplexity_is_least(whole):
+def test_kept_model_has_the_least_recorded_perplexity(whole):
     folder, summary = whole
     found = measured(folder)
     assert sorted(found) == list(range(STEPS + 1))
@@ -113,7 +113,7 @@ def test_best_model_is_the_first_of_the_best_finite_ones(accelerator, tmp_path, 
     assert saved[-1] == f"step-{step:08d}"
 
 
-def test_a_measure_that_draws_random_numbers_leaves_those_of_training_alone(accelerator, tmp_path):
+def test_random_numbers_of_evaluations_change_no_training(accelerator, tmp_path):
     def drawn(folder: str, eval_every: int) -> list[float]:
         context = stage_context(accelerator, tmp_path / folder, "sft", {"sft": {"eval_every": eval_every}})
         found = []
@@ -144,7 +144,7 @@ def same_training(one: Path, other: Path, stage: str) -> None:
 
 
 @pytest.mark.parametrize("zero_stage", [0, 3])
-def test_evaluation_changes_no_bit_of_training_with_dropout_and_is_without(whole, accelerator, tmp_path, zero_stage):
+def test_evaluation_without_dropout_changes_no_bit_of_training(whole, accelerator, tmp_path, zero_stage):
     top = {"engine": {"zero_stage": zero_stage, "zero_persistence_threshold": 0}}
     for folder, eval_every in (("without", 0), ("with", 1)):
         tune(accelerator, tmp_path / folder, eval_every=eval_every, keep="last", dropout=0.2, top=top)

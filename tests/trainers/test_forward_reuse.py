@@ -111,7 +111,7 @@ def test_where_memory_is_short_it_passes_twice(build, accelerator, monkeypatch, 
 
 
 @pytest.mark.parametrize(("rows", "each"), [(2, 6), (None, 1)])
-def test_a_model_whose_shape_is_not_known_keeps_one_micro_batch_alone(build, monkeypatch, rows, each):
+def test_unknown_shape_keeps_the_passes_of_one_micro_batch(build, monkeypatch, rows, each):
     def unknown(*_: Any) -> Any:
         raise ConfigError("actor: the plan does not know the shapes of model type 'ctrl'")
 

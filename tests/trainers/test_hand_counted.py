@@ -73,7 +73,7 @@ def collate(pairs, real=None):
     return collate_reward(pairs, real, policy=ShapePolicy("dynamic"), maximum=8, pad_token_id=19)
 
 
-def test_accuracy_counts_pairs_with_the_higher_chosen_score_and_a_tie_is_not_one():
+def test_accuracy_counts_higher_chosen_scores_and_no_ties():
     batch = collate(COUNTED)
     result = supervised.pair_loss(LastToken(), batch, RewardConfig())
     numbers = supervised.pair_means({key: value.item() for key, value in supervised.pair_sums(result, batch).items()})
@@ -90,7 +90,7 @@ def test_the_pairwise_loss_is_a_mean_over_tokens_then_pairs():
     assert loss == pytest.approx((first + second) / 2, rel=1e-5)
 
 
-def test_the_loss_of_the_last_tokens_asks_for_the_margin_of_all_and_that_of_the_pair():
+def test_loss_of_last_tokens_adds_both_margins():
     batch = collate([COUNTED[0], Pair([1], [7], [2, 5], replace(ROW, margin=1.5)), COUNTED[1]], 2)
     settings = RewardConfig(loss="last", margin=0.5, center=0.01)
     loss = supervised.pair_loss(LastToken(), batch, settings).loss.item()
@@ -245,7 +245,7 @@ def quiet(built: PPOTrainer) -> PPOTrainer:
     return built
 
 
-def test_explained_variance_is_the_part_of_the_returns_variance_that_the_values_foresee(build_ppo):
+def test_explained_variance_is_counted_by_hand(build_ppo):
     built = quiet(build_ppo(kl_coef=0.5, lam=1.0, minibatch_size=2))
     values = torch.tensor([[0, 1, 1], [3, 4, JUNK], [3, JUNK, JUNK], [JUNK] * 3])
     give_scores(built, replace(SCORES, values=values))
@@ -254,14 +254,14 @@ def test_explained_variance_is_the_part_of_the_returns_variance_that_the_values_
     assert built.step(0)["explained_variance"] == pytest.approx(1 - 4.375 / 23.375, rel=1e-5)
 
 
-def test_scores_are_scaled_then_clipped_then_less_a_penalty_where_there_is_no_end(build_ppo):
+def test_scores_are_scaled_then_clipped_then_penalized(build_ppo):
     built = quiet(build_ppo(normalize_scores="batch", score_clip=1, missing_eos_penalty=0.5, kl_coef=0, lam=1.0))
     built.step(0)
     # 1, 4 and 7 have mean 4 and deviation sqrt(6): -1.22, 0 and 1.22, clipped to 1; the third alone ends.
     assert built.experience.returns[:, 0].tolist() == pytest.approx([-1.5, -0.5, 1.0, 0.0])
 
 
-def test_scores_of_all_rollouts_are_scaled_together_also_after_a_restart(build_ppo):
+def test_scores_of_all_rollouts_share_a_scale_after_a_restart(build_ppo):
     settings = {"normalize_scores": "running", "score_clip": 9, "kl_coef": 0, "lam": 1.0}
     first, second = quiet(build_ppo(**settings)), quiet(build_ppo(**settings))
     first.step(0)
@@ -272,21 +272,21 @@ def test_scores_of_all_rollouts_are_scaled_together_also_after_a_restart(build_p
     assert second.experience.returns[:3, 0].tolist() == pytest.approx([3 / math.sqrt(12)] * 3)
 
 
-def test_a_checkpoint_of_an_earlier_version_holds_the_coefficient_alone(build_ppo):
+def test_earlier_versions_checkpoint_has_the_coefficient_alone(build_ppo):
     built = quiet(build_ppo(kl_coef=0.5))
     built.load_state_dict({"kl_coef": 0.25})
     numbers = built.step(0)
     assert numbers["kl_coef"] == 0.25 and numbers["reward_ema"] == pytest.approx(4.0)
 
 
-def test_the_moving_mean_of_rewards_weighs_each_step_nine_tenths_of_the_next(build_ppo):
+def test_moving_mean_weighs_steps_by_nine_tenths(build_ppo):
     built = quiet(build_ppo())
     rewards = [4.0, 1.0, 10.0]
     found = [built.shaping.update({"reward": reward, "kl": 0.0})["reward_ema"] for reward in rewards]
     assert found == pytest.approx([4, (0.9 * 4 + 1) / 1.9, (0.81 * 4 + 0.9 + 10) / 2.71])
 
 
-def test_samples_of_a_rollout_are_its_texts_with_the_score_and_the_kl_of_each(build_ppo):
+def test_samples_are_texts_with_their_score_and_kl(build_ppo):
     built = build_ppo()
     assert built.experience is None, "there is no rollout yet"
     (prompts,) = built.batches.step(0)
@@ -334,7 +334,7 @@ def test_distinct_2_is_different_pairs_over_all_pairs(completions, expected):
     assert distinct(completions, 2) == pytest.approx(expected)
 
 
-def test_evaluation_repeats_its_prompts_and_random_numbers_and_leaves_the_generator_as_it_was(build_ppo, monkeypatch):
+def test_evaluation_repeats_itself_and_restores_the_generator(build_ppo, monkeypatch):
     built = build_ppo()
     seen = []
 

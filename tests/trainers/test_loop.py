@@ -56,7 +56,7 @@ def test_what_fails_after_the_last_step_loses_no_step(train, tmp_path, monkeypat
     assert_same_weights(tmp_path / "failed" / "sft" / "model", tmp_path / "whole" / "sft" / "model")
 
 
-def test_every_rank_draws_numbers_of_its_own_and_the_same_ones_again(accelerator, recipe, tmp_path):
+def test_each_rank_draws_its_own_numbers_again(accelerator, recipe, tmp_path):
     def draws(rank, attempt):
         context = stage_context(accelerator, tmp_path / f"{rank} {attempt}", "sft", recipe)
         found = []

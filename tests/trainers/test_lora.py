@@ -89,7 +89,7 @@ def test_steps_are_those_of_plain_torch_at_every_zero_stage(accelerator, plain, 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_generation_and_training_leave_the_frozen_weights_bit_for_bit(accelerator, zero_stage, precision):
+def test_generation_and_training_change_no_frozen_bit(accelerator, zero_stage, precision):
     engine = build(accelerator, zero_stage, precision)
     at_first = state(engine)
     train(engine, 2)
@@ -105,7 +105,7 @@ def test_generation_and_training_leave_the_frozen_weights_bit_for_bit(accelerato
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_a_checkpoint_of_the_adapters_resumes_to_the_same_weights(accelerator, zero_stage, tmp_path):
+def test_checkpoint_of_adapters_resumes_to_the_same_weights(accelerator, zero_stage, tmp_path):
     place = RunDirectory(tmp_path).stage("sft")
     engine = build(accelerator, zero_stage)
     train(engine, 2)
@@ -182,7 +182,7 @@ def test_static_shapes_add_no_operator_after_the_first_step(build_ppo, zero_stag
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_models_load_with_plain_transformers_and_differ_in_adapted_layers_alone(lora_run, model_folder, stage):
+def test_plain_models_differ_in_adapted_layers_alone(lora_run, model_folder, stage):
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     auto_class = AutoModelForSequenceClassification if stage == "reward" else AutoModelForCausalLM
@@ -216,7 +216,7 @@ def test_the_policy_begins_as_the_reference(lora_run):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_stopped(rlhf, lora_run, tmp_path):
+def test_killed_run_resumes_to_the_same_weights(rlhf, lora_run, tmp_path):
     output = Path(shutil.copytree(lora_run, tmp_path / "run"))
     arguments = ["ppo", "--output", output, *LORA, "--overwrite", *sets("ppo.checkpoint_every=1")]
     kill_at(output / "ppo" / "checkpoints" / "step-00000001", rlhf, *arguments)

@@ -56,7 +56,7 @@ def test_packed_or_not_ppo_learns_the_same(build, monkeypatch, changes):
             torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
 
 
-def test_the_padding_share_of_a_step_is_what_is_computed_without_a_token(build):
+def test_padding_share_is_what_is_computed_without_a_token(build):
     ppo, computed = build(ppo_epochs=1, minibatch_size=None), []
     ppo.reward.register_forward_pre_hook(lambda _, args: computed.append(args[0].numel()))
     share = ppo.step(0)["padding_share"]

@@ -103,7 +103,7 @@ def real_rows(batches):
 
 @pytest.mark.parametrize("step", range(6))
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 2), (2, 2), (2, 1), (4, 2)])
-def test_a_step_has_the_same_rows_as_unsorted_and_all_ranks_like_lengths(step, ranks, micro):
+def test_step_has_the_unsorted_rows_in_like_lengths(step, ranks, micro):
     parts = [loader(SIZES, rank=rank, ranks=ranks, micro=micro).step(step) for rank in range(ranks)]
     expected = [example.prompt_ids + example.completion_ids for example in loader(SIZES).examples(step)]
     assert sorted(row for batches in parts for row in real_rows(batches)) == sorted(expected)
@@ -120,7 +120,7 @@ def test_held_out_rows_are_sorted_as_a_whole_and_each_comes_once():
     assert sorted(rows) == sorted(example.prompt_ids + example.completion_ids for example in demonstrations(*SIZES))
 
 
-def test_the_loss_of_a_step_does_not_depend_on_how_rows_are_packed():
+def test_loss_does_not_depend_on_how_rows_are_packed():
     """Also against plain torch, row by row; float32 sums in another order differ in their last digits."""
     model = llama(60)
     for sizes, batch in ((SIZES, 8), (SIZES[:5], 8)):  # the second: three rows that only fill up

@@ -74,7 +74,7 @@ def test_a_model_with_linear_attention_takes_a_step(build):
 
 @NO_BF16
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_in_bf16_the_reference_is_the_policy_before_its_first_step(build, zero_stage):
+def test_bf16_reference_is_the_policy_before_its_first_step(build, zero_stage):
     ppo = build(llama, zero_stage=zero_stage, precision="bf16")
     (prompts,) = ppo.batches.step(0)
     scored = ppo.score(ppo.generate(prompts))

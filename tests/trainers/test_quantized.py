@@ -26,7 +26,7 @@ def quantized_run(request, rlhf, tmp_path_factory) -> tuple[Path, str]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_models_load_with_plain_transformers_and_differ_in_adapted_layers_alone(quantized_run, model_folder, stage):
+def test_plain_models_differ_in_adapted_layers_alone(quantized_run, model_folder, stage):
     output, _ = quantized_run
     before = weights(model_folder if stage == "sft" else output / "sft" / "model")
     after = weights(output / stage / "model")
@@ -39,7 +39,7 @@ def test_models_load_with_plain_transformers_and_differ_in_adapted_layers_alone(
         assert torch.linalg.matrix_rank(change, rtol=1e-3) <= 4
 
 
-def test_a_run_says_what_is_quantized_and_counts_it_among_the_parameters(quantized_run):
+def test_run_reports_and_counts_quantized_weights(quantized_run):
     output, said = quantized_run
     assert "sft: the 15,360 frozen weights of its linear layers are in int" in said
     assert said.count("are in int") == 3  # of PPO's models on one base once

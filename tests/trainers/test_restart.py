@@ -40,7 +40,7 @@ def killed(rlhf, finished_run, tmp_path_factory):
     return output
 
 
-def test_a_killed_run_continues_to_the_weights_of_one_that_was_not(rlhf, finished_run, killed, tmp_path):
+def test_killed_run_resumes_to_the_same_weights(rlhf, finished_run, killed, tmp_path):
     whole, resumed = tmp_path / "whole", Path(shutil.copytree(killed, tmp_path / "killed"))
     rlhf(*ppo_arguments(finished_run, whole))
     output = rlhf(*ppo_arguments(finished_run, resumed), "--resume").stdout
@@ -72,9 +72,7 @@ def test_interrupted_ranks_finish_their_step_save_and_say_so(rlhf, finished_run,
 
 
 @pytest.mark.slow
-def test_a_terminal_that_closes_leaves_a_checkpoint_and_the_run_goes_on_by_the_printed_command(
-    rlhf, finished_run, tmp_path
-):
+def test_closed_terminal_leaves_a_checkpoint_to_resume(rlhf, finished_run, tmp_path):
     """The kernel sends SIGHUP, and what is written to the terminal from then on is an error."""
     output = tmp_path / "run"
     terminal, other = os.openpty()
@@ -96,7 +94,7 @@ def test_a_terminal_that_closes_leaves_a_checkpoint_and_the_run_goes_on_by_the_p
     assert f"ppo: resumed after step {steps}" in found.stdout
 
 
-def test_a_terminal_that_is_gone_before_anyone_says_so_is_no_error():
+def test_output_to_a_closed_terminal_is_no_error():
     """What is printed to it is lost; the process goes on and ends as it would have."""
     script = """
 import os, signal, sys
@@ -134,7 +132,7 @@ def drain(terminal, closing):
                 os.read(terminal, 10_000)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(rlhf, tmp_path):
+def test_nonfinite_loss_stops_at_the_last_good_checkpoint(rlhf, tmp_path):
     output = tmp_path / "run"
     rising = ["optimizer.learning_rate=1e30", "optimizer.warmup=0.9", "max_steps=8", "checkpoint_every=1"]
     found = rlhf("sft", "--output", output, *sets(*(f"sft.{key}" for key in rising)), check=False)
@@ -213,7 +211,7 @@ class Elsewhere:
         ({"python": 0, "here": 1}, RuntimeError("RNG state is wrong size")),
     ],
 )
-def test_random_numbers_of_another_accelerator_are_seeded_anew_and_not_silently(capsys, state, error):
+def test_other_accelerators_generators_are_seeded_with_a_line(capsys, state, error):
     accelerator, world = Elsewhere(error), distributed.World(0, 1)
     context = StageContext(Config(seed=3), accelerator, None, None, world, None, StageDirectory(Path("x"), "ppo"), None)
     _restore_generators(context, state, 5)

@@ -24,7 +24,7 @@ def printed(sample: RolloutSample, **options: Any) -> str:
     return file.getvalue()
 
 
-def test_a_sample_says_what_was_asked_and_answered_and_what_that_was_worth() -> None:
+def test_sample_shows_prompt_completion_and_score() -> None:
     lines = printed(RolloutSample("What is red?", "The plum is.", 1.25, 0.5, 4)).splitlines()
     assert [re.sub(r" {2,}", " | ", line.strip()) for line in lines] == [
         "prompt | What is red?",
@@ -33,7 +33,7 @@ def test_a_sample_says_what_was_asked_and_answered_and_what_that_was_worth() -> 
     ]
 
 
-def test_nothing_in_a_text_is_taken_for_markup_or_obeyed_by_the_terminal() -> None:
+def test_texts_are_no_markup_and_no_terminal_commands() -> None:
     text = "[bold]no[/] \x1b[2J\x07\r\x9b31m \u202e \ud800 :smile: [link=http://x]"
     found = printed(RolloutSample(text, "", 0, 0, 0), force_terminal=True, color_system=None)
     for part in ("[bold]no[/]", r"\x1b[2J\x07\r\x9b31m", r"\u202e", r"\ud800", ":smile:"):
@@ -74,9 +74,7 @@ def test_samples_stand_in_a_log_and_among_the_records(rlhf: Any, finished_run: P
 
 
 @pytest.mark.slow
-def test_samples_and_evaluations_stand_above_the_bar_of_a_terminal(
-    rlhf: Any, finished_run: Path, tmp_path: Path
-) -> None:
+def test_samples_and_evaluations_are_above_the_progress_bar(rlhf: Any, finished_run: Path, tmp_path: Path) -> None:
     import pty
 
     settings = sets(*models_of(finished_run), "ppo.eval_every=2", f"output={tmp_path}")

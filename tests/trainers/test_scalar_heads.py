@@ -35,7 +35,7 @@ def finished(rlhf: Any, model: Path, tmp_path_factory: pytest.TempPathFactory) -
     return output, found.stdout + found.stderr
 
 
-def test_all_stages_run_and_the_reward_models_folder_says_what_it_is(finished: tuple[Path, str]) -> None:
+def test_all_stages_run_and_label_the_reward_model(finished: tuple[Path, str]) -> None:
     output, said = finished
     folder = output / "reward" / "model"
     assert json.loads((output / "ppo" / "stage.json").read_text())["steps"] == 3

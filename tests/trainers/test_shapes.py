@@ -92,7 +92,7 @@ def comparisons_by_step(ppo: PPOTrainer, steps: int, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("weights", ["whole", "layerwise"])
-def test_at_zero_3_the_order_of_weights_is_settled_after_two_steps(build, monkeypatch, weights):
+def test_zero_3_settles_the_order_of_weights_in_two_steps(build, monkeypatch, weights):
     first, _, *later = comparisons_by_step(build("static", 3, generation_weights=weights), 4, monkeypatch)
     assert first > 0
     assert later == [0, 0]

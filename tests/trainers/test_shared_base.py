@@ -138,7 +138,7 @@ def test_numbers_are_those_of_four_separate_models(build, precision):
             assert numbers[0][key] == pytest.approx(value, rel=1e-3, abs=4 * unit), key
 
 
-def test_a_critic_that_is_trained_whole_shares_nothing_and_the_reward_model_the_actor_s_base(build):
+def test_fully_trained_critic_shares_nothing(build):
     ppo, said = build(roles={"actor": {"lora_rank": 8}, "critic": {"lora_rank": 0}})
     assert (
         "ppo: actor, reference and reward share one frozen base; the others do not: the critic is trained in full\n"
@@ -156,14 +156,14 @@ def test_a_critic_that_is_trained_whole_shares_nothing_and_the_reward_model_the_
     assert all(parameter.grad is None or parameter.requires_grad for parameter in ppo.critic.module.parameters())
 
 
-def test_an_actor_that_is_trained_whole_leaves_the_critic_and_the_reward_model_one_base(build):
+def test_fully_trained_actor_leaves_the_others_one_base(build):
     ppo, said = build(roles={"actor": {"lora_rank": 0}})
     assert "ppo: critic and reward share one frozen base; the others do not: the actor is trained in full\n" in said
     bases = frozen_base(ppo)
     assert bases["critic"] == bases["reward"] and bases["reference"].isdisjoint(bases["critic"]) and not bases["actor"]
 
 
-def test_with_norms_trained_too_the_reference_is_a_model_on_the_actor_s_base(build):
+def test_trained_norms_give_the_reference_its_own_model(build):
     ppo, said = build(also_train=["norms"])
     assert "ppo: actor, critic, reference and reward share one frozen base\n" in said
     bases = frozen_base(ppo)
@@ -266,7 +266,7 @@ def places(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_two_ranks_keep_one_base_each_at_every_zero_stage_that_shares(forks, tmp_path):
+def test_two_ranks_keep_one_base_each(forks, tmp_path):
     precisions = ["fp32", *(["bf16"] if cpu_info.native_bf16() else [])]
     arguments = ", ".join(map(repr, [str(tmp_path), *precisions]))
     forks.ranks(2, f"from tests.trainers import test_shared_base; test_shared_base.run_rank({arguments})")
@@ -275,7 +275,7 @@ def test_two_ranks_keep_one_base_each_at_every_zero_stage_that_shares(forks, tmp
         assert set(found.values()) == {(True, True, True)} and len(found) == 3 * len(precisions)
 
 
-def test_quantized_weights_are_there_once_too_and_the_policy_begins_as_the_reference(build):
+def test_quantized_base_is_shared(build):
     ppo, said = build(engine={"frozen": "int8"})
     assert (
         BASE in said
@@ -312,7 +312,7 @@ def test_what_ppo_leaves_is_merged_or_an_adapter_or_both(rlhf, lora_run, tmp_pat
     assert model_folder(tmp_path / "adapter", "sft") == tmp_path / "adapter" / "sft" / "model"
 
 
-def test_a_model_that_later_stages_start_from_is_left_whatever_is_saved(rlhf, tmp_path):
+def test_model_of_later_stages_is_saved_next_to_its_adapter(rlhf, tmp_path):
     said = rlhf("sft", "--output", tmp_path / "run", "--set", "lora.rank=4", "--set", "lora.save=adapter").stdout
     assert "sft: its model is saved next to its adapter: later stages start from it" in said
     assert all((tmp_path / "run" / "sft" / name).is_dir() for name in ("model", "adapter"))

@@ -132,7 +132,7 @@ def sft_ran(run_stage):
     return run_stage("sft", values, partial(train, SFTTrainer, policy(), data))
 
 
-def test_the_supervised_loss_is_that_of_transformers_before_the_update(sft_ran):
+def test_supervised_loss_is_that_of_transformers(sft_ran):
     """Three rows in a batch of four, here and below: the one that fills it up does not count."""
     model = policy()
     loss = transformers_loss(model, DEMONSTRATIONS)
@@ -146,7 +146,7 @@ def test_the_tokens_of_a_batch_are_those_of_prompts_and_replies(sft_ran):
     assert sft_ran.step["tokens"] == sum(lengths)
 
 
-def test_the_arithmetic_of_a_supervised_step_is_three_forward_passes_over_its_real_rows(sft_ran):
+def test_supervised_arithmetic_is_three_forward_passes(sft_ran):
     lengths = [len(example.prompt_ids + example.completion_ids) for example in DEMONSTRATIONS]
     step = sft_ran.step
     targets = sum(len(example.completion_ids) for example in DEMONSTRATIONS)
@@ -190,7 +190,7 @@ def reward_ran(run_stage):
     return run_stage("reward", values, partial(train, RewardTrainer, scorer(), data))
 
 
-def test_the_arithmetic_of_a_reward_step_is_of_both_rows_of_each_real_pair(reward_ran):
+def test_reward_arithmetic_is_of_both_rows_of_each_pair(reward_ran):
     lengths = [len(pair.prompt_ids + ids) for pair in PAIRS for ids in (pair.chosen_ids, pair.rejected_ids)]
     step = reward_ran.step
     assert step["tokens_per_second"] * step["seconds"] == pytest.approx(sum(lengths))
@@ -230,7 +230,7 @@ def plain_pair_loss(model: Any, pair: Pair) -> Tensor:
     return -(chosen - rejected)[first:].sigmoid().log().mean()
 
 
-def test_the_reward_models_numbers_are_those_of_plain_transformers(reward_ran):
+def test_reward_numbers_are_those_of_plain_transformers(reward_ran):
     agrees(reward_ran.step, plain_scores(scorer(), PAIRS))
     model = scorer()
     loss = torch.stack([plain_pair_loss(model, pair) for pair in PAIRS]).mean()
@@ -288,7 +288,7 @@ def test_a_step_of_dpo_begins_at_its_reference(dpo_ran):
     assert dpo_ran.step["rejected_log_prob"] == pytest.approx(then[1].mean().item(), rel=1e-5)
 
 
-def test_the_heldout_rewards_of_dpo_are_those_of_plain_transformers(dpo_ran):
+def test_heldout_dpo_rewards_are_those_of_transformers(dpo_ran):
     from transformers import AutoModelForCausalLM
 
     before, after = dpo_ran.heldout
@@ -369,7 +369,7 @@ def test_the_judge_sees_every_prompt_with_its_own_completion(ppo_ran):
     assert ppo_ran.summary["after"]["approved_share"] == pytest.approx(3 / 5)  # c, b and c c
 
 
-def test_heldout_numbers_are_recorded_before_the_first_step_and_after_the_last(ppo_ran):
+def test_heldout_numbers_are_recorded_before_and_after(ppo_ran):
     before, after = ppo_ran.heldout
     assert before["step"] == 0 and after["step"] == 1
     assert before["heldout_kl"] == pytest.approx(0, abs=1e-6) and after["heldout_kl"] != 0

@@ -22,7 +22,7 @@ def test_all_stages_run_and_the_supervised_ones_learn_the_same(rlhf, finished_ru
 
 
 @pytest.mark.parametrize(("stage", "ranks", "micro"), [("sft", 2, 1), ("reward", 1, 2), ("reward", 2, 2)])
-def test_the_split_over_ranks_and_micro_batches_changes_no_weight(rlhf, finished_run, tmp_path, stage, ranks, micro):
+def test_ranks_and_micro_batches_change_no_weight(rlhf, finished_run, tmp_path, stage, ranks, micro):
     output = tmp_path / "run"
     keys = sets(f"{stage}.micro_batch_size={micro}", f"reward.model={finished_run / 'sft' / 'model'}")
     rlhf(stage, "--output", output, "--ranks", ranks, *keys)
@@ -59,7 +59,7 @@ def test_the_policy_loads_with_plain_transformers_and_talks(finished_run):
     assert model.generate(**ids, max_new_tokens=4).shape[1] > ids["input_ids"].shape[1]
 
 
-def test_the_reward_model_scores_the_last_real_token_as_plain_transformers_does(finished_run):
+def test_reward_model_scores_as_plain_transformers(finished_run):
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     from rlhf.models.forward import ScalarHead, last_token_scores
