@@ -47,13 +47,7 @@ class DPOTrainer(SupervisedTrainer):
 
     def __init__(self, context: StageContext, models: ModelFactory, tokenizer: Any, data: StageData) -> None:
         limits = context.config.data
-        collate = partial(
-            collate_dpo,
-            policy=context.shapes,
-            prompt=limits.max_prompt_length,
-            completion=limits.max_completion_length,
-            pad_token_id=tokenizer.pad_token_id,
-        )
+        collate = partial(collate_dpo, prompt=limits.max_prompt_length, completion=limits.max_completion_length)
         train, heldout = NumberedPairs(data.train), NumberedPairs(data.heldout, len(data.train))
         super().__init__(context, models.causal_lm, tokenizer, collate, replace(data, train=train, heldout=heldout))
         self.reference: LiveReference | PrecomputedReference

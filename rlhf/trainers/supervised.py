@@ -40,12 +40,16 @@ class SupervisedTrainer:
     displayed: tuple[str, ...]
 
     def __init__(self, context: StageContext, load: ModelLoader, tokenizer: Any, collate: Any, data: StageData) -> None:
-        """Load the model and prepare the batches; `collate` makes a micro-batch, see `rlhf.data.batches`."""
+        """Load the model and prepare the batches; `collate` makes a micro-batch, see `rlhf.data.batches`.
+
+        It is also given the padding token and the shape policy.
+        """
         name = context.directory.name
         self.context, self.tokenizer, self._data = context, tokenizer, data
         self.settings: EpochConfig = getattr(context.config, name)
         settings, micro = self.settings, self.settings.micro_batch(context.world.size, section=name)
         sizes = {"batch_size": settings.batch_size, "micro_batch_size": micro}
+        collate = partial(collate, pad_token_id=tokenizer.pad_token_id, policy=context.shapes)
         self.batches = context.batches(data.train, collate, **sizes, length=example_length)
         self.held_out = context.evaluation_batches(data.heldout, collate, settings, rows=micro, length=example_length)
         self.epoch_steps = len(self.batches)
@@ -154,13 +158,7 @@ class SFTTrainer(SupervisedTrainer):
     displayed = ("loss",)
 
     def __init__(self, context: StageContext, models: ModelFactory, tokenizer: Any, data: StageData) -> None:
-        collate = partial(
-            collate_sft,
-            pad_token_id=tokenizer.pad_token_id,
-            policy=context.shapes,
-            maximum=context.config.data.max_length,
-            loss_on=context.config.sft.loss_on,
-        )
+        collate = partial(collate_sft, maximum=context.config.data.max_length, loss_on=context.config.sft.loss_on)
         super().__init__(context, models.causal_lm, tokenizer, collate, data)
 
     def count(self, batch: Batch) -> Tensor:
@@ -203,12 +201,7 @@ class RewardTrainer(SupervisedTrainer):
     displayed = ("loss", "accuracy")
 
     def __init__(self, context: StageContext, models: ModelFactory, tokenizer: Any, data: StageData) -> None:
-        collate = partial(
-            collate_reward,
-            pad_token_id=tokenizer.pad_token_id,
-            policy=context.shapes,
-            maximum=context.config.data.max_length,
-        )
+        collate = partial(collate_reward, maximum=context.config.data.max_length)
         super().__init__(context, models.scalar_head, tokenizer, collate, data)
 
     def count(self, batch: Batch) -> Tensor:

@@ -55,14 +55,10 @@ class WeightedRewards:
             RewardError: a function failed with a completion, or `examples` lacks some.
         """
         weight, mask = self._settings.reward_weight, rollout.action_mask
-        if weight:
-            assert model_scores is not None
-            total = weight * model_scores
-        else:
-            total = torch.zeros(len(mask), device=mask.device)
+        total = torch.zeros(len(mask), device=mask.device) if model_scores is None else weight * model_scores
         if self._process is None:
             return total, {}
-        parts: dict[str, Tensor] = {_MODEL: model_scores} if weight and model_scores is not None else {}
+        parts = {} if model_scores is None else {_MODEL: model_scores}
         texts = completion_texts(self._tokenizer, completion_ids(rollout.input_ids, rollout.action_mask))
         samples = [
             Sample(example.row.text, text, example.row.as_dict())
