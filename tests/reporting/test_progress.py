@@ -12,7 +12,7 @@ from rlhf.reporting.progress import progress
 
 
 class Clock:
-    """Time that passes when told."""
+    """Time that only a test moves."""
 
     now = 100.0
 
@@ -48,25 +48,16 @@ def lines_of(terminal: io.StringIO) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-def test_plain_output_has_a_first_and_a_last_line(plain: io.StringIO, clock: Clock) -> None:
-    with progress(100, "sft: training") as bar:
-        for _ in range(10):
-            clock.now += 0.2
-            bar.advance(10, loss=2.5)
-    assert plain.getvalue().splitlines() == [
-        "sft: training: 100 rows",
-        "sft: training: 100/100 rows  100%  50 rows/s  2.0 s in total  loss 2.5",
-    ]
-
-
 def test_plain_output_has_a_line_every_ten_seconds(plain: io.StringIO, clock: Clock) -> None:
     with progress(60, "ppo", unit="steps") as bar:
         for _ in range(60):
             clock.now += 1
             bar.advance(1, kl=0.25)
-    lines = plain.getvalue().splitlines()
+    first, second, *_, last = lines = plain.getvalue().splitlines()
     assert len(lines) == 1 + 5 + 1
-    assert lines[1] == "ppo: 10/60 steps  17%  1 steps/s  50 s left  kl 0.25"
+    assert first == "ppo: 60 steps"
+    assert second == "ppo: 10/60 steps  17%  1 steps/s  50 s left  kl 0.25"
+    assert last == "ppo: 60/60 steps  100%  1 steps/s  1:00 in total  kl 0.25"
 
 
 def test_slow_work_shows_seconds_per_unit(plain: io.StringIO, clock: Clock) -> None:
@@ -92,10 +83,7 @@ def test_terminal_shows_count_rate_and_metrics(terminal: io.StringIO) -> None:
     with progress(10, "sft", unit="rows") as bar:
         bar.advance(10, loss=1.25)
     last = lines_of(terminal)[-1]
-    assert "10/10" in last
-    assert "rows/s" in last
-    assert "in total" in last
-    assert "loss 1.25" in last
+    assert all(text in last for text in ("10/10", "rows/s", "in total", "loss 1.25"))
 
 
 def test_bars_nest_and_keep_printed_lines(terminal: io.StringIO) -> None:

@@ -44,28 +44,17 @@ def shown(width: int) -> str:
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
-@pytest.mark.parametrize("figure", ["1,235", "3.21", "91.3%", "-0.5", "1.75", "4.2", "612 MiB", "3.0 GiB", "1:15"])
-def test_summary_shows_every_figure_at_any_width(width: int, figure: str) -> None:
-    assert figure in shown(width)
+def test_summary_shows_every_figure_at_any_width(width: int) -> None:
+    text = shown(width)
+    for figure in ("1,235", "3.21", "91.3%", "-0.5", "1.75", "4.2", "612 MiB", "3.0 GiB", "1:15"):
+        assert figure in text
+    assert max(map(len, text.splitlines())) <= width
 
 
-def test_summary_without_a_value_before_shows_the_other() -> None:
-    [line] = [line for line in shown(80).splitlines() if line.strip().startswith("kl")]
-    assert line.split() == ["kl", "4.2"]
-
-
-def test_summary_shows_texts_without_markup() -> None:
-    text = shown(80)
-    assert "Where does the [bee] live?" in text
-    assert "In a [bold]hive[/]." in text
-    assert "(empty)" in text
-
-
-def test_summary_shows_shares_of_phases_and_speed() -> None:
+def test_summary_shows_values_phases_speed_and_texts() -> None:
     lines = [line.strip() for line in shown(80).splitlines()]
+    assert ["kl", "4.2"] in [line.split() for line in lines], "a value without one before"
     assert "generation 35 %, scoring 15 %, training 50 %" in lines
     assert "1:15 · 3.0 GiB peak memory · 0.41 TFLOP/s (41 % of peak)" in lines
-
-
-def test_summary_lines_fit_the_terminal() -> None:
-    assert max(map(len, shown(40).splitlines())) <= 40
+    for text in ("Where does the [bee] live?", "In a [bold]hive[/].", "(empty)"):
+        assert any(text in line for line in lines), "brackets are not markup"

@@ -6,7 +6,11 @@ has the default None, a flag without one too; `required` is no default.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+SCRIPTS = {path.stem: path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("scripts/*.sh")}
+"""Command lines of DeepSpeed-Chat's own training scripts, and of the fork's, as their users start them."""
 
 SHARED: dict[str, Any] = {
     "--data_path": ["Dahoas/rm-static"],

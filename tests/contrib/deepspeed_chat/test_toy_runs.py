@@ -7,18 +7,16 @@ from pathlib import Path
 import pytest
 
 from rlhf.contrib.deepspeed_chat.translate import format_translation, translate_commands
-from tests.contrib.deepspeed_chat import commands
+from tests.contrib.deepspeed_chat.originals import SCRIPTS
 from tests.forks import Forks
 from tests.recipes import toys
 from tests.recipes.test_toy_runs import assert_trained, run
 
-NAMES = ("OPT_1_3B", "OPT_13B", "LLAMA_2_7B", "BLOOM", "OPT_350M")
-
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted(SCRIPTS))
 def test_a_translated_recipe_runs_at_toy_size(name: str, forks: Forks, tmp_path: Path) -> None:
-    recipe = translate_commands([getattr(commands, name)], {}, 2)
+    recipe = translate_commands([SCRIPTS[name]], {}, 2)
     path = tmp_path / "recipe.yaml"
     path.write_text(format_translation(recipe), encoding="utf-8")
     stages = recipe.stages if len(recipe.stages) == 1 else []

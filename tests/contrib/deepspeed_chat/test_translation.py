@@ -12,7 +12,7 @@ from rlhf.config.schema import Config, load_config
 from rlhf.contrib.deepspeed_chat.translate import format_translation, translate_commands
 from rlhf.errors import ConfigError
 from rlhf.roles.roles import check_placements
-from tests.contrib.deepspeed_chat import commands
+from tests.contrib.deepspeed_chat.originals import SCRIPTS
 
 MAIN = {
     "sft": "step1_supervised_finetuning/main.py --model_name_or_path m",
@@ -21,7 +21,7 @@ MAIN = {
     "ppo": "step3_rlhf_finetuning/main.py --actor_model_name_or_path a --critic_model_name_or_path c",
 }
 REFUSALS = parse_yaml(Path(__file__).with_name("refusals.yaml").read_text(encoding="utf-8"))
-BESIDE = ["norms", "biases", "embeddings"]
+UNADAPTED = ["norms", "biases", "embeddings"]
 ALWAYS = {"data.chat_template": False, "data.datasets": ["Dahoas/rm-static"]}
 FP16 = {"engine.loss_scale_window": 100}
 
@@ -31,10 +31,10 @@ def text(*texts: str, devices: int | None = None, **environment: str) -> str:
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, value in values.items():
-        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return found
+        result |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return result
 
 
 def keys(*texts: str, devices: int | None = None, **environment: str) -> dict[str, Any]:
@@ -57,10 +57,10 @@ def optimizer(section: str, rate: float | None, decay: float | None, warmup: int
     return {f"{section}.{name}": value for name, value in said.items() if value is not None}
 
 
-LORA = {"lora.target_modules": [r"re:.*decoder\.layers\..*"], "lora.also_train": BESIDE}
+LORA = {"lora.target_modules": [r"re:.*decoder\.layers\..*"], "lora.also_train": UNADAPTED}
 
 EXPECTED: dict[str, tuple[int | None, dict[str, Any]]] = {
-    "OPT_1_3B": (  # 16 x 8 rows in step 1, 16 x 4 pairs in step 2, and in step 3 updates of 16 x 2 completions: 32
+    "opt_1_3b": (  # 16 x 8 rows in step 1, 16 x 4 pairs in step 2, and in step 3 updates of 16 x 2 completions: 32
         None,
         ALWAYS
         | FP16
@@ -80,7 +80,7 @@ EXPECTED: dict[str, tuple[int | None, dict[str, Any]]] = {
         | optimizer("ppo.optimizer", 9.65e-6, None, 100)
         | optimizer("ppo.critic_optimizer", 5e-6, None, 100),
     ),
-    "OPT_13B": (  # on 8 devices 4 x 8 rows (our default), 8 x 8 pairs, 16 x 8 of a rollout and of an update
+    "opt_13b": (  # on 8 devices 4 x 8 rows (our default), 8 x 8 pairs, 16 x 8 of a rollout and of an update
         None,
         FP16
         | LORA
@@ -111,7 +111,7 @@ EXPECTED: dict[str, tuple[int | None, dict[str, Any]]] = {
         | optimizer("ppo.optimizer", 5e-4, None, 100)
         | optimizer("ppo.critic_optimizer", 5e-6, None, 100),
     ),
-    "LLAMA_2_7B": (  # on 8 devices 4 x 8 rows (our default), 8 x 8 pairs, 1 x 8 completions
+    "llama_2_7b": (  # on 8 devices 4 x 8 rows (our default), 8 x 8 pairs, 1 x 8 completions
         8,
         FP16
         | {
@@ -136,7 +136,7 @@ EXPECTED: dict[str, tuple[int | None, dict[str, Any]]] = {
         | optimizer("ppo.optimizer", 9.65e-6, 0.1, 100)
         | optimizer("ppo.critic_optimizer", 5e-6, 0.1, 100),
     ),
-    "BLOOM": (  # on 8 devices 128 rows, 64 pairs and 32 completions (our default): 8, 8 and 2 at a time
+    "bloom": (  # on 8 devices 128 rows, 64 pairs and 32 completions (our default): 8, 8 and 2 at a time
         None,
         {"output": "/logs/bloom", "seed": 10, "precision": "bf16", "engine.kernels.adamw": "torch-foreach"}
         | {"data.datasets": [{"path": f"Dahoas/{name}", "weight": "all"} for name in ("rm-static", "full-hh-rlhf")]}
@@ -155,7 +155,7 @@ EXPECTED: dict[str, tuple[int | None, dict[str, Any]]] = {
         | optimizer("ppo.optimizer", None, 0.1, 100)
         | optimizer("ppo.critic_optimizer", 6e-6, 0.1, 100),
     ),
-    "OPT_350M": (
+    "opt_350m": (
         None,
         ALWAYS
         | FP16
@@ -167,37 +167,27 @@ EXPECTED: dict[str, tuple[int | None, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_script_of_the_originals_becomes_these_keys_and_no_other(name: str) -> None:
+def test_script_becomes_these_keys_and_no_other(name: str, tmp_path: Path) -> None:
     devices, expected = EXPECTED[name]
-    assert keys(getattr(commands, name), devices=devices) == expected
-
-
-@pytest.mark.parametrize("name", EXPECTED)
-def test_its_recipe_loads_and_its_models_can_be_held_so(name: str, tmp_path: Path) -> None:
-    recipe = translate_commands([getattr(commands, name)], {}, 8)
-    config = loaded(format_translation(recipe), tmp_path)
-    ranks = 1 if name in ("OPT_1_3B", "OPT_350M") else 8
+    assert keys(SCRIPTS[name], devices=devices) == expected
+    recipe = translate_commands([SCRIPTS[name]], {}, 8)
+    shown = format_translation(recipe)
+    assert [word for word in SCRIPTS[name].split() if word.startswith("--") and word not in shown] == []
+    config = loaded(shown, tmp_path)
+    ranks = 1 if name in ("opt_1_3b", "opt_350m") else 8
     check_placements(config, recipe.stages)  # type: ignore[arg-type]
     assert config.ppo.minibatch(ranks)[0] == (config.ppo.minibatch_size or 32)
     assert recipe.options == ([] if ranks == 1 else ["--ranks", "8"])
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_every_flag_that_was_given_is_in_the_text(name: str) -> None:
-    script = getattr(commands, name)
-    shown = text(script, devices=8)
-    given = {word for word in script.split() if word.startswith("--")}
-    assert sorted(flag for flag in given if flag not in shown) == []
+def test_rollout_is_at_least_as_large_as_an_update() -> None:
+    recipe = of("ppo", "--per_device_generation_batch_size 4 --per_device_training_batch_size 2 --generation_batches 3")
+    assert [recipe[f"ppo.{name}"] for name in ("batch_size", "minibatch_size", "micro_batch_size")] == [12, 2, 2]
+    recipe = of("ppo", "--per_device_generation_batch_size 4 --gradient_accumulation_steps 6")  # updates of 16 x 6
+    assert [recipe[f"ppo.{name}"] for name in ("batch_size", "minibatch_size", "generation_batch_size")] == [96, 96, 4]
 
 
-def test_a_rollout_is_as_large_as_an_update_that_gathers_several() -> None:
-    found = of("ppo", "--per_device_generation_batch_size 4 --per_device_training_batch_size 2 --generation_batches 3")
-    assert [found[f"ppo.{name}"] for name in ("batch_size", "minibatch_size", "micro_batch_size")] == [12, 2, 2]
-    found = of("ppo", "--per_device_generation_batch_size 4 --gradient_accumulation_steps 6")  # updates of 16 x 6
-    assert [found[f"ppo.{name}"] for name in ("batch_size", "minibatch_size", "generation_batch_size")] == [96, 96, 4]
-
-
-def test_names_of_earlier_versions_mean_the_same() -> None:
+def test_earlier_names_mean_the_same() -> None:
     before = "--per_device_train_batch_size 4 --per_device_mini_train_batch_size 2 --generation_batch_numbers 3"
     now = "--per_device_generation_batch_size 4 --per_device_training_batch_size 2 --generation_batches 3"
     assert of("ppo", before) == of("ppo", now)
@@ -250,9 +240,9 @@ def test_names_of_earlier_versions_mean_the_same() -> None:
         ("sft", "--seed 3 --seed 4", {"seed": 4}),
     ],
 )  # fmt: skip
-def test_flags_that_say_something_together(stage: str, flags: str, expected: dict[str, Any]) -> None:
-    found = of(stage, flags)
-    assert {key: found.get(key, "missing") for key in expected} == expected
+def test_flags_set_keys(stage: str, flags: str, expected: dict[str, Any]) -> None:
+    recipe = of(stage, flags)
+    assert {key: recipe.get(key, "missing") for key in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -276,13 +266,13 @@ def test_flags_that_say_something_together(stage: str, flags: str, expected: dic
         ("dpo", "--offload_reference_model", "reference", "--offload_reference_model: automatic: the reference's"),
     ],
 )
-def test_what_does_nothing_is_said_and_not_written(stage: str, flags: str, absent: str, said: str) -> None:
+def test_flag_without_effect_becomes_a_comment(stage: str, flags: str, absent: str, said: str) -> None:
     recipe = text(f"deepspeed --num_gpus 1 {MAIN[stage]} {flags}")
     assert f"#   {said}" in recipe
     assert not [line for line in recipe.splitlines() if absent in line.partition("#")[0]]
 
 
-def test_each_key_says_which_flag_it_is_of() -> None:
+def test_each_key_names_its_flag() -> None:
     lines = [line.strip() for line in text(f"deepspeed --num_gpus 2 {MAIN['sft']} --seed 5").splitlines()]
     assert "seed: 5  # --seed 5" in lines
     assert "learning_rate: 0.001  # --learning_rate 0.001 (default)" in lines
@@ -292,7 +282,7 @@ def test_each_key_says_which_flag_it_is_of() -> None:
     assert "#   --num_gpus 2: --ranks" in lines
 
 
-def test_devices_are_the_launchers_else_said_else_one_with_a_note() -> None:
+def test_devices_are_the_launchers_or_the_options_or_one() -> None:
     script = f"{MAIN['sft']} --per_device_train_batch_size 4"
     assert keys(f"deepspeed --num_gpus 8 --num_nodes 2 {script}")["sft.batch_size"] == 64
     assert keys(f"deepspeed --num_nodes 2 {script}", devices=16)["sft.batch_size"] == 64
@@ -302,7 +292,7 @@ def test_devices_are_the_launchers_else_said_else_one_with_a_note() -> None:
     assert "--nodes 2 --node-rank R" in text(f"deepspeed --num_gpus 8 --num_nodes 2 {script}")
 
 
-def test_without_a_path_the_flags_tell_the_step_as_far_as_they_do() -> None:
+def test_flags_tell_the_step_if_no_path_does() -> None:
     assert translate_commands(["main.py --model_name_or_path m --beta 0.1"], {}, 1).stages == ["dpo"]
     assert translate_commands(["--model_name_or_path m --eval_interval 5"], {}, 1).stages == ["reward"]
     assert translate_commands(["--actor_model_name_or_path a --critic_model_name_or_path c"], {}, 1).stages == ["ppo"]
@@ -311,24 +301,19 @@ def test_without_a_path_the_flags_tell_the_step_as_far_as_they_do() -> None:
     assert unclear.notes[0].startswith("assumed to be step 1; the flags also fit step 2 and step 2 (DPO)")
 
 
-def test_steps_that_disagree_are_named_with_a_way_out() -> None:
+def test_steps_that_disagree_are_noted_with_a_remedy() -> None:
     texts = [f"deepspeed --num_gpus 1 {MAIN['sft']} --seed 1", f"deepspeed --num_gpus 1 {MAIN['reward']} --seed 2"]
     recipe = translate_commands(texts, {})
     assert recipe.settings["seed"].value == 1
-    assert recipe.notes == [
-        "seed is 1 (--seed 1); step 2 has 2 (--seed 2): start rlhf reward separately, with --set seed=2"
-    ]
-
-
-def test_a_frozen_reward_model_that_step_3_would_shard_is_such_a_case() -> None:
-    shares, said = sorted(translate_commands([commands.OPT_13B], {}).notes)
+    note = "seed is 1 (--seed 1); step 2 has 2 (--seed 2): start rlhf reward separately, with --set seed=2"
+    assert recipe.notes == [note]
+    shares, sharding = sorted(translate_commands([SCRIPTS["opt_13b"]], {}).notes)
     assert shares.startswith("Dahoas/full-hh-rlhf, stanfordnlp/SHP: used by some steps only")
-    assert said.startswith(
-        "roles.reward.zero_stage is 0 (--zero_stage 0); step 3 has 3 (--critic_zero_stage 3, the reward"
-    )
+    note = "roles.reward.zero_stage is 0 (--zero_stage 0); step 3 has 3 (--critic_zero_stage 3, the reward"
+    assert sharding.startswith(note)
 
 
-def test_a_whole_script_may_be_given() -> None:
+def test_whole_script_can_be_translated() -> None:
     script = r"""
     #!/bin/bash
     OUTPUT=$1
@@ -340,11 +325,11 @@ def test_a_whole_script_may_be_given() -> None:
     deepspeed --num_gpus 1 step1_supervised_finetuning/main.py --model_name_or_path m --learning_rate ${Lr} \
        --output_dir $OUTPUT 2>&1 | tee $OUTPUT/training.log
     """
-    found = keys(script)
-    assert (found["output"], found["sft.optimizer.learning_rate"]) == ("./output", 2e-5)
+    recipe = keys(script)
+    assert (recipe["output"], recipe["sft.optimizer.learning_rate"]) == ("./output", 2e-5)
 
 
-def test_a_variable_may_hold_flags_and_one_without_a_value_is_nothing() -> None:
+def test_variable_may_contain_flags_or_be_unset() -> None:
     script = """
     ZERO="--actor_zero_stage 3"
     ACTOR= # to be filled in
@@ -353,13 +338,13 @@ def test_a_variable_may_hold_flags_and_one_without_a_value_is_nothing() -> None:
        --actor_model_name_or_path $ACTOR ${ZERO} ${OFFLOAD}\
        --deepspeed $NOTHING --output_dir $OUTPUT
     """
-    found = keys("ACTOR=out/actor OUTPUT=out/ppo", script)
-    assert (found["roles.actor.zero_stage"], found["ppo.actor"], found["output"]) == (3, "out/actor", "out/ppo")
+    recipe = keys("ACTOR=out/actor OUTPUT=out/ppo", script)
+    assert (recipe["roles.actor.zero_stage"], recipe["ppo.actor"], recipe["output"]) == (3, "out/actor", "out/ppo")
     with pytest.raises(ConfigError, match=r"the shell variable \$ACTOR has no value"):
         keys(script)
 
 
-def test_the_folder_that_a_command_is_started_in_tells_its_step() -> None:
+def test_working_directory_tells_the_step() -> None:
     plain = "deepspeed main.py --model_name_or_path m"
     assert translate_commands([f"cd training/step2_dpo_finetuning\n{plain}"], {}, 1).stages == ["dpo"]
     several = [f"cd a/step1_x && {plain}", f"cd b/step2_x && {plain}"]
@@ -367,7 +352,7 @@ def test_the_folder_that_a_command_is_started_in_tells_its_step() -> None:
     assert translate_commands([f"cd step1_x; {plain.replace('main', '../step2_x/main')}"], {}, 1).stages == ["reward"]
 
 
-def test_adapters_of_steps_that_need_another_scale_are_named() -> None:
+def test_adapters_that_need_another_scale_are_noted() -> None:
     known = {stage: MAIN[stage].replace("path m", "path facebook/opt-1.3b") for stage in ("sft", "dpo")}
     recipe = translate_commands([f"{known['sft']} --lora_dim 128", f"{known['dpo']} --lora_dim 32"], {}, 1)
     assert recipe.settings["lora.alpha"].value == 4.0  # of width 2048: the square roots of 16 and, below, of 64
@@ -376,30 +361,30 @@ def test_adapters_of_steps_that_need_another_scale_are_named() -> None:
     assert "# To be set by you: lora.alpha (to sqrt(width / dim), because the width of m is not known here)." in unknown
 
 
-def test_variables_of_the_fork_apply_to_its_scripts_from_the_environment_too() -> None:
+def test_environment_applies_to_scripts_of_the_fork() -> None:
     script = "bash example_scripts/bloom/train_step1_bloom_1.1b.sh"
-    found = keys(script, HL_DATASET_PATH="d", HL_LORA_DIM="8", HL_DEVICES_PER_NODE="2")
-    assert found["model.path"] == "bigscience/bloom-1b1"
+    recipe = keys(script, HL_DATASET_PATH="d", HL_LORA_DIM="8", HL_DEVICES_PER_NODE="2")
+    assert recipe["model.path"] == "bigscience/bloom-1b1"
     # 128 rows, 8 at a time on each of 2 devices; adapters alone, of the layers below transformer.h, at their own rate
-    assert (found["sft.batch_size"], found["sft.micro_batch_size"], found["sft.epochs"]) == (128, 8, 4)
-    assert (found["roles.sft.lora_rank"], found["roles.sft.lora_learning_rate"]) == (8, 2e-5)
-    assert "lora.also_train" not in found
-    assert (found["sft.dropout"], found["sft.optimizer.warmup"]) == (0.1, 20)
+    assert (recipe["sft.batch_size"], recipe["sft.micro_batch_size"], recipe["sft.epochs"]) == (128, 8, 4)
+    assert (recipe["roles.sft.lora_rank"], recipe["roles.sft.lora_learning_rate"]) == (8, 2e-5)
+    assert "lora.also_train" not in recipe
+    assert (recipe["sft.dropout"], recipe["sft.optimizer.warmup"]) == (0.1, 20)
     llama = keys("train_step3.sh", HL_DATASET_PATH="d", HL_ACTOR_MODEL="a", HL_CRITIC_MODEL="c")
-    assert llama["lora.also_train"] == BESIDE  # HL_ONLY_OPTIMIZE_LORA is 0 there, HL_LORA_DIM 64
+    assert llama["lora.also_train"] == UNADAPTED  # HL_ONLY_OPTIMIZE_LORA is 0 there, HL_LORA_DIM 64
     assert (llama["roles.critic.lora_rank"], llama["lora.target_modules"]) == (64, [r"re:.*layers\..*"])
     assert (llama["ppo.minibatch_size"], llama["ppo.micro_batch_size"]) == (32, 4)
 
 
-def test_variables_before_another_command_stand_above_its_flags() -> None:
-    found = of("sft", "--seed 1") | keys(f"HL_SEED=7 HL_EPOCHS=3 deepspeed --num_gpus 1 {MAIN['sft']} --seed 1")
-    assert (found["seed"], found["sft.epochs"]) == (7, 3)
+def test_variables_before_a_command_override_its_flags() -> None:
+    recipe = of("sft", "--seed 1") | keys(f"HL_SEED=7 HL_EPOCHS=3 deepspeed --num_gpus 1 {MAIN['sft']} --seed 1")
+    assert (recipe["seed"], recipe["sft.epochs"]) == (7, 3)
     assert keys("HL_ACTOR_ZERO_STAGE=1 HL_GBS=64")["roles.actor.zero_stage"] == 1
     assert of("sft", "--seed 1", HL_SEED="9")["seed"] == 1  # the environment is the fork's scripts' alone
 
 
 @pytest.mark.parametrize("case", REFUSALS, ids=lambda case: case["line"][:40])
-def test_what_cannot_be_translated_is_one_line(case: dict[str, Any]) -> None:
+def test_refusal_is_one_line(case: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as error:
-        translate_commands([one.replace("SFT", MAIN["sft"]) for one in case["texts"]], {}, 1)
+        translate_commands([text.replace("SFT", MAIN["sft"]) for text in case["texts"]], {}, 1)
     assert str(error.value) == case["line"]

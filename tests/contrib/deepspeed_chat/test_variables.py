@@ -31,18 +31,15 @@ OF_STEP = {
 }
 
 
-def said(*stages: str, **environment: str) -> list[str]:
+def arguments(*stages: str, **environment: str) -> list[str]:
     return to_arguments({f"HL_{name}": value for name, value in environment.items()}, stages)[0]
 
 
-def test_the_table_has_every_variable_of_the_scripts_and_no_other() -> None:
+def test_table_has_exactly_the_variables_of_the_scripts() -> None:
     expanded = {f"HL_{name}" for names in OF_STEP.values() for name in names.split()}
     assert set(load_variables()) == expanded
     for script in load_scripts().values():
         assert set(script.defaults) <= {f"HL_{name}" for name in OF_STEP[script.stage].split()}, script.name
-
-
-def test_each_variable_is_one_thing() -> None:
     for row in load_variables().values():
         assert sum(map(bool, (row.keys, row.option, row.automatic, row.nothing))) == 1, row.name
 
@@ -77,6 +74,7 @@ def test_each_variable_is_one_thing() -> None:
         ("ppo", {"NUM_WARMUP_STEPS": "100"}, {"ppo.optimizer.warmup": 100.0, "ppo.critic_optimizer.warmup": 100.0}),
         ("ppo", {"RUN_STEPS": "5"}, {"ppo.steps": 5}),
         ("ppo", {"RUN_STEPS": "0"}, {}),
+        ("sft", {"CHECKPOINT_PATH": "", "GBS": " "}, {}),
         ("ppo", {"ENABLE_HPU_GRAPHS": "0"}, {"engine.kernels": {"graph_capture": "none"}}),
         ("ppo", {"ENABLE_HPU_GRAPHS": "1", "HYBRID_ENGINE": "1"}, {}),
         ("ppo", {"EPOCHS": "2"}, {"ppo.epochs": 2}),
@@ -86,94 +84,78 @@ def test_each_variable_is_one_thing() -> None:
         ("ppo", {"LEARNING_RATE": "1"}, {}),  # of steps 1 and 2 alone
     ],
 )  # fmt: skip
-def test_a_variable_sets_its_keys(stage: str, environment: dict[str, str], expected: dict[str, object]) -> None:
-    found = said(stage, **environment)
-    assert found[::2] == ["--set"] * (len(found) // 2)
-    config = load_config(None, found[1::2], example=False)
+def test_variable_sets_its_keys(stage: str, environment: dict[str, str], expected: dict[str, object]) -> None:
+    options = arguments(stage, **environment)
+    assert options[::2] == ["--set"] * (len(options) // 2)
+    config = load_config(None, options[1::2], example=False)
     for key, value in expected.items():
         section: object = config
         for part in key.split("."):
             section = getattr(section, part)
         assert section == value, key
-    given = {pair.partition("=")[0] for pair in found[1::2]}
+    given = {pair.partition("=")[0] for pair in options[1::2]}
     assert given == {"engine.kernels.graph_capture" if key == "engine.kernels" else key for key in expected}
 
 
-def test_several_stages_take_their_keys_at_once() -> None:
-    assert said("sft", "reward", EPOCHS="4") == ["--set", "sft.epochs=4", "--set", "reward.epochs=4"]
-    assert said("sft", "reward", "ppo", SEED="1") == ["--set", "seed=1"]
+def test_several_stages_get_their_keys() -> None:
+    assert arguments("sft", "reward", EPOCHS="4") == ["--set", "sft.epochs=4", "--set", "reward.epochs=4"]
+    assert arguments("sft", "reward", "ppo", SEED="1") == ["--set", "seed=1"]
 
 
-def test_a_model_that_the_run_itself_trains_needs_no_name() -> None:
+def test_model_of_an_earlier_stage_needs_no_name() -> None:
     models = {"ACTOR_MODEL": "big", "CRITIC_MODEL": "small"}
-    assert said("sft", "reward", "ppo", **models) == ["--set", "model.path=big", "--set", "reward.model=small"]
-    assert said("ppo", **models) == ["--set", "ppo.actor=big", "--set", "ppo.reward_model=small"]
+    assert arguments("sft", "reward", "ppo", **models) == ["--set", "model.path=big", "--set", "reward.model=small"]
+    assert arguments("ppo", **models) == ["--set", "ppo.actor=big", "--set", "ppo.reward_model=small"]
 
 
-def test_some_are_options() -> None:
-    assert said("sft", DEVICES_PER_NODE="8", NUM_NODES="1") == ["--ranks", "8"]
-    assert said("sft", DEVICES_PER_NODE="8", NUM_NODES="2") == ["--ranks", "8", "--nodes", "2"]
-    assert said("sft", BASE_OUT_PATH="/logs", TAG="mine") == ["--output", "/logs/mine"]
-    assert said("sft", BASE_OUT_PATH="/logs") == ["--output", "/logs/default_tag"]
-    assert said("sft", CHECKPOINT_PATH="/here", TAG="mine") == ["--output", "/here"]
-
-
-def test_an_empty_variable_is_not_set() -> None:
-    assert said("sft", CHECKPOINT_PATH="", GBS=" ") == []
+def test_some_variables_become_options() -> None:
+    assert arguments("sft", DEVICES_PER_NODE="8", NUM_NODES="1") == ["--ranks", "8"]
+    assert arguments("sft", DEVICES_PER_NODE="8", NUM_NODES="2") == ["--ranks", "8", "--nodes", "2"]
+    assert arguments("sft", BASE_OUT_PATH="/logs", TAG="mine") == ["--output", "/logs/mine"]
+    assert arguments("sft", BASE_OUT_PATH="/logs") == ["--output", "/logs/default_tag"]
+    assert arguments("sft", CHECKPOINT_PATH="/here", TAG="mine") == ["--output", "/here"]
 
 
 def test_sources_are_a_list() -> None:
-    config = load_config(None, said("sft", DATASET_PATH="Dahoas/rm-static Dahoas/full-hh-rlhf")[1::2], example=False)
+    config = load_config(
+        None, arguments("sft", DATASET_PATH="Dahoas/rm-static Dahoas/full-hh-rlhf")[1::2], example=False
+    )
     assert [source.path for source in config.data.datasets] == ["Dahoas/rm-static", "Dahoas/full-hh-rlhf"]
     assert {source.weight for source in config.data.datasets} == {"all"}
-    assert said("sft", DATASET_PATH="Dahoas/rm-static") == ["--set", "data.datasets=[Dahoas/rm-static]"]
-
-
-def test_what_each_was_taken_as_is_said() -> None:
-    _, taken = to_arguments({"HL_LOG_FILE": "x.txt", "HL_GBS": "8", "HOME": "/"}, ["reward"])
-    assert taken[0] == "HL_GBS=8: reward.batch_size=8"
-    assert taken[1].startswith("HL_LOG_FILE=x.txt: nothing here: the records are in")
+    assert arguments("sft", DATASET_PATH="Dahoas/rm-static") == ["--set", "data.datasets=[Dahoas/rm-static]"]
 
 
 @pytest.mark.parametrize(
-    ("environment", "line"),
+    ("name", "value", "stage", "line"),
     [
-        (
-            {"HL_ACTOR_ZERO_STAG": "1"},
-            "HL_ACTOR_ZERO_STAG: unknown variable of the fork's scripts; did you mean HL_ACTOR_ZERO_STAGE?",
-        ),
-        (
-            {"HL_QWERTZUIOPQWERTZ": "1"},
-            "HL_QWERTZUIOPQWERTZ: unknown variable of the fork's scripts; docs/deepspeed-chat.md lists the variables",
-        ),
-        ({"HL_MBS": "two"}, "HL_MBS: expected a whole number, got 'two'; correct it, or unset it"),
-        ({"HL_DROPOUT": "inf"}, "HL_DROPOUT: expected a number, got 'inf'; correct it, or unset it"),
-        ({"HL_ACTOR_CP_ACT": "yes"}, "HL_ACTOR_CP_ACT: expected 0 or 1, got 'yes'; correct it, or unset it"),
+        ("HL_ACTOR_ZERO_STAG", "1", "sft", "unknown variable of the fork's scripts; did you mean HL_ACTOR_ZERO_STAGE?"),
+        ("HL_QWERTZUIOPQWERTZ", "1", "sft", "docs/deepspeed-chat.md lists the variables"),
+        ("HL_MBS", "two", "sft", "HL_MBS: expected a whole number, got 'two'"),
+        ("HL_DROPOUT", "inf", "sft", "HL_DROPOUT: expected a number, got 'inf'"),
+        ("HL_ACTOR_CP_ACT", "yes", "sft", "HL_ACTOR_CP_ACT: expected 0 or 1, got 'yes'"),
+        ("HL_SEED", "1", "step1", "step1: unknown stage; name some of sft, reward, dpo, ppo, or none"),
     ],
 )
-def test_what_cannot_be_read_is_one_line(environment: dict[str, str], line: str) -> None:
+def test_mistake_is_one_line(name: str, value: str, stage: str, line: str) -> None:
     with pytest.raises(ConfigError) as error:
-        to_arguments(environment, ["sft"])
-    assert str(error.value) == line
+        to_arguments({name: value}, [stage])
+    assert line in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_stage_that_is_none_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"^step1: unknown stage; name some of sft, reward, dpo, ppo, or none"):
-        to_arguments({}, ["step1"])
-
-
-def test_as_a_program_arguments_are_apart_from_what_is_said() -> None:
+def test_program_prints_arguments_and_meanings_apart() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HL_")}
     command = [sys.executable, "-m", "rlhf.contrib.deepspeed_chat.variables", "ppo"]
-    done = subprocess.run(
-        command, env=environment | {"HL_RUN_STEPS": "5"}, capture_output=True, text=True, check=True, timeout=60
-    )
-    assert (done.stdout, done.stderr) == ("--set\nppo.steps=5\n", "HL_RUN_STEPS=5: ppo.steps=5\n")
+    environment |= {"HL_RUN_STEPS": "5", "HL_LOG_FILE": "x.txt"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "--set\nppo.steps=5\n"
+    first, second = done.stderr.splitlines()
+    assert first == "HL_RUN_STEPS=5: ppo.steps=5"
+    assert second.startswith("HL_LOG_FILE=x.txt: nothing here: the records are in")
     done = subprocess.run(command, env=environment | {"HL_X": "1"}, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
 
 
-def test_the_scripts_defaults_can_be_read_themselves() -> None:
+def test_defaults_of_the_scripts_can_be_read() -> None:
     for script in load_scripts().values():
         environment = {name: format_scalar(value) for name, value in script.defaults.items() if value is not None}
         to_arguments(environment, [script.stage])

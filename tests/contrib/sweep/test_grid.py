@@ -1,9 +1,8 @@
-"""A grid file: which points it has, what they are called, what each sets; what is wrong with it, in one line."""
+"""A grid file: the names, keys and configurations of its points, and mistakes in one line."""
 
 from __future__ import annotations
 
 import itertools
-import re
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +38,14 @@ def grid(text: str, *overrides: str, **options: Any) -> Grid:
     return load_grid(Path("grid.yaml"), overrides, **options)
 
 
-def test_the_points_are_all_combinations_and_their_names_say_which() -> None:
-    found = grid(SIXTEEN)
+def test_points_are_all_combinations_and_named_for_them() -> None:
+    sweep = grid(SIXTEEN)
     labels = (["zero2", "zero3"], ["plain", "parts"], ["", "offload"], ["full", "lora16"])
-    assert [point.name for point in found.points] == ["-".join(filter(None, one)) for one in itertools.product(*labels)]
-    assert len(found.points) == 16
-    last = found.points[-1]
+    assert [point.name for point in sweep.points] == [
+        "-".join(filter(None, parts)) for parts in itertools.product(*labels)
+    ]
+    assert len(sweep.points) == 16
+    last = sweep.points[-1]
     assert last.name == "zero3-parts-offload-lora16"
     assert last.keys == {
         "engine.zero_stage": 3,
@@ -57,14 +58,10 @@ def test_the_points_are_all_combinations_and_their_names_say_which() -> None:
     assert (config.engine.zero_stage, config.engine.offload, config.ppo.generation_batch_size) == (3, "optimizer", 2)
     assert (config.lora.rank, config.lora.alpha) == (16, 32)
     assert config.output == Path("runs/grid/zero3-parts-offload-lora16")
-    first = found.points[0].config
+    first = sweep.points[0].config
     assert (first.engine.zero_stage, first.engine.offload, first.lora.rank) == (2, "none", 0)
-
-
-def test_a_name_stays_what_it_is_when_an_axis_gets_more_values() -> None:
-    before = {point.name: point.config for point in grid(SIXTEEN).points}
-    after = {point.name: point.config for point in grid(SIXTEEN.replace("[2, 3]", "[1, 2, 3]")).points}
-    assert before.items() <= after.items() and len(after) == 24
+    longer = {point.name: point.config for point in grid(SIXTEEN.replace("[2, 3]", "[1, 2, 3]")).points}
+    assert {point.name: point.config for point in sweep.points}.items() <= longer.items(), "names are stable"
 
 
 @pytest.mark.parametrize(
@@ -78,17 +75,17 @@ def test_a_name_stays_what_it_is_when_an_axis_gets_more_values() -> None:
         ("size: {'': {}, large: {sft.batch_size: 64}}", ["base", "large"]),
     ],
 )
-def test_values_make_names(axis: str, names: list[str]) -> None:
+def test_point_names_come_from_values(axis: str, names: list[str]) -> None:
     assert [point.name for point in grid(f"grid:\n  {axis}").points] == names
 
 
-def test_a_point_is_the_recipe_then_the_base_then_the_command_line_then_its_own_keys() -> None:
+def test_point_is_recipe_then_base_then_command_line_then_its_keys() -> None:
     Path("recipes").mkdir()
     Path("recipes/r.yaml").write_text(
         "model: {path: ./tiny}\ndata: {datasets: [{path: rows.jsonl, weight: 2}]}\n"
         "sft: {batch_size: 8, max_steps: 7}\nreward: {batch_size: 8}\nppo: {batch_size: 8, kl_coef: 0.5}\n"
     )
-    found = grid(
+    sweep = grid(
         "recipe: recipes/r.yaml\nbase: {sft.batch_size: 4, reward: {batch_size: 4}, data: {datasets: other.jsonl}}\n"
         "grid: {ppo.batch_size: [16]}",
         "reward.batch_size=2",
@@ -96,7 +93,7 @@ def test_a_point_is_the_recipe_then_the_base_then_the_command_line_then_its_own_
         options={"seed": 3, "output": Path("out")},
         ranks=2,
     )
-    (config,) = (point.config for point in found.points)
+    (config,) = (point.config for point in sweep.points)
     plain = load_config(
         Path("recipes/r.yaml"),
         [
@@ -105,53 +102,47 @@ def test_a_point_is_the_recipe_then_the_base_then_the_command_line_then_its_own_
         ],
     )
     assert config.model_dump() == plain.model_dump()
-    assert config.model.path == "./recipes/tiny"  # beside the recipe
-    assert found.ranks == 2
+    assert config.model.path == "./recipes/tiny"  # in the recipe's folder
+    assert sweep.ranks == 2
 
 
-def test_without_a_recipe_points_begin_as_plain_rlhf_does() -> None:
+def test_points_without_a_recipe_start_as_plain_rlhf_does() -> None:
     embedded = grid("grid: {ppo.steps: [40]}").points[0].config
     assert embedded.model_dump(exclude={"output"}) == load_config().model_dump(exclude={"output"})
     own = grid("grid: {model.path: [./tiny]}").points[0].config
     assert own.model_dump(exclude={"output"}) == load_config(None, ["model.path=./tiny"]).model_dump(exclude={"output"})
 
 
-def test_points_beyond_the_combinations_and_combinations_left_out() -> None:
-    found = grid(
+def test_points_can_be_added_and_excluded() -> None:
+    sweep = grid(
         "grid: {engine.zero_stage: [1, 2, 3], lora: {full: {}, lora8: {lora.rank: 8}}}\n"
         "names: {engine.zero_stage: zero}\n"
         "points: {quick: {sft.max_steps: 1}, bare: }\n"
         "exclude: [{where: {engine.zero_stage: [1, 3], lora: full}, reason: 'takes too long'}]"
     )
     combinations = ["zero1-lora8", "zero2-full", "zero2-lora8", "zero3-lora8"]
-    assert [point.name for point in found.points] == [*combinations, "quick", "bare"]
-    assert found.excluded == {"zero1-full": "takes too long", "zero3-full": "takes too long"}
-    quick, bare = found.points[-2:]
+    assert [point.name for point in sweep.points] == [*combinations, "quick", "bare"]
+    assert sweep.excluded == {"zero1-full": "takes too long", "zero3-full": "takes too long"}
+    quick, bare = sweep.points[-2:]
     assert (quick.config.sft.max_steps, quick.labels) == (1, {})
     assert bare.config.model_dump(exclude={"output"}) == load_config().model_dump(exclude={"output"})
+    invalid = "grid: {engine.zero_stage: [2, 7]}\nexclude: [{where: {engine.zero_stage: 7}, reason: there is none}]"
+    assert [point.name for point in grid(invalid).points] == ["zero_stage2"]
 
 
-def test_what_is_left_out_need_not_be_possible() -> None:
-    text = "grid: {engine.zero_stage: [2, 7]}\nexclude: [{where: {engine.zero_stage: 7}, reason: there is none}]"
-    assert [point.name for point in grid(text).points] == ["zero_stage2"]
-
-
-def test_shared_stages_are_trained_with_the_base_and_started_from() -> None:
-    found = grid(SIXTEEN)
-    assert found.shared and found.shared.stages == ("sft", "reward")
-    assert found.shared.config.engine.zero_stage == 0 and found.shared.config.lora.rank == 0
+def test_points_start_from_shared_stages_or_named_models() -> None:
+    sweep = grid(SIXTEEN)
+    assert sweep.shared and sweep.shared.stages == ("sft", "reward")
+    assert sweep.shared.config.engine.zero_stage == 0 and sweep.shared.config.lora.rank == 0
     shared = Path("runs/grid/shared")
-    assert found.shared.config.output == shared
-    for point in found.points:
+    assert sweep.shared.config.output == shared
+    for point in sweep.points:
         assert point.config.ppo.actor == str(shared / "sft/model")
         assert point.config.ppo.reward_model == str(shared / "reward/model")
     from_sft = grid("stages: [reward, dpo]\nshare: [sft]\ngrid: {seed: [1]}").points[0].config
     assert from_sft.reward.model == from_sft.dpo.model == str(shared / "sft/model")
-
-
-def test_what_a_grid_starts_from_may_be_named_in_place_of_being_shared() -> None:
-    text = "stages: [ppo]\nbase: {ppo: {actor: ./a, reward_model: ./b}}\ngrid: {ppo.kl_coef: [0.1]}"
-    (point,) = grid(text).points
+    named = "stages: [ppo]\nbase: {ppo: {actor: ./a, reward_model: ./b}}\ngrid: {ppo.kl_coef: [0.1]}"
+    (point,) = grid(named).points
     assert (point.config.ppo.actor, point.config.ppo.reward_model) == ("./a", "./b")
 
 
@@ -159,7 +150,7 @@ AXIS = "grid:\n  engine.zero_stage: [2, 3]\n"
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("grd: {}", "grid.yaml:1: unknown key 'grd'; did you mean 'grid'?"),
         ("stages: [ppo]", "grid.yaml: grid: no axis; add a key with values, e.g. engine.zero_stage: [2, 3]"),
@@ -229,23 +220,18 @@ AXIS = "grid:\n  engine.zero_stage: [2, 3]\n"
         (AXIS + "ranks: 0", "grid.yaml:3: ranks: expected a number of at least 1, got 0"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(text: str, said: str) -> None:
+def test_mistake_is_one_line(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         grid(text)
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_a_key_of_the_command_line_that_is_swept() -> None:
+def test_command_line_cannot_set_swept_keys() -> None:
     with pytest.raises(ConfigError, match=r"lora.rank: set by the axis lora of grid.yaml; change it there, or remove"):
         grid(SIXTEEN, "lora.rank=4")
     with pytest.raises(ConfigError, match=r"lora.alpha: set by the axis lora"):
         grid(SIXTEEN, "lora={alpha: 3}")
     assert grid(SIXTEEN, "lora.dropout=0.1").points[0].config.lora.dropout == 0.1
-
-
-def test_a_grid_that_is_not_there() -> None:
-    with pytest.raises(
-        ConfigError, match=re.escape("absent.yaml: cannot be read (No such file or directory); check the")
-    ):
+    with pytest.raises(ConfigError, match=r"absent.yaml: cannot be read \(No such file or directory\); check the"):
         load_grid(Path("absent.yaml"))

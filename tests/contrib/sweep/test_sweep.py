@@ -1,4 +1,4 @@
-"""`rlhf sweep` as a user meets it: real small runs, a table of their own numbers, ends of every kind, and going on."""
+"""`rlhf sweep` as a user meets it: small real runs, a table of their numbers, every kind of end, and resuming."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def swept(rlhf: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, su
     return path, rlhf("sweep", path, recipe=None, check=False)
 
 
-def test_each_point_is_a_run_and_the_table_has_its_numbers(swept: Any) -> None:
+def test_points_are_runs_and_table_and_plots_have_their_numbers(swept: Any) -> None:
     path, done = swept
     table = shown(done)
     assert list(table) == NAMES
@@ -83,17 +83,16 @@ def test_each_point_is_a_run_and_the_table_has_its_numbers(swept: Any) -> None:
         assert exported[name]["reward.center"] == name
         settings = json.loads((path.parent / "out" / name / "run.json").read_text())["config"]
         assert settings["reward"]["center"] == center
+        assert settings["reward"]["model"] == str(path.parent / "out/shared/sft/model")
+    assert [stage.parent.parent.name for stage in path.parent.glob("out/*/sft/stage.json")] == ["shared"]
+    for plot in ("sweep.png", "curves.png"):
+        picture = (path.parent / "out" / plot).read_bytes()
+        assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+        width, height = (int.from_bytes(picture[at : at + 4], "big") for at in (16, 20))
+        assert width > 600 and height > 150
 
 
-def test_what_all_points_start_from_is_trained_once(swept: Any) -> None:
-    out = swept[0].parent / "out"
-    assert [path.parent.parent.name for path in out.glob("*/sft/stage.json")] == ["shared"]
-    assert json.loads((out / "center0/run.json").read_text())["config"]["reward"]["model"] == str(
-        out / "shared/sft/model"
-    )
-
-
-def test_what_is_refused_or_fails_is_recorded_in_one_line_and_stops_no_other(swept: Any) -> None:
+def test_refused_and_failed_points_are_recorded_and_stop_no_other(swept: Any) -> None:
     path, done = swept
     assert done.returncode == 1
     table = shown(done)
@@ -104,19 +103,11 @@ def test_what_is_refused_or_fails_is_recorded_in_one_line_and_stops_no_other(swe
     assert not any(table[name]["reward accuracy"] or table[name]["seconds"] for name in NAMES[2:])
     console = (path.parent / "out/wild/console.log").read_text()
     assert console.startswith("$ rlhf --stages reward --config ") and table["wild"]["reason"] in console
-    said = re.compile(r"^stages +reward$", re.MULTILINE)  # by the run itself
-    assert said.search(console) and not said.search(done.stdout + done.stderr)
+    line_of_the_run = re.compile(r"^stages +reward$", re.MULTILINE)  # by the run itself
+    assert line_of_the_run.search(console) and not line_of_the_run.search(done.stdout + done.stderr)
 
 
-def test_plots_are_pictures(swept: Any) -> None:
-    for name in ("sweep.png", "curves.png"):
-        picture = (swept[0].parent / "out" / name).read_bytes()
-        assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
-        width, height = (int.from_bytes(picture[at : at + 4], "big") for at in (16, 20))
-        assert width > 600 and height > 150
-
-
-def test_again_nothing_is_trained_and_a_report_alone_says_the_same(rlhf: Any, swept: Any) -> None:
+def test_second_sweep_trains_nothing_and_report_is_the_same(rlhf: Any, swept: Any) -> None:
     path, first = swept
     before = [contents(path.parent / "out" / name) for name in ("shared", *NAMES)]
     again = rlhf("sweep", path, recipe=None, check=False)
@@ -130,7 +121,7 @@ def test_again_nothing_is_trained_and_a_report_alone_says_the_same(rlhf: Any, sw
     assert [contents(path.parent / "out" / name) for name in ("shared", *NAMES)] == before
 
 
-def test_a_report_may_be_had_while_the_sweep_is_at_work(rlhf: Any, swept: Any) -> None:
+def test_report_works_while_the_sweep_runs(rlhf: Any, swept: Any) -> None:
     path, first = swept
     before = contents(path.parent / "out")
     with lock_folder(path.parent / "out"), lock_folder(path.parent / "out/center0"):
@@ -140,7 +131,7 @@ def test_a_report_may_be_had_while_the_sweep_is_at_work(rlhf: Any, swept: Any) -
     assert contents(path.parent / "out") == before
 
 
-def test_what_was_refused_is_tried_again_when_asked_or_when_its_settings_are_others(rlhf: Any, swept: Any) -> None:
+def test_refused_points_are_retried_on_request_or_if_changed(rlhf: Any, swept: Any) -> None:
     path, _ = swept
     shutil.copytree(path.parent / "out/shared/sft/model", path.parent / "absent/model")
     path.write_text(path.read_text().replace("engine.frozen: int8", "engine.frozen: auto"))
@@ -152,7 +143,7 @@ def test_what_was_refused_is_tried_again_when_asked_or_when_its_settings_are_oth
     assert [row["status"] for row in shown(retried).values()] == [*["complete"] * 4, "failed"]
 
 
-def test_a_point_that_is_there_with_other_settings_is_an_error_that_changes_nothing(rlhf: Any, swept: Any) -> None:
+def test_point_with_other_settings_is_refused_and_unchanged(rlhf: Any, swept: Any) -> None:
     path, _ = swept
     before = contents(path.parent / "out")
     line = error_of(rlhf("sweep", path, "--set", "reward.margin=2", recipe=None, check=False))
@@ -161,7 +152,7 @@ def test_a_point_that_is_there_with_other_settings_is_an_error_that_changes_noth
     assert contents(path.parent / "out") == before
 
 
-def test_a_dry_run_lists_the_points_and_what_would_be_refused_and_writes_nothing(rlhf: Any, tmp_path: Path) -> None:
+def test_dry_run_lists_points_and_refusals_and_writes_nothing(rlhf: Any, tmp_path: Path) -> None:
     path = written(tmp_path, rlhf.recipe)
     before = contents(tmp_path)
     table = shown(rlhf("sweep", path, "--dry-run", recipe=None))
@@ -171,7 +162,7 @@ def test_a_dry_run_lists_the_points_and_what_would_be_refused_and_writes_nothing
     assert contents(tmp_path) == before and not (tmp_path / "out").exists()
 
 
-def test_points_that_would_not_fit_a_device_are_foreseen(rlhf: Any, tmp_path: Path) -> None:
+def test_dry_run_refuses_points_that_exceed_the_memory(rlhf: Any, tmp_path: Path) -> None:
     path = tmp_path / "grid.yaml"
     path.write_text("base: {data.datasets: x.jsonl}\ngrid: {model.path: [opt-125m, opt-13b]}\nstages: [sft]\n")
     (tmp_path / "x.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
@@ -184,7 +175,7 @@ def test_points_that_would_not_fit_a_device_are_foreseen(rlhf: Any, tmp_path: Pa
     )
 
 
-def test_other_folders_are_left_alone(rlhf: Any, tmp_path: Path) -> None:
+def test_other_folders_and_launchers_are_refused(forks: Any, rlhf: Any, tmp_path: Path) -> None:
     path = written(tmp_path, rlhf.recipe)
     (tmp_path / "out").mkdir()
     (tmp_path / "out/letter.txt").write_text("x")
@@ -194,13 +185,9 @@ def test_other_folders_are_left_alone(rlhf: Any, tmp_path: Path) -> None:
     assert "letter.txt: expected a folder, got a file" in file
     report = error_of(rlhf("sweep", path, "--report", "--output", tmp_path / "absent", recipe=None, check=False))
     assert report.endswith("absent: holds no sweep to report; leave --report out to start it")
-
-
-def test_a_sweep_under_a_launcher_is_refused(forks: Any, rlhf: Any, tmp_path: Path) -> None:
-    path = written(tmp_path, rlhf.recipe)
     environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    line = error_of(forks.run("sweep", str(path), timeout=60, environment=environment))
-    assert line.startswith("rlhf sweep starts the processes of each point itself; start it without ")
+    launched = error_of(forks.run("sweep", str(path), timeout=60, environment=environment))
+    assert launched.startswith("rlhf sweep starts the processes of each point itself; start it without ")
 
 
 LONG = """
@@ -227,7 +214,7 @@ class SignalSender(threading.Thread):
         os.kill(int(owner.split()[1]), self._number)
 
 
-def test_a_sweep_goes_on_after_ctrl_c_and_after_a_kill(rlhf: Any, tmp_path: Path) -> None:
+def test_sweep_resumes_after_ctrl_c_and_after_a_kill(rlhf: Any, tmp_path: Path) -> None:
     path, out = written(tmp_path, rlhf.recipe, LONG), tmp_path / "out"
     SignalSender(out, "seed1/sft/checkpoints/step-*", signal.SIGINT)
     stopped = rlhf("sweep", path, recipe=None, check=False)

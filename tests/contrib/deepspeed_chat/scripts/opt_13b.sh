@@ -1,0 +1,71 @@
+# single_node, on eight devices, and offloaded as in the sweep of step 3
+deepspeed --num_gpus 8 applications/DeepSpeed-Chat/training/step1_supervised_finetuning/main.py \
+   --data_path Dahoas/rm-static Dahoas/full-hh-rlhf \
+   --data_split 2,4,4 \
+   --model_name_or_path facebook/opt-13b \
+   --per_device_train_batch_size 4 \
+   --per_device_eval_batch_size 4 \
+   --max_seq_len 512 \
+   --learning_rate 1e-4 \
+   --weight_decay 0. \
+   --num_train_epochs 16  \
+   --gradient_accumulation_steps 1 \
+   --lr_scheduler_type cosine \
+   --num_warmup_steps 0 \
+   --seed 1234 \
+   --gradient_checkpointing \
+   --zero_stage 3 \
+   --offload \
+   --lora_dim 128 \
+   --lora_module_name decoder.layers. \
+   --deepspeed \
+   --output_dir output/actor-models/13b \
+   &> output/actor-models/13b/training.log
+deepspeed --num_gpus 8 applications/DeepSpeed-Chat/training/step2_reward_model_finetuning/main.py \
+   --data_path Dahoas/rm-static Dahoas/full-hh-rlhf stanfordnlp/SHP \
+   --data_split 2,4,4 \
+   --model_name_or_path facebook/opt-350m \
+   --num_padding_at_beginning 1 \
+   --per_device_train_batch_size 8 \
+   --per_device_eval_batch_size 8 \
+   --max_seq_len 512 \
+   --learning_rate 5e-5 \
+   --weight_decay 0.1 \
+   --num_train_epochs 1 \
+   --gradient_accumulation_steps 1 \
+   --lr_scheduler_type cosine \
+   --num_warmup_steps 0 \
+   --seed 1234 \
+   --zero_stage 0 \
+   --deepspeed \
+   --output_dir output/reward-models/350m
+deepspeed --num_gpus 8 --master_port 12346 applications/DeepSpeed-Chat/training/step3_rlhf_finetuning/main.py \
+   --data_path Dahoas/rm-static \
+   --data_split 2,4,4 \
+   --actor_model_name_or_path output/actor-models/13b \
+   --critic_model_name_or_path output/reward-models/350m \
+   --num_padding_at_beginning 1 \
+   --per_device_generation_batch_size 16 \
+   --per_device_training_batch_size 16 \
+   --generation_batches 1 \
+   --ppo_epochs 1 \
+   --max_answer_seq_len 256 \
+   --max_prompt_seq_len 256 \
+   --actor_learning_rate 5e-4 \
+   --critic_learning_rate 5e-6 \
+   --num_train_epochs 1 \
+   --lr_scheduler_type cosine \
+   --gradient_accumulation_steps 1 \
+   --num_warmup_steps 100 \
+   --deepspeed --seed 1234 \
+   --enable_hybrid_engine \
+   --inference_tp_size 2 \
+   --offload --offload_reference_model \
+   --actor_zero_stage 3 \
+   --critic_zero_stage 3 \
+   --actor_gradient_checkpointing \
+   --actor_dropout 0.0 \
+   --actor_lora_dim 128 \
+   --actor_lora_module_name decoder.layers. \
+   --output_dir ./output/step3-models/13b \
+    &> ./output/step3-models/13b/training.log
