@@ -13,8 +13,17 @@ from rich.console import Console
 from rlhf.cli.options import Options, shared
 from rlhf.cli.tables import AsJSON, print_json, print_line, print_table
 from rlhf.contrib.sweep.grid import Grid, Point, load_grid
-from rlhf.contrib.sweep.report import describe_result, format_table, to_document, write_index, write_report
-from rlhf.contrib.sweep.results import PointOutcome, PointResult, SweepDirectory, collect_results
+from rlhf.contrib.sweep.results import (
+    PointOutcome,
+    PointResult,
+    SweepDirectory,
+    collect_results,
+    describe_result,
+    format_table,
+    to_document,
+    write_index,
+    write_report,
+)
 from rlhf.contrib.sweep.runner import SweepRunner
 from rlhf.errors import ConfigError, RunError
 from rlhf.reporting.console import console
