@@ -41,6 +41,7 @@ def python(code: str, *arguments: str, **variables: str) -> subprocess.Completed
     return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment)
 
 
+@pytest.mark.slow
 def test_run_prints_only_our_lines(rlhf: Any, tmp_path: Path) -> None:
     """In a process that has imported nothing yet, as every user's."""
     settings = ["--config", rlhf.recipe, "--output", tmp_path / "run", "--set", "model.gradient_checkpointing=true"]

@@ -156,7 +156,7 @@ def _expand_words(words: Iterable[str], variables: Mapping[str, str]) -> Iterato
         yield from _expand(word, variables).split() if "$" in word else [word]
 
 
-def _parse_command(words: list[str], output_folder: str) -> Command:
+def _parse_command(words: list[str], folder: str) -> Command:
     program = next((word for word in words if word.endswith((".py", ".sh"))), "")
     name = PurePosixPath(program).name
     if name in _OTHERS:
@@ -168,13 +168,12 @@ def _parse_command(words: list[str], output_folder: str) -> Command:
         raise ConfigError(
             f"{_short(' '.join(words))}: not a command of DeepSpeed-Chat; paste a `deepspeed main.py --...`"
         )
-    stage = next((stage for path in (program, output_folder) for part, stage in _PROGRAMS.items() if part in path), "")
-    fitting = [one for one in STEPS if all(_find_flag(one, flag) for flag, _ in flags_given)]
-    if not stage and not fitting:
-        stage = max(STEPS, key=lambda one: sum(_find_flag(one, flag) is not None for flag, _ in flags_given))
-    guess = tuple(fitting[1:]) if not stage else ()
-    stage = stage or fitting[0]
-    return _check_flags(stage, flags_given, guess)
+    stage = next((stage for path in (program, folder) for part, stage in _PROGRAMS.items() if part in path), "")
+    if stage:
+        return _check_flags(stage, flags_given)
+    known = {step: sum(_find_flag(step, flag) is not None for flag, _ in flags_given) for step in STEPS}
+    fitting = [step for step in STEPS if known[step] == len(flags_given)]
+    return _check_flags(fitting[0] if fitting else max(STEPS, key=known.__getitem__), flags_given, tuple(fitting[1:]))
 
 
 def _find_script(path: str) -> Command:
@@ -204,7 +203,7 @@ def _find_flag(stage: str, name: str) -> Flag | None:
     return find_flag(stage, name) or find_flag("deepspeed", name)
 
 
-def _check_flags(stage: str, flags_given: list[tuple[str, list[str]]], guess: tuple[str, ...]) -> Command:
+def _check_flags(stage: str, flags_given: list[tuple[str, list[str]]], guess: tuple[str, ...] = ()) -> Command:
     given: dict[str, tuple[str, ...]] = {}
     written: dict[str, str] = {}
     for name, values in flags_given:
@@ -214,12 +213,11 @@ def _check_flags(stage: str, flags_given: list[tuple[str, list[str]]], guess: tu
         if row.reader != "names":  # an unset variable after the value is empty, as in a shell
             takes = 1 if row.reader else 0
             values = values[:takes] + [value for value in values[takes:] if not _VARIABLE.fullmatch(value)]
-        if row.reader and not values and row.reader != "names":
-            raise ConfigError(f"{name}: its value is missing; add it, or remove the flag")
-        if not row.reader and values:
-            raise ConfigError(f"{name} {values[0]}: takes no value; remove {values[0]}")
-        if len(values) > 1 and row.reader != "names":
-            raise ConfigError(f"{name} {' '.join(values)}: takes one value; remove {' '.join(values[1:])}")
+            if len(values) < takes:
+                raise ConfigError(f"{name}: its value is missing; add it, or remove the flag")
+            if surplus := " ".join(values[takes:]):
+                number = "one" if takes else "no"
+                raise ConfigError(f"{name} {' '.join(values)}: takes {number} value; remove {surplus}")
         given[row.name] = tuple(values)  # the last of several counts, as in DeepSpeed-Chat
         written[row.name] = " ".join([name, *values])
     return Command(stage, given, written, guess)
