@@ -239,10 +239,10 @@ def _read_heldout(options: Options, config: Config, models: Sequence[str]) -> li
     """Read the prompts that the recipe holds out; without a recipe, those of the first run among the models."""
     from rlhf.models.loading import load_model_tokenizer
 
-    found = _find_recipe(options, config, models)
-    if found is None:
+    run = _find_recipe(options, config, models)
+    if run is None:
         raise ConfigError("--prompts: missing, and none of the models is of a run with held-out prompts; name a file")
-    name, recipe = found
+    name, recipe = run
     tokenizer, _ = load_model_tokenizer(recipe.model, find_base_model(model_folder(name)))
     return read_heldout_prompts(recipe, tokenizer)
 

@@ -141,7 +141,7 @@ def test_reply_arrives_in_pieces_and_drops_old_turns(model: ChatModel) -> None:
         model.reply([("user", "hello " * 40)], pieces.append)
 
 
-def test_weights_have_the_compute_precision_but_rotary_frequencies_float32(
+def test_weights_have_the_precision_but_rotary_frequencies_fp32(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = chat_model(tiny_model, monkeypatch, "bf16").writer.module

@@ -154,7 +154,7 @@ except RuntimeError:
 
 
 @pytest.mark.parametrize("option", ["", "--debug", "--host"])
-def test_suppressed_stdout_is_shown_to_host_programs_and_with_debug(option: str) -> None:
+def test_suppressed_stdout_is_shown_to_hosts_and_with_debug(option: str) -> None:
     done = python(LOUD, option, PYTHONUNBUFFERED="1")
     shown = "printed\ncompiled\n" if option else ""
     assert (done.stdout, done.stderr) == (f"before\n{shown}after\n", "broken\n")

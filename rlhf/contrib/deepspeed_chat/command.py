@@ -90,19 +90,19 @@ def parse_commands(texts: Sequence[str]) -> tuple[list[Command], dict[str, str]]
     given: dict[str, str] = {}
     commands: list[Command] = []
     for text in texts:
-        lines, folder, here = [*_lines(text)], "", dict(variables)
-        if not any(_store_assignments(words, here) for words in lines):
-            given |= {name: value for name, value in here.items() if variables.get(name) != value}
-            variables = here
+        lines, folder, assigned = [*_lines(text)], "", dict(variables)
+        if not any(_store_assignments(words, assigned) for words in lines):
+            given |= {name: value for name, value in assigned.items() if variables.get(name) != value}
+            variables = assigned
             continue
         for words in lines:
-            here = dict(variables)
-            if not (rest := _store_assignments(words, here)):
-                variables = here | given
+            assigned = dict(variables)
+            if not (rest := _store_assignments(words, assigned)):
+                variables = assigned | given
             elif rest[0] == "cd":
                 folder = " ".join(rest[1:])
             elif rest[0] not in _SHELL and rest[0] != "[":
-                commands.append(replace(_parse_command([*_expand_words(rest, variables)], folder), variables=here))
+                commands.append(replace(_parse_command([*_expand_words(rest, variables)], folder), variables=assigned))
     return commands, variables
 
 
@@ -255,7 +255,8 @@ def expand_script(command: Command, environment: Mapping[str, str], others: Sequ
     script = load_scripts()[command.script]
     environment = {**environment, **command.variables}
     given = {name: environment[name].strip() for name in read_variables(environment)}
-    known = {name for one in (command, *others) if one.script for name in load_scripts()[one.script].defaults}
+    scripts = [load_scripts()[other.script] for other in (command, *others) if other.script]
+    known = {name for other in scripts for name in other.defaults}
     if unread := [name for name in given if name not in known]:
         raise ConfigError(f"{unread[0]}: not read by {script.name}; unset it")
     given = {name: value for name, value in given.items() if name in script.defaults}

@@ -378,13 +378,13 @@ def translate_end_token(flags: CommandFlags) -> Translation:
 
 def translate_folder(flags: CommandFlags) -> Translation:
     """Translate the run's folder, which all steps of a recipe share."""
-    given = flags["output_dir"]
-    if given.value is None:
+    folder = flags["output_dir"]
+    if folder.value is None:
         return
-    if (flags.alone or set(flags.earlier.values()) == {given.value}) and "$" not in given.value:
-        yield flags.setting("output", given.value, "output_dir")
+    if (flags.alone or set(flags.earlier.values()) == {folder.value}) and "$" not in folder.value:
+        yield flags.setting("output", folder.value, "output_dir")
     else:
-        yield Remark(given.text, "`--output DIR` sets the run's folder, which all stages share")
+        yield Remark(folder.text, "`--output DIR` sets the run's folder, which all stages share")
 
 
 RULES: Mapping[str, Callable[[CommandFlags], Translation]] = {

@@ -36,8 +36,8 @@ class Flag:
 
     def keys_of(self, program: str) -> list[str]:
         """Return the keys that the flag sets in a command of `program`."""
-        found = self.keys.get(program, ()) if isinstance(self.keys, Mapping) else self.keys
-        return [key.format(stage=program) for key in found] if program in STEPS else []
+        keys = self.keys.get(program, ()) if isinstance(self.keys, Mapping) else self.keys
+        return [key.format(stage=program) for key in keys] if program in STEPS else []
 
 
 @dataclass(frozen=True)

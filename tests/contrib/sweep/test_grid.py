@@ -79,7 +79,7 @@ def test_point_names_come_from_values(axis: str, names: list[str]) -> None:
     assert [point.name for point in grid(f"grid:\n  {axis}").points] == names
 
 
-def test_point_is_recipe_then_base_then_command_line_then_its_keys() -> None:
+def test_point_is_recipe_then_base_then_options_then_its_keys() -> None:
     Path("recipes").mkdir()
     Path("recipes/r.yaml").write_text(
         "model: {path: ./tiny}\ndata: {datasets: [{path: rows.jsonl, weight: 2}]}\n"

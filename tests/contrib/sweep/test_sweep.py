@@ -92,7 +92,7 @@ def test_points_are_runs_and_table_and_plots_have_their_numbers(swept: Any) -> N
         assert width > 600 and height > 150
 
 
-def test_refused_and_failed_points_are_recorded_and_stop_no_other(swept: Any) -> None:
+def test_refused_and_failed_points_are_recorded_and_stop_none(swept: Any) -> None:
     path, done = swept
     assert done.returncode == 1
     table = shown(done)
