@@ -193,7 +193,7 @@ def _print_facts(facts: dict[str, Any]) -> None:
             f"processes, trains in {', '.join(deepspeed['dtypes'])}",
         ),
     ]
-    print_table(facts["name"], ("what", "here"), rows)
+    print_table(facts["name"], ("property", "value"), rows)
     precisions = [
         (wish, precision["name"] if precision["ok"] else "no", precision["reason"])
         for wish, precision in facts["precisions"].items()
