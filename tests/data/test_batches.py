@@ -23,7 +23,7 @@ def demonstration(prompt: int, completion: int) -> Demonstration:
     return Demonstration([10] * prompt, [11] * (completion - 1) + [EOS], ROW)
 
 
-def test_sft_rows_are_padded_on_the_right_and_completions_are_targets() -> None:
+def test_sft_rows_are_right_padded_with_completions_as_targets() -> None:
     batch = collate_sft([demonstration(2, 2), demonstration(1, 4)], **LIMITS)
     assert batch["input_ids"].tolist() == [[10, 10, 11, EOS, PAD], [10, 11, 11, 11, EOS]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]

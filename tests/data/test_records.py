@@ -78,7 +78,7 @@ def test_only_the_last_assistant_turn_is_the_reply() -> None:
     assert (row.chosen, row.rejected) == ("e", "f")
 
 
-def test_single_message_keeps_its_text_and_a_conversation_is_a_transcript() -> None:
+def test_single_message_keeps_its_text_unlike_a_conversation() -> None:
     assert row_of({"prompt": "Once upon a time "}).text == "Once upon a time "
     assert row_of({"prompt": "\n\nHuman: Hi\n\nAssistant:"}).text == "Human: Hi\n\nAssistant:"
     assert row_of({"messages": turns("Hi", "Hello")}).text == "Human: Hi\n\nAssistant:"

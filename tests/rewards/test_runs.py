@@ -103,11 +103,11 @@ def test_run_without_reward_model_scores_each_row_once(
 def test_run_resumes_after_the_failing_function_is_fixed(
     rlhf: Callable[..., Any], alone: Callable[..., list[str]], rewards: Path
 ) -> None:
-    found = rlhf(*alone("until_fixed", ppo__checkpoint_every=1, ppo__steps=6), check=False)
-    (line,) = (line for line in found.stderr.splitlines() if line.startswith("rlhf: "))
-    assert found.returncode == 2
-    said = f"rlhf: error: reward function {rewards}:until_fixed: KeyError: 'answer' at {rewards}:"
-    assert line.startswith(said) and line.endswith("fix the function, then repeat this command with --resume")
+    result = rlhf(*alone("until_fixed", ppo__checkpoint_every=1, ppo__steps=6), check=False)
+    (line,) = (line for line in result.stderr.splitlines() if line.startswith("rlhf: "))
+    assert result.returncode == 2
+    start = f"rlhf: error: reward function {rewards}:until_fixed: KeyError: 'answer' at {rewards}:"
+    assert line.startswith(start) and line.endswith("fix the function, then repeat this command with --resume")
     # 6 rows of the first evaluation, then 4 a step: the 20th is in the fourth step.
     assert (
         sorted(path.name for path in (rewards.parent / "run" / "ppo" / "checkpoints").iterdir())[-1] == "step-00000003"
@@ -120,9 +120,9 @@ def test_run_resumes_after_the_failing_function_is_fixed(
 def test_only_the_rank_whose_function_fails_reports(
     rlhf: Callable[..., Any], alone: Callable[..., list[str]], rewards: Path
 ) -> None:
-    found = rlhf(*alone("leaves_on_rank_1"), "--ranks", 2, check=False)
-    (line,) = (line for line in found.stderr.splitlines() if line.startswith("rlhf: "))
-    assert found.returncode == 2 and f"{rewards}:leaves_on_rank_1: ended its process with exit code 7; for" in line
+    result = rlhf(*alone("leaves_on_rank_1"), "--ranks", 2, check=False)
+    (line,) = (line for line in result.stderr.splitlines() if line.startswith("rlhf: "))
+    assert result.returncode == 2 and f"{rewards}:leaves_on_rank_1: ended its process with exit code 7; for" in line
 
 
 def test_dry_run_notes_a_reward_model_without_use(rlhf: Callable[..., Any], rewards: Path, tmp_path: Path) -> None:
@@ -153,8 +153,8 @@ def test_run_without_reward_model_with_lora_or_sharding(
 ) -> None:
     """The critic has a base of its own, and a head that is trained and kept."""
     lora = ["--set", "lora.rank=2"] if engine.endswith("0") else []
-    found = rlhf(*alone("words"), "--set", engine, *lora)
-    assert ("actor and reference share one frozen base; the others do not: the critic" in found.stdout) == bool(lora)
+    result = rlhf(*alone("words"), "--set", engine, *lora)
+    assert ("actor and reference share one frozen base; the others do not: the critic" in result.stdout) == bool(lora)
     assert len(records(rewards.parent / "run", "critic_grad_norm")) == 3
 
 
