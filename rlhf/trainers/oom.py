@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 def translate_stage_errors(context: StageContext, output: Path | None = None) -> AbstractContextManager[None]:
     """Return `translate_errors` for a block that runs a stage: a lack of memory is reported with what would help.
 
-    Args:
-        output: the run's folder, to translate errors of disk and permissions too.
+    With the run's folder as `output`, errors of disk and permissions are translated too.
     """
     return translate_errors(output, describe_memory=partial(_describe_out_of_memory, context))
 
@@ -93,10 +92,8 @@ def measure_models(
 ) -> dict[str, int]:
     """Return the bytes of weights, gradients and optimizer state that only one of `models` has on this rank, by role.
 
-    And as `shared`, those that several models have: the base under their adapters.
-
-    Args:
-        device: counts only what lies there, on the host for example.
+    And as `shared`, those that several models have: the base under their adapters. With `device`, only bytes that lie
+    there count.
     """
     storages = {role: _storages(model, device) for role, model in models.items()}
     owners = Counter(key for sizes in storages.values() for key in sizes)

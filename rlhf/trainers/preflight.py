@@ -182,9 +182,6 @@ def examine(
 def look_at_data(config: Config, stages: Sequence[Stage], *, show: bool = False) -> Iterator[StagePlan]:
     """Yield the data of each stage, all rows tokenized, without loading weights or looking at a run.
 
-    Args:
-        show: report progress of reading that takes long.
-
     Raises:
         RLHFError: a source or a tokenizer cannot be read, or a stage would have no rows.
     """

@@ -288,12 +288,7 @@ def format_base_models(config: Config, pending: Sequence[Stage]) -> str:
 
 
 def print_stage(plan: StagePlan, config: Config, memory: Sequence[str], console: Console) -> None:
-    """Print what a stage will do.
-
-    Args:
-        plan: the stage's findings of preflight, with all of its rows.
-        memory: lines about the memory that the stage will take.
-    """
+    """Print what a stage will do; `plan` has all of its rows, and `memory` lines about the memory that it will take."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")

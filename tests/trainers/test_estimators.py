@@ -60,15 +60,6 @@ def test_completions_of_a_prompt_are_neighbours_and_differ(build):
         assert torch.equal(ppo.prompts(index)["prompt_ids"][::4], pair), "the next prompts follow in the next rollout"
 
 
-def test_generation_may_cut_a_group_anywhere(build, accelerator):
-    found = []
-    for rows in (None, 3):
-        ppo = build(estimator="grpo", completions_per_prompt=4, generation_batch_size=rows)
-        accelerator.seed(5)
-        found.append(ppo.generate(ppo.prompts(0)).input_ids)
-    assert torch.equal(*found)
-
-
 @pytest.mark.parametrize("name", ["rloo", "grpo", "reinforce++"])
 def test_the_plan_has_no_critic(recipe, name):
     """And three of the four models' weights, in all that is held."""

@@ -124,16 +124,6 @@ def test_columns_stand_above_what_was_read_in_them(tmp_path: Path) -> None:
     assert found["c"].row.as_dict()["source"] == "rows.jsonl:2"
 
 
-def test_records_are_kept_only_where_they_are_asked_for(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a b", "answer": "c"}\n')
-    config = DataConfig.model_validate({"datasets": [str(tmp_path / "rows.jsonl")]})
-    kept = [
-        next(iter(read_sources(config, ["ppo"], seed=0, records=records)._read.values())) for records in (False, True)
-    ]
-    assert [rows.rows[0].record for rows in kept] == [{}, {"prompt": "a b", "answer": "c"}]
-    assert kept[0].rows == kept[1].rows and kept[0].fingerprint() == kept[1].fingerprint()
-
-
 @pytest.mark.parametrize("endless", [True, False])
 def test_a_rank_s_examples_are_those_of_its_rows(endless: bool) -> None:
     """Five prompts in batches of four: the last one is filled up, with rows that are not real or of the next epoch."""

@@ -114,13 +114,3 @@ def test_a_step_is_the_same_however_its_rollout_is_cut(build, accelerator):
         held.append([session.shape[0] for session in ppo.decoder._states])
     assert numbers[0] == pytest.approx(numbers[1], rel=1e-4)
     assert held == [[6], [3]]
-
-
-def test_prompts_come_again_where_they_do_not_fill_a_batch(build):
-    """Three prompts in batches of six: every row of every minibatch is a real one."""
-    ppo = build("static")
-    ppo.batches._examples = ppo.batches._examples[:3]
-    numbers = ppo.step(0)
-    assert min(lengths(ppo)) > 0
-    assert numbers["tokens"] == sum(lengths(ppo))
-    assert numbers["response_length"] == pytest.approx(sum(lengths(ppo)) / 6)

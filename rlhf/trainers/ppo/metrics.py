@@ -110,12 +110,10 @@ def record_arithmetic(
     *,
     reused: bool = False,
 ) -> None:
-    """Record the tokens that a step's phases worked on, and the operations that this takes.
+    """Record the tokens that a step's phases worked on, and the operations that this takes, in `context.phases`.
 
     Args:
-        context: its `phases` receive the numbers.
         sums: those of `rollout_sums`, over all ranks.
-        updates: how many followed the rollout.
         pretraining: raw text of each update, in addition to the rollout's.
         reused: the update differentiates the passes that scored policy and critic, and makes no others.
     """
