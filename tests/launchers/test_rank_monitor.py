@@ -70,7 +70,7 @@ def test_an_error_of_one_rank_is_what_all_report(tmp_path: Path) -> None:
 
 def test_lost_connection_is_reported_as_the_other_ranks_end(tmp_path: Path) -> None:
     other, _ = own_words(tmp_path, "os.kill(os.getpid(), 9) if rank else distributed.all_sum(torch.ones(1))")
-    assert other[0] == INTERNAL_ERROR
+    assert other[0] == INTERNAL_ERROR, other[1]
     assert other[1].startswith("rlhf: error: rank 1 on ") and other[1].endswith("exited and reported no error")
 
 
