@@ -127,9 +127,10 @@ def compare_models(
         model = load_language_model(summary.name, config, device)
         _write(model, inputs, column, settings)
         if column is outputs[0]:
-            for other in (other for other in outputs if other.log_ratios is not None):
-                log_probs = _read(model, inputs, other, settings)
-                other.log_ratios = [ratio - base for ratio, base in zip(other.log_ratios, log_probs)]
+            for other in outputs:
+                if other.log_ratios is not None:
+                    log_probs = _read(model, inputs, other, settings)
+                    other.log_ratios = [ratio - base for ratio, base in zip(other.log_ratios, log_probs)]
         elif _reads(writers[0], summary, column):
             column.log_ratios = _read(model, inputs, column, settings)
         del model
