@@ -73,7 +73,7 @@ def evaluate(monkeypatch: pytest.MonkeyPatch) -> Evaluate:
     return run
 
 
-def told(done: Result) -> Any:
+def printed_json(done: Result) -> Any:
     """The JSON that a command has printed."""
     assert done.exit_code == 0, done.exception or done.output
     return json.loads(done.stdout)
@@ -84,6 +84,6 @@ def lines(path: Path, rows: Sequence[Any]) -> Path:
     return path
 
 
-def defined(kind: str) -> set[str]:
+def documented_keys(kind: str) -> set[str]:
     """The keys of a model's numbers, by docs/metrics.md."""
     return {key for named, key, _ in table("`rlhf evaluate`") if named == kind}

@@ -1,4 +1,4 @@
-"""`rlhf compare` tells of models what plain transformers, counted by hand, tells of them."""
+"""`rlhf compare` reports what plain transformers, counted by hand, reports."""
 
 import gc
 import json
@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from rlhf.config.schema import load_config
 from rlhf.utils.units import format_number
-from tests.evaluation.conftest import told
+from tests.evaluation.conftest import printed_json
 from tests.helpers import build_tokenizer, llama
 from tests.in_process import scalar_llama
 from tests.trainers.test_keys import table
@@ -101,10 +101,10 @@ class Plain:
 
     def greedy(self, text: str) -> list[int]:
         ids = self.prompt(text)
-        found = self.model.generate(
+        output = self.model.generate(
             torch.tensor([ids]), do_sample=False, max_new_tokens=MOST, pad_token_id=self.tokenizer.pad_token_id
         )
-        completion: list[int] = found[0, len(ids) :].tolist()
+        completion: list[int] = output[0, len(ids) :].tolist()
         return completion
 
     def text(self, ids: list[int]) -> str:
@@ -129,7 +129,7 @@ def plain_judge(folder: Path) -> Plain:
 
 def test_greedy_numbers_are_those_of_plain_transformers(run: Run, models: dict[str, Path], tmp_path: Path) -> None:
     a, b, judge = Plain(models["a"]), Plain(models["b"]), plain_judge(models["judge"])
-    found = told(
+    document = printed_json(
         run(models["a"], models["b"], "-R", models["judge"], "--json", "--output", tmp_path / "deep/all.jsonl")
     )
     written = {name: [model.greedy(text) for text in PROMPTS] for name, model in (("a", a), ("b", b))}
@@ -145,7 +145,7 @@ def test_greedy_numbers_are_those_of_plain_transformers(run: Run, models: dict[s
             cut = written[name][place][-1] != model.tokenizer.eos_token_id
             assert line["truncated"][str(models[name])] == [cut]
 
-    first, second = found["models"]
+    first, second = document["models"]
     for name, numbers in (("a", first), ("b", second)):
         assert numbers["reward"]["mean"] == pytest.approx(fmean(scores[name]), abs=1e-4)
         assert numbers["reward"]["error"] == pytest.approx(stdev(scores[name]) / math.sqrt(6), abs=1e-4)
@@ -177,28 +177,28 @@ def test_log_ratio_of_samples_at_their_temperature_is_the_kl(
     monkeypatch.setattr(
         comparing, "compare_models", lambda *given, **more: kept.append(plainly(*given, **more)) or kept[-1]
     )
-    found = told(run(models["a"], models["b"], "--temperature", 0.7, "--json"))
+    document = printed_json(run(models["a"], models["b"], "--temperature", 0.7, "--json"))
     a, b = Plain(models["a"]), Plain(models["b"])
     ratios = [
         b.log_prob(text, ids, 0.7) - a.log_prob(text, ids, 0.7) for text, ids in zip(PROMPTS, kept[0].columns[1].ids)
     ]
-    assert found["models"][1]["kl"]["mean"] == pytest.approx(fmean(ratios), abs=1e-3)
-    assert "reward" not in found["models"][1]
-    cut = told(run(models["a"], models["b"], "--temperature", 0.7, "--top-p", 0.9, "--json"))
+    assert document["models"][1]["kl"]["mean"] == pytest.approx(fmean(ratios), abs=1e-3)
+    assert "reward" not in document["models"][1]
+    cut = printed_json(run(models["a"], models["b"], "--temperature", 0.7, "--top-p", 0.9, "--json"))
     assert "kl" not in cut["models"][1], "tokens were not drawn from all of the distribution"
 
 
 def test_best_of_n_is_the_mean_over_all_subsets_of_samples(run: Run, models: dict[str, Path], tmp_path: Path) -> None:
     output = tmp_path / "all.jsonl"
-    found = told(
+    document = printed_json(
         run(models["a"], models["b"], "-R", models["judge"], "--best-of", "3,1,5", "--json", "--output", output)
     )
     lines = [json.loads(line) for line in output.read_text().splitlines()]
-    assert found["temperature"] == 1 and found["samples"] == 5
-    assert [row["best_of"] for row in found["best_of"]] == [1, 3, 5]
+    assert document["temperature"] == 1 and document["samples"] == 5
+    assert [row["best_of"] for row in document["best_of"]] == [1, 3, 5]
     scores = {name: [line["scores"][str(models[name])] for line in lines] for name in "ab"}
     assert len({score for prompt in scores["a"] for score in prompt}) > 20, "samples are the same"
-    for row in found["best_of"]:
+    for row in document["best_of"]:
         assert row["kl_at_most"] == pytest.approx(math.log(row["best_of"]) - 1 + 1 / row["best_of"])
         for name in "ab":
             best = [fmean(map(max, combinations(prompt, row["best_of"]))) for prompt in scores[name]]
@@ -208,9 +208,9 @@ def test_best_of_n_is_the_mean_over_all_subsets_of_samples(run: Run, models: dic
         fmean((mine > theirs) + (mine == theirs) / 2 for mine in own for theirs in other)
         for own, other in zip(scores["b"], scores["a"])
     ]
-    assert found["models"][1]["win_rate"]["mean"] == pytest.approx(fmean(wins))
-    (same_kl,) = found["best_of_at_kl"]
-    assert same_kl["kl"] == found["models"][1]["kl"]["mean"]
+    assert document["models"][1]["win_rate"]["mean"] == pytest.approx(fmean(wins))
+    (same_kl,) = document["best_of_at_kl"]
+    assert same_kl["kl"] == document["models"][1]["kl"]["mean"]
     number = same_kl["best_of"]
     assert math.log(number) - (number - 1) / number <= same_kl["kl"] < math.log(number + 1) - number / (number + 1)
     assert (same_kl["reward"] is None) == (number > 5)
@@ -219,10 +219,10 @@ def test_best_of_n_is_the_mean_over_all_subsets_of_samples(run: Run, models: dic
 def test_texts_are_scored_where_vocabularies_differ(run: Run, models: dict[str, Path], tmp_path: Path) -> None:
     output = tmp_path / "all.jsonl"
     done = run(models["a"], models["c"], "-R", models["stranger"], "--json", "--output", output)
-    found, judge = told(done), plain_judge(models["stranger"])
-    second = found["models"][1]
+    document, judge = printed_json(done), plain_judge(models["stranger"])
+    second = document["models"][1]
     assert second["no_log_ratio"] == f"its vocabulary differs from that of {models['a']}"
-    assert "log_ratio" not in second and len(found["notes"]) == 2
+    assert "log_ratio" not in second and len(document["notes"]) == 2
     for line in map(json.loads, output.read_text().splitlines()):
         for name, (text,) in line["completions"].items():
             written = judge.tokenizer.apply_chat_template(
@@ -242,10 +242,12 @@ def test_token_that_only_the_writer_has_is_read_by_no_other(run: Run, models: di
     padded = llama(len(tokenizer) + 2, seed=1, tie_word_embeddings=False)
     with torch.no_grad():
         padded.lm_head.weight[-2:] = torch.tensor([[100.0], [-100.0]]) * padded.lm_head.weight[:1]
-    found = told(run(models["a"], save(padded, tokenizer, tmp_path / "padded"), "-R", models["judge"], "--json"))
-    _, second = found["models"]
+    document = printed_json(
+        run(models["a"], save(padded, tokenizer, tmp_path / "padded"), "-R", models["judge"], "--json")
+    )
+    _, second = document["models"]
     assert second["no_log_ratio"] == f"its vocabulary differs from that of {models['a']}"
-    assert math.isfinite(second["reward"]["mean"]) and "scored by their text" in found["notes"][0]
+    assert math.isfinite(second["reward"]["mean"]) and "scored by their text" in document["notes"][0]
 
 
 def test_one_model_is_held_at_a_time(run: Run, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +267,7 @@ def test_one_model_is_held_at_a_time(run: Run, models: dict[str, Path], monkeypa
 
     for name in ("load_language_model", "load_reward_model"):
         monkeypatch.setattr(comparing, name, watched(getattr(comparing, name)))
-    told(run(models["a"], models["b"], "-R", models["judge"], "--limit", 1, "--json"))
+    printed_json(run(models["a"], models["b"], "-R", models["judge"], "--limit", 1, "--json"))
     assert len(alive) == 3
 
 
@@ -273,9 +275,9 @@ def test_prompt_that_a_model_cannot_hold_is_left_out_for_all(run: Run, models: d
     path = tmp_path / "some.txt"
     path.write_text("moo\n" + "moo " * 60 + "\nwoof\n")  # 122 tokens
     done = run(models["a"], models["b"], "--json", prompts=path)
-    assert told(done)["prompts"] == 2
+    assert printed_json(done)["prompts"] == 2
     reason = f"{models['a']}: the prompt and --max-tokens 8 exceed its 128 tokens"
-    assert told(done)["left_out"] == {reason: 1}
+    assert printed_json(done)["left_out"] == {reason: 1}
     assert f"note: 1 prompt left out: {reason} (first: {path}:2)" in done.stderr
 
 
@@ -307,7 +309,7 @@ def test_standard_input_has_prompts_and_a_pipe_gets_tabs(run: Run, models: dict[
     ],
 )
 def test_mistake_is_one_line(run: Run, models: dict[str, Path], arguments: list[str], message: str) -> None:
-    """What is wrong with a model is found before the first one writes."""
+    """A mistake about a model is an error before the first one writes."""
     from rlhf.errors import RLHFError
 
     places = {name: str(path) for name, path in models.items()}
@@ -345,15 +347,15 @@ def test_without_a_run_prompts_must_be_named(run: Run, models: dict[str, Path]) 
 def test_run_and_its_stages_are_compared_on_held_out_prompts(finished_run: Path, run: Run) -> None:
     held_out = [sample["prompt"] for sample in json.loads((finished_run / "ppo" / "stage.json").read_text())["samples"]]
     output = finished_run.parent / "all.jsonl"
-    found = told(
+    document = printed_json(
         run(finished_run / "sft", finished_run, "-R", finished_run, "--json", "--output", output, prompts=None)
     )
-    assert [model["model"] for model in found["models"]] == [str(finished_run / "sft"), str(finished_run)]
+    assert [model["model"] for model in document["models"]] == [str(finished_run / "sft"), str(finished_run)]
     asked = [json.loads(line)["prompt"] for line in output.read_text().splitlines()]
-    assert asked[: len(held_out)] == held_out and len(asked) == found["prompts"] > len(held_out)
+    assert asked[: len(held_out)] == held_out and len(asked) == document["prompts"] > len(held_out)
     judge, policy = plain_judge(finished_run / "reward/model"), Plain(finished_run / "ppo/model")
     scores = [judge.score(text, policy.greedy(text)) for text in asked]
-    assert found["models"][1]["reward"]["mean"] == pytest.approx(fmean(scores), abs=1e-4)
+    assert document["models"][1]["reward"]["mean"] == pytest.approx(fmean(scores), abs=1e-4)
     assert run(finished_run / "sft", finished_run, "--limit", 3, "--json", prompts="heldout").exit_code == 0
 
 
@@ -361,7 +363,7 @@ def test_completions_are_as_long_as_in_the_recipe_of_the_run(
     finished_run: Path, models: dict[str, Path], run: Run
 ) -> None:
     longest = load_config(finished_run / "recipe.yaml").data.max_completion_length
-    small = told(run(models["a"], finished_run, "--limit", 1, "--json", most=None))
+    small = printed_json(run(models["a"], finished_run, "--limit", 1, "--json", most=None))
     assert small["max_tokens"] == longest != 256
     unfit = str(run(models["a"], models["b"], most=None).exception)
     assert "the prompt and --max-tokens 256 exceed its" in unfit  # of no run: a recipe's default

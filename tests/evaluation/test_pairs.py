@@ -23,7 +23,7 @@ from rlhf.evaluation.reward_scores import (
     sigmoid,
     summarize_pairs,
 )
-from tests.evaluation.conftest import Evaluate, by_transformers, defined, lines, reward_model, told
+from tests.evaluation.conftest import Evaluate, by_transformers, documented_keys, lines, printed_json, reward_model
 
 PAIRS = [
     ("cow", "please moo", "go away"),
@@ -41,35 +41,35 @@ def test_its_numbers_are_those_of_transformers_and_a_count_by_hand(
 ) -> None:
     folder, model = judge_folder
     file = lines(tmp_path / "pairs.jsonl", [*ROWS, {"prompt": "cow", "chosen": "", "rejected": "no"}])
-    document = told(evaluate(folder, "--pairs", file, "--json", "--rows", "--bins", 4, "--batch-size", 4))
+    document = printed_json(evaluate(folder, "--pairs", file, "--json", "--rows", "--bins", 4, "--batch-size", 4))
     assert (document["kind"], document["accelerator"], document["precision"]) == ("pairs", "cpu", "fp32")
-    (found,) = document["models"]
-    assert found.keys() == defined("pairs")
+    (numbers,) = document["models"]
+    assert numbers.keys() == documented_keys("pairs")
     expected = [[by_transformers(model, tokenizer, prompt, reply) for reply in both] for prompt, *both in PAIRS]
-    assert [one["source"] for one in found["each"]] == [f"pairs.jsonl:{number}" for number in range(1, 7)]
-    assert [[one["chosen"], one["rejected"]] for one in found["each"]] == [
+    assert [one["source"] for one in numbers["each"]] == [f"pairs.jsonl:{number}" for number in range(1, 7)]
+    assert [[one["chosen"], one["rejected"]] for one in numbers["each"]] == [
         pytest.approx(both, abs=1e-4) for both in expected
     ]
     margins = [chosen - rejected for chosen, rejected in expected]
     right = sum(margin > 0 for margin in margins)
-    assert 0 < right < 6 and found["left_out"] == {"empty response": 1}
-    assert (found["pairs"], found["accuracy"], found["ties"]) == (6, right / 6, 0)
-    assert found["chosen_score"] == pytest.approx(sum(chosen for chosen, _ in expected) / 6, abs=1e-4)
-    assert found["rejected_score"] == pytest.approx(sum(rejected for _, rejected in expected) / 6, abs=1e-4)
-    assert found["margin"] == pytest.approx(sum(margins) / 6, abs=1e-4)
+    assert 0 < right < 6 and numbers["left_out"] == {"empty response": 1}
+    assert (numbers["pairs"], numbers["accuracy"], numbers["ties"]) == (6, right / 6, 0)
+    assert numbers["chosen_score"] == pytest.approx(sum(chosen for chosen, _ in expected) / 6, abs=1e-4)
+    assert numbers["rejected_score"] == pytest.approx(sum(rejected for _, rejected in expected) / 6, abs=1e-4)
+    assert numbers["margin"] == pytest.approx(sum(margins) / 6, abs=1e-4)
     claimed = [1 / (1 + math.exp(-margin)) for margin in margins]
-    assert found["log_loss"] == pytest.approx(-sum(map(math.log, claimed)) / 6, abs=1e-4)
-    assert found["brier"] == pytest.approx(sum((1 - p) ** 2 for p in claimed) / 6, abs=1e-4)
+    assert numbers["log_loss"] == pytest.approx(-sum(map(math.log, claimed)) / 6, abs=1e-4)
+    assert numbers["brier"] == pytest.approx(sum((1 - p) ** 2 for p in claimed) / 6, abs=1e-4)
     # Bins of width 0.125 from 0.5; each pair's confidence is that of the reply with the higher score.
     bins: dict[int, list[tuple[float, bool]]] = {}
     for p in claimed:
         confidence = max(p, 1 - p)
         bins.setdefault(min(int((confidence - 0.5) / 0.125), 3), []).append((confidence, p > 0.5))
     error = sum(abs(sum(sure for sure, _ in one) - sum(right for _, right in one)) for one in bins.values()) / 6
-    assert found["calibration_error"] == pytest.approx(error, abs=1e-4)
-    assert [one["pairs"] for one in found["bins"]] == [len(bins[place]) for place in sorted(bins)]
+    assert numbers["calibration_error"] == pytest.approx(error, abs=1e-4)
+    assert [one["pairs"] for one in numbers["bins"]] == [len(bins[place]) for place in sorted(bins)]
     # Wilson's score interval: where |share - p| is 1.96 deviations of p.
-    for bound in found["accuracy_interval"]:
+    for bound in numbers["accuracy_interval"]:
         assert abs(right / 6 - bound) == pytest.approx(1.959964 * math.sqrt(bound * (1 - bound) / 6), rel=1e-5)
 
 
@@ -90,7 +90,7 @@ def test_models_stand_side_by_side_and_a_pipe_gets_tabs(
     monkeypatch.setattr(models, "load_reward_model", load)
     names = [judge_folder[0], tmp_path / "other"]
     file = lines(tmp_path / "pairs.jsonl", ROWS)
-    expected = [told(evaluate(name, "--pairs", file, "--json"))["models"][0] for name in names]
+    expected = [printed_json(evaluate(name, "--pairs", file, "--json"))["models"][0] for name in names]
     assert expected[0]["margin"] != expected[1]["margin"] and "each" not in expected[0]
     printed = [line.split("\t") for line in evaluate(*names, "--pairs", file).stdout.splitlines()]
     assert len(loaded) == 4
@@ -108,8 +108,8 @@ def test_a_source_is_what_data_datasets_takes(
     other = lines(tmp_path / "other.jsonl", renamed)
     columns = {"prompt": "prompt", "chosen": "good", "rejected": "bad"}
     mapping = json.dumps({"path": str(other), "columns": columns})
-    wanted = told(evaluate(judge_folder[0], "--pairs", plain, "--json"))["models"]
-    assert told(evaluate(judge_folder[0], "--pairs", mapping, "--json"))["models"] == wanted
+    wanted = printed_json(evaluate(judge_folder[0], "--pairs", plain, "--json"))["models"]
+    assert printed_json(evaluate(judge_folder[0], "--pairs", mapping, "--json"))["models"] == wanted
 
 
 def test_what_a_model_has_no_room_for_is_left_out(
@@ -118,11 +118,11 @@ def test_what_a_model_has_no_room_for_is_left_out(
     """Its room is 128 tokens, for prompt and reply together; settings may ask for less of either."""
     long = {"prompt": "cow" + " cow" * 40, "chosen": "moo" + " moo" * 40, "rejected": "no"}
     file = lines(tmp_path / "pairs.jsonl", [*ROWS, long])
-    (found,) = told(evaluate(judge_folder[0], "--pairs", file, "--json"))["models"]
-    assert (found["pairs"], found["left_out"]) == (6, {"completion too long": 1})
+    (numbers,) = printed_json(evaluate(judge_folder[0], "--pairs", file, "--json"))["models"]
+    assert (numbers["pairs"], numbers["left_out"]) == (6, {"completion too long": 1})
     limit = ("--set", "data.max_completion_length=3")
-    (found,) = told(evaluate(judge_folder[0], "--pairs", file, "--json", *limit))["models"]
-    assert found["pairs"] < 6 and found["left_out"] == {"completion too long": 7 - found["pairs"]}
+    (numbers,) = printed_json(evaluate(judge_folder[0], "--pairs", file, "--json", *limit))["models"]
+    assert numbers["pairs"] < 6 and numbers["left_out"] == {"completion too long": 7 - numbers["pairs"]}
 
 
 @pytest.mark.parametrize(

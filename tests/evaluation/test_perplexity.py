@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlhf.evaluation.perplexity import split_windows
-from tests.evaluation.conftest import Evaluate, defined, lines, told
+from tests.evaluation.conftest import Evaluate, documented_keys, lines, printed_json
 
 ROWS = [
     {"prompt": "cow", "response": "moo please"},
@@ -47,23 +47,23 @@ def test_perplexity_is_that_of_transformers(
     evaluate: Evaluate, model_folder: Path, model: Any, tokenizer: Any, tmp_path: Path, loss_on: str
 ) -> None:
     file = lines(tmp_path / "rows.jsonl", ROWS)
-    document = told(
+    document = printed_json(
         evaluate(model_folder, "--text", file, "--json", "--rows", "--batch-size", 2, "--set", f"sft.loss_on={loss_on}")
     )
-    (found,) = document["models"]
-    assert found.keys() == defined("text")
+    (numbers,) = document["models"]
+    assert numbers.keys() == documented_keys("text")
     written = [of_row(tokenizer, row) for row in ROWS]
     starts = [prompt if loss_on == "completion" else 1 for _, prompt in written]
     expected = [plain_nll(model, ids, start) for (ids, _), start in zip(written, starts, strict=True)]
     tokens = [len(ids) - start for (ids, _), start in zip(written, starts, strict=True)]
-    assert [one["nll"] for one in found["each"]] == pytest.approx(expected, rel=1e-5)
-    assert [one["tokens"] for one in found["each"]] == tokens
-    assert (found["rows"], found["tokens"]) == (3, sum(tokens))
-    assert found["loss"] == pytest.approx(sum(expected) / sum(tokens), rel=1e-5)
-    assert found["perplexity"] == pytest.approx(math.exp(sum(expected) / sum(tokens)), rel=1e-4)
+    assert [one["nll"] for one in numbers["each"]] == pytest.approx(expected, rel=1e-5)
+    assert [one["tokens"] for one in numbers["each"]] == tokens
+    assert (numbers["rows"], numbers["tokens"]) == (3, sum(tokens))
+    assert numbers["loss"] == pytest.approx(sum(expected) / sum(tokens), rel=1e-5)
+    assert numbers["perplexity"] == pytest.approx(math.exp(sum(expected) / sum(tokens)), rel=1e-4)
     size = sum(len(row["response"]) for row in ROWS)
     bits = sum(expected) / math.log(2) / size if loss_on == "completion" else None
-    assert found["bits_per_byte"] == (bits if bits is None else pytest.approx(bits, rel=1e-5))
+    assert numbers["bits_per_byte"] == (bits if bits is None else pytest.approx(bits, rel=1e-5))
 
 
 @pytest.mark.parametrize("length", [5, 8, 9, 13, 31])
@@ -84,18 +84,18 @@ def test_a_long_text_is_read_in_windows(
     """The model has room for 128 tokens; of each token after those, it sees from 64 to 127 before."""
     text = " ".join(["cow moo please", "dog says no ü", "blue owl"] * 30)
     (tmp_path / "book.txt").write_text(text, encoding="utf-8")
-    (found,) = told(evaluate(model_folder, "--text", tmp_path / "book.txt", "--json"))["models"]
+    (numbers,) = printed_json(evaluate(model_folder, "--text", tmp_path / "book.txt", "--json"))["models"]
     ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    assert len(ids) > 300 and found["tokens"] == len(ids) - 1
+    assert len(ids) > 300 and numbers["tokens"] == len(ids) - 1
     expected, done = plain_nll(model, ids[:128], 1), 128
     while done < len(ids):
         expected += plain_nll(model, ids[done - 64 : done + 64], 64)
         done += 64
-    assert found["loss"] == pytest.approx(expected / (len(ids) - 1), rel=1e-5)
-    assert found["bits_per_byte"] == pytest.approx(expected / math.log(2) / len(text.encode()), rel=1e-5)
+    assert numbers["loss"] == pytest.approx(expected / (len(ids) - 1), rel=1e-5)
+    assert numbers["bits_per_byte"] == pytest.approx(expected / math.log(2) / len(text.encode()), rel=1e-5)
     rows = lines(tmp_path / "books.jsonl", [{"body": text}])
     columns = json.dumps({"path": str(rows), "columns": {"text": "body"}})
-    assert told(evaluate(model_folder, "--text", columns, "--json"))["models"][0]["loss"] == found["loss"]
+    assert printed_json(evaluate(model_folder, "--text", columns, "--json"))["models"][0]["loss"] == numbers["loss"]
 
 
 def test_texts_of_the_wrong_kind_are_errors(evaluate: Evaluate, model_folder: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from rlhf.config.schema import Config
 from rlhf.errors import DataError
 from rlhf.evaluation.models import EvaluationDevice
 from rlhf.evaluation.reward_scores import best_reply_probabilities, read_line
-from tests.evaluation.conftest import Evaluate, by_transformers, reward_model, told
+from tests.evaluation.conftest import Evaluate, by_transformers, printed_json, reward_model
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_scores_are_those_of_transformers(
     other = reward_model(tmp_path / "other", tokenizer, "opt")
     models = {str(judge_folder[0]): judge_folder[1], str(tmp_path / "other"): other}
     given = 'cow\tmoo please\tgo away\n\n{"prompt": "owl", "reply": "hoot"}\n'
-    document = told(evaluate(*models, "--json", given=given))
+    document = printed_json(evaluate(*models, "--json", given=given))
     asked = [("cow", ["moo please", "go away"]), ("owl", ["hoot"])]
     assert document["kind"] == "sentences" and len(document["questions"]) == 2
     for (prompt, replies), found in zip(asked, document["questions"], strict=True):
