@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from rlhf.evaluation import models
 from rlhf.evaluation.models import load_reward_model
 from rlhf.evaluation.reward_scores import (
     PairScores,
@@ -87,7 +86,7 @@ def test_models_stand_side_by_side_and_a_pipe_gets_tabs(
         loaded.append(weakref.ref(judge.module))
         return judge
 
-    monkeypatch.setattr(models, "load_reward_model", load)
+    monkeypatch.setattr("rlhf.cli.evaluate.load_reward_model", load)
     names = [judge_folder[0], tmp_path / "other"]
     file = lines(tmp_path / "pairs.jsonl", ROWS)
     expected = [printed_json(evaluate(name, "--pairs", file, "--json"))["models"][0] for name in names]
