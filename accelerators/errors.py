@@ -18,7 +18,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import MethodType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, TypeVar, cast
 
 from accelerators.types import (
     ALLOWLIST_ENV,
@@ -31,8 +31,7 @@ from accelerators.types import (
     one_line,
 )
 
-if TYPE_CHECKING:
-    from accelerators.accelerator import Accelerator
+Backend = TypeVar("Backend")
 
 AUTHORS = "report it to the plugin's authors"
 """The remedy for an error in a plugin's code."""
@@ -76,10 +75,10 @@ class CaptureError(AcceleratorError):
     """A function cannot be captured: it reads values on the host, or its arguments do not fit the recording."""
 
 
-_judge: weakref.ref[Accelerator] | None = None
+_judge: weakref.ref[Any] | None = None
 
 
-def set_out_of_memory_judge(backend: Accelerator) -> None:
+def set_out_of_memory_judge(backend: Any) -> None:
     """Let `find_out_of_memory` ask this backend too, as long as it exists."""
     global _judge
     _judge = weakref.ref(backend)
@@ -180,9 +179,9 @@ def naming_method(backend: Any, method: str) -> contextlib.AbstractContextManage
     return naming(f"accelerator {backend.name} of {backend.provider}: {method}()")
 
 
-def name_backend(backend: Accelerator, where: str) -> Accelerator:
+def name_backend(backend: Backend, where: str) -> Backend:
     """Return a plugin's backend for callers outside the plugin; the methods that the plugin wrote name it."""
-    return cast("Accelerator", _Named(backend, where))
+    return cast(Backend, _Named(backend, where))
 
 
 def name_kernel(implementation: KernelImpl, made: Any, plugin: str) -> Any:

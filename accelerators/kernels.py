@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerators.errors import AcceleratorError, describe_error, is_built_in, name_kernel, naming_method
 from accelerators.types import AUTO, NONE, OPERATIONS, KernelImpl, Support, expect, one_line
-
-if TYPE_CHECKING:
-    from accelerators.accelerator import Accelerator
 
 CHECK_OF_A_MODEL = "its check of the model"
 """Beginning of a refusal that is an error in the plugin."""
@@ -25,7 +22,7 @@ class KernelSet:
     check, factory or result fails gives way to the next, with a warning that names its plugin.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
         self._added: list[KernelImpl] = []
         self._choices: dict[str, str] = {}
