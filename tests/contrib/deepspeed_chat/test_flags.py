@@ -71,11 +71,3 @@ def test_variable_stands_for_a_flag_of_its_steps() -> None:
     for row in load_variables().values():
         for stage, flag in row.flags.items():
             assert find_flag(stage, flag), f"{row.name}: {stage} has no {flag}"
-            of_flag = load_flags()[flag]
-            assert not row.keys or set(row.keys.get(stage, ())) <= {
-                key
-                for name, other in load_flags().items()
-                if stage in other.of
-                for key in load_flags()[name].keys_of(stage)
-            } | {"engine.kernels.graph_capture"}, row.name
-            assert row.keys or of_flag.automatic or of_flag.nothing or row.option, row.name

@@ -183,14 +183,10 @@ def test_script_becomes_these_keys_and_no_other(name: str, tmp_path: Path) -> No
 def test_rollout_is_at_least_as_large_as_an_update() -> None:
     recipe = of("ppo", "--per_device_generation_batch_size 4 --per_device_training_batch_size 2 --generation_batches 3")
     assert [recipe[f"ppo.{name}"] for name in ("batch_size", "minibatch_size", "micro_batch_size")] == [12, 2, 2]
+    earlier = "--per_device_train_batch_size 4 --per_device_mini_train_batch_size 2 --generation_batch_numbers 3"
+    assert of("ppo", earlier) == recipe, "names of earlier versions mean the same"
     recipe = of("ppo", "--per_device_generation_batch_size 4 --gradient_accumulation_steps 6")  # updates of 16 x 6
     assert [recipe[f"ppo.{name}"] for name in ("batch_size", "minibatch_size", "generation_batch_size")] == [96, 96, 4]
-
-
-def test_earlier_names_mean_the_same() -> None:
-    before = "--per_device_train_batch_size 4 --per_device_mini_train_batch_size 2 --generation_batch_numbers 3"
-    now = "--per_device_generation_batch_size 4 --per_device_training_batch_size 2 --generation_batches 3"
-    assert of("ppo", before) == of("ppo", now)
 
 
 @pytest.mark.parametrize(
