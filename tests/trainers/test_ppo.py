@@ -65,11 +65,11 @@ def test_a_model_with_linear_attention_takes_a_step(build):
     ppo = build(linear_attention)
     numbers = ppo.step(0)
     assert numbers["grad_norm"] > 0 and numbers["clip_fraction"] == 0.0
-    (session,) = ppo.decoder._states
-    linear, full = session.cache.layers
-    states = [linear.conv_states[0], linear.recurrent_states[0], full.keys, full.values]
-    held = sum(tensor.numel() * tensor.element_size() for tensor in states)
-    assert held <= session.size() <= held + 64, "beside them a counter or two"
+    (state,) = ppo.decoder._states
+    linear, full = state.cache.layers
+    tensors = [linear.conv_states[0], linear.recurrent_states[0], full.keys, full.values]
+    size = sum(tensor.nbytes for tensor in tensors)
+    assert size <= state.cache.nbytes() <= size + 64, "and a counter or two"
 
 
 @NO_BF16
