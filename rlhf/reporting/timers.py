@@ -199,9 +199,9 @@ def profile_operators(events: Iterable[Any]) -> StepProfile:
     Args:
         events: of `torch.profiler.profile.events()`, times in microseconds, with the ranges of `PhaseTimers`.
     """
-    host, device = [], []
-    for event in events:
-        (host if event.device_type.name == "CPU" else device).append(event)
+    recorded = list(events)
+    host = [event for event in recorded if event.device_type.name == "CPU"]
+    device = [event for event in recorded if event.device_type.name != "CPU"]
     ranges = [event for event in host if event.name.startswith(_RANGE)]
     (step,) = (event.time_range for event in ranges if event.name == _STEP_RANGE)
     phases = [(event.name.removeprefix(_RANGE), event.time_range) for event in ranges if event.name != _STEP_RANGE]

@@ -277,7 +277,8 @@ def expand_script(command: Command, environment: Mapping[str, str], others: Sequ
 
 def _script_flags(script: Script, given: Mapping[str, str], trained: Collection[str]) -> Iterator[tuple[str, str, str]]:
     """Yield (flag, value, source of the value); `trained` models of an earlier step need no value."""
-    values = {name: str(value) for name, value in script.defaults.items() if value is not None} | given
+    values = {name: str(value) for name, value in script.defaults.items() if value is not None}
+    values |= given
     is_ppo = script.stage == "ppo"
 
     def take(flag: str, name: str, value: str | None = None) -> tuple[str, str, str]:
