@@ -421,7 +421,7 @@ def test_any_number_of_threads_gives_the_same_bits():
     assert torch.equal(found[0], found[2])
 
 
-@pytest.mark.parametrize("zero_stage", [0, 3])
+@pytest.mark.parametrize("zero_stage", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_training_after_rollouts_is_unchanged_bit_for_bit(accelerator, calls, monkeypatch, zero_stage):
     def made(vocabulary: int) -> Any:
         torch.manual_seed(0)

@@ -139,6 +139,7 @@ def test_failing_allocation_ends_with_advice(faulty, tokenizer, tmp_path):
     assert f"--output {tmp_path / 'run'} " in line.partition("; run: rlhf sft ")[2]
 
 
+@pytest.mark.slow
 def test_out_of_memory_in_sweep_is_recorded_with_peak(faulty, rlhf, tmp_path):
     (tmp_path / "grid.yaml").write_text(
         f"recipe: {rlhf.recipe}\noutput: out\nstages: [sft]\nbase: {{sft.max_steps: 1, engine.zero_stage: 0}}\n"

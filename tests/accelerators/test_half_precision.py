@@ -38,7 +38,7 @@ def steps(run: Path, stage: str) -> list[dict]:
     return [entry for entry in map(json.loads, lines) if "loss" in entry or "policy_loss" in entry]
 
 
-@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+@pytest.mark.parametrize("zero_stage", [0, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_every_zero_stage_takes_the_same_steps(train, sharded, zero_stage):
     run = train("sft", "--set", f"engine.zero_stage={zero_stage}")
     assert_same_weights(run / "sft" / "model", sharded / "sft" / "model", atol=2e-3)
@@ -55,7 +55,7 @@ def test_dpo_begins_at_its_reference(train, sharded):
     assert last["margin"] != 0 and math.isfinite(last["grad_norm"])
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("zero_stage", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_step_that_overflows_is_skipped_and_the_scale_halved(train, model_folder, zero_stage):
     run = train("--set", f"engine.zero_stage={zero_stage}", env={"HALVES_SCALE_POWER": "40"})
     assert [entry["model_loss_scale"] for entry in steps(run, "sft")] == [2.0**39, 2.0**38, 2.0**37]
