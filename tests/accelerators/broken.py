@@ -93,6 +93,16 @@ def first_memory(self):
     return self.first
 
 
+def largest_memory(self):
+    memory = CPU.memory(self)
+    self.largest = max(getattr(self, "largest", 0), memory.allocated)
+    return replace(memory, allocated=self.largest, peak=max(self.largest, memory.peak))
+
+
+def restoring_python_alone(self, state):
+    random.setstate(state["python"])
+
+
 # execution
 
 
@@ -104,6 +114,22 @@ def replaying_first_call(self, fn, key):
         return checked(first[0])
 
     return replay
+
+
+def overwriting_results(self, fn, key):
+    """Return the tensors that the next call writes into."""
+    checked, results = CPU.capture(self, fn, key), {}
+
+    def replay(x):
+        for name, value in checked(x).items():
+            results.setdefault(name, torch.empty_like(value)).copy_(value)
+        return dict(results)
+
+    return replay
+
+
+def compiling_boundary(self, tag):
+    self.compiled = getattr(self, "compiled", 0) + 1
 
 
 def raising_another_error(self, fn, key):
@@ -193,6 +219,14 @@ class Truncated(QuantizedWeights):
         return tensors | {"values": tensors["values"] - 1} if kind == "int8" else tensors
 
 
+class Dense(QuantizedWeights):
+    def pack(self, weight, kind):
+        return {"weight": weight}
+
+    def unpack(self, tensors, dtype=torch.float32):
+        return tensors["weight"].to(dtype)
+
+
 class Detached(QuantizedWeights):
     def multiply(self, inputs, tensors):
         return self.product(inputs.detach(), tensors).requires_grad_()
@@ -219,6 +253,17 @@ def leaving_a_forward(module, keep):
         layer.forward = forward
 
     return restore_all_but_one
+
+
+def restoring_rounded(module, keep):
+    restore = packed.prepare(module, keep)
+
+    def restore_in_8_bits():
+        restore()
+        for parameter in module.parameters():
+            parameter.data = parameter.data.to(torch.float8_e5m2).to(parameter.dtype)
+
+    return restore_in_8_bits
 
 
 def packed_once() -> Callable[..., Any]:
@@ -266,6 +311,7 @@ BROKEN: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "types": [
         ("pins_memory() returns 'no', expected bool", {"pins_memory": lambda self: "no"}),
         ("dist_backend() returns 'hcll', expected one of torch's: ", {"dist_backend": lambda self: "hcll"}),
+        ("absent names graph_captur, expected some of adamw, ", {"absent": {"graph_captur": "none here"}}),
     ],
     "operations": [
         (
@@ -305,9 +351,11 @@ BROKEN: dict[str, list[tuple[str, dict[str, Any]]]] = {
             "torch.load(weights_only=True) does not read a saved rng_state()",
             {"rng_state": lambda self: CPU.rng_state(self) | {"generator": random.Random(1)}},
         ),
+        ("set_rng_state(rng_state()): other samples of torch on the CPU", {"set_rng_state": restoring_python_alone}),
     ],
     "memory": [
         ("memory().allocated grew by 0 MiB with a block of 128 MiB", {"memory": first_memory}),
+        ("memory().allocated fell by 0 MiB when a block of 128 MiB was freed", {"memory": largest_memory}),
     ],
     "out-of-memory": [
         (
@@ -328,11 +376,23 @@ BROKEN: dict[str, list[tuple[str, dict[str, Any]]]] = {
             "step_boundary runs aten.zeros.default; expected nothing",
             {"step_boundary": lambda self, tag: torch.zeros(1)},
         ),
+        (
+            "step_boundary changes the state of a random number generator",
+            {"step_boundary": lambda self, tag: random.random()},
+        ),
+        (
+            "step_boundary compiles a graph; expected nothing",
+            {"step_boundary": compiling_boundary, "compilations": lambda self: getattr(self, "compiled", 0)},
+        ),
     ],
     "capture": [
         (
             "call 2 of 5 of a captured function, a function of its input: differs by",
             {"capture": replaying_first_call},
+        ),
+        (
+            "call 1 of 5 of a captured function, a function of its input, read after the last",
+            {"capture": overwriting_results},
         ),
     ],
     "capture-refusal": [
@@ -390,6 +450,10 @@ BROKEN: dict[str, list[tuple[str, dict[str, Any]]]] = {
             "192 x 128: a number comes back more than half a step off",
             with_kernel("quantized_weights", Truncated()),
         ),
+        (
+            "int8 weights of 'fast', 192 x 128 take 98304 bytes, expected at most",
+            with_kernel("quantized_weights", Dense()),
+        ),
         ("the product has no gradient to its inputs", with_kernel("quantized_weights", Detached())),
         (
             "int4 weights of 'fast', 192 x 128, 1 rows: the product: differs",
@@ -400,6 +464,10 @@ BROKEN: dict[str, list[tuple[str, dict[str, Any]]]] = {
         (
             "keep=True): its restore leaves 1.gate_proj.forward changed",
             with_kernel("inference_weights", leaving_a_forward),
+        ),
+        (
+            "keep=True): restored, 0.weight is not what it was, expected",
+            with_kernel("inference_weights", restoring_rounded),
         ),
         ("keep=True): logits of 1 rows: differs by", with_kernel("inference_weights", packed_once())),
         ("logits of token 1 after the prompts: differs by", with_kernel("inference_weights", unmasked_decoding)),

@@ -130,6 +130,26 @@ def test_processes_that_compile_at_a_time_all_have_it(source, tmp_path, kept, mo
     assert [path.suffix for path in kept.iterdir()] == [".so"]
 
 
+@needs_processor
+@needs_compiler
+def test_code_of_this_package_compiles_and_is_right(kept):
+    """Otherwise all tests of it would be skipped."""
+    support = decode.supported(None)
+    assert support, support.reason
+    assert [path.name.partition("-")[0] for path in kept.iterdir()] == ["decode"]
+
+
+def test_compiler_is_the_named_one_or_the_first_on_the_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    for name in ("clang", "cc", "gcc"):
+        (tmp_path / name).write_text("")
+        (tmp_path / name).chmod(0o755)
+        assert compiler.find_compiler() == [str(tmp_path / name)]
+    monkeypatch.setenv("CC", "ccache clang-18")
+    assert compiler.find_compiler() == ["ccache", "clang-18"]
+
+
 # what cannot be
 
 

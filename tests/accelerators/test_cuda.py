@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from accelerators import OPERATIONS, AcceleratorError
+from accelerators import OPERATIONS, AcceleratorError, CaptureError, ShapePolicy
 from accelerators.backends.cuda import info as cuda_info
 from accelerators.backends.cuda.backend import CUDA
 from tests.accelerators import nvml, replaying
@@ -114,7 +114,7 @@ def test_the_weakest_visible_gpu_decides_for_all_ranks(on, monkeypatch):
 # kernels
 
 
-@pytest.mark.parametrize("chip", ["P100", "H200"])
+@pytest.mark.parametrize("chip", ["P100", "V100", "T4", "A100", "RTX 3090", "L4", "H100", "H200"])
 def test_the_same_kernels_win_on_every_chip(on, chip):
     cuda = on(chip)
     used = {
@@ -142,6 +142,8 @@ def test_each_rank_gets_its_gpu(on, runtime):
     assert cuda.bind(1) == cuda.device() == torch.device("cuda", 1)
     assert ("set_device", 1) in calls
     assert (cuda.dist_backend(), cuda.deepspeed_name) == ("nccl", "cuda")
+    assert cuda.shape_policy() == ShapePolicy("bucketed", pad_to_multiple=8, first=64)
+    assert cuda.info().count == 2 and "driver 570.86.15" in cuda.info().software
 
 
 def test_more_ranks_than_gpus_are_refused_before_opening_one(on, runtime, monkeypatch):
@@ -239,6 +241,22 @@ def test_out_of_memory_in_nvidias_words_is_recognized(on, error, lacking):
     assert on("A100").is_out_of_memory(error) is lacking
 
 
+def test_memory_and_seed_are_those_of_the_bound_device(bound, monkeypatch):
+    answers = {
+        (torch.accelerator, "memory_allocated"): 100,
+        (torch.accelerator, "max_memory_allocated"): 200,
+        (torch.cuda, "mem_get_info"): (150, 300),
+    }
+    for (module, name), answer in answers.items():
+        monkeypatch.setattr(module, name, lambda device, answer=answer: answer if device.index == 1 else None)
+    memory = bound.memory()
+    assert (memory.allocated, memory.peak, memory.total) == (100, 200, 300)
+    seeds = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    bound.seed(7)
+    assert seeds == [7]
+
+
 def test_state_of_the_generator_survives_a_checkpoint(bound, monkeypatch, tmp_path):
     states = {1: torch.tensor([1, 2, 3], dtype=torch.uint8)}
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: states[1])
@@ -295,3 +313,20 @@ def test_captured_function_is_replayed_after_two_calls(bound, graphs):
     assert len(calls) == 2
     assert graphs == ["default"] * 4
     assert bound.compilations() == 1
+
+
+def test_failed_recording_is_not_counted_and_restores_the_stream(bound, graphs):
+    calls = []
+
+    def step(x):
+        calls.append(0)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+        return x
+
+    captured = bound.capture(step, key="step")
+    captured(torch.ones(2))
+    with pytest.raises(CaptureError, match="step cannot be recorded: out of memory"):
+        captured(torch.ones(2))
+    assert bound.compilations() == 0
+    assert torch.cuda.current_stream() == "default"

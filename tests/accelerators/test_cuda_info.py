@@ -60,6 +60,18 @@ def test_several_models_are_counted_and_the_weakest_decides(present):
     assert probe.reason.startswith("sm_70 with 32 GiB")
 
 
+def test_chip_without_separate_memory_has_the_hosts(present, monkeypatch):
+    present("GB10")
+    monkeypatch.setattr(cuda_info.host, "total_memory", lambda: 12345)
+    assert cuda_info.machine().weakest.memory == 12345
+
+
+def test_driver_may_be_older_than_torch_within_a_major_version(present):
+    present("A100", cuda=12000)
+    assert cuda_info.probe().ok
+    assert cuda_info.device_order({}) == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
 @pytest.mark.parametrize("trouble", [{}, {"name_error": nvml.GPU_IS_LOST}])
 def test_the_library_is_closed_after_each_question(present, trouble):
     present("A100", **trouble)
@@ -77,6 +89,11 @@ def test_the_library_is_closed_after_each_question(present, trouble):
             [],
             {"init_error": nvml.LIBRARY_NOT_FOUND},
             "no NVIDIA driver is installed here: libnvidia-ml.so.1 was not found",
+        ),
+        (
+            [],
+            {"init_error": nvml.DRIVER_NOT_LOADED},
+            "the NVIDIA driver is installed but not loaded; load it (modprobe nvidia), or reboot",
         ),
         (
             ["A100"],
@@ -189,6 +206,18 @@ def test_without_nvidia_ml_py_the_remedy_is_to_install_it(monkeypatch):
     assert cuda_info.probe().reason == "nvidia-ml-py, which asks the NVIDIA driver, is not installed; pip install it"
 
 
+def test_most_fundamental_obstacle_is_the_reason(present, monkeypatch):
+    wrong = TorchBuild("2.13.0+cpu", None, None)
+    monkeypatch.setenv(cuda_info.VISIBLE_ENV, "")
+    present("V100", torch=wrong, init_error=nvml.DRIVER_NOT_LOADED)
+    assert "not loaded" in cuda_info.probe().reason
+    present("V100", torch=wrong)
+    monkeypatch.setenv(cuda_info.VISIBLE_ENV, "")
+    assert "CUDA_VISIBLE_DEVICES='' hides all GPUs" in cuda_info.probe().reason
+    monkeypatch.delenv(cuda_info.VISIBLE_ENV)
+    assert "built without CUDA" in cuda_info.probe().reason
+
+
 # CUDA_VISIBLE_DEVICES
 
 
@@ -245,6 +274,16 @@ def test_the_build_of_torch_is_read_from_its_files(monkeypatch, tmp_path, writte
     monkeypatch.syspath_prepend(nvml.install_torch(tmp_path, **written))
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     assert cuda_info.torch_build() == found
+
+
+def test_installed_build_of_torch_is_read(monkeypatch):
+    import torch
+
+    build = cuda_info.torch_build()
+    assert (build.version, build.hip) == (torch.__version__, torch.version.hip)
+    assert build.cuda == (torch.version.cuda and tuple(map(int, torch.version.cuda.split("."))))
+    monkeypatch.setattr(cuda_info.importlib.util, "find_spec", lambda name: None)
+    assert cuda_info.torch_build() is None
 
 
 def test_probing_and_selecting_import_no_torch(tmp_path):

@@ -263,6 +263,40 @@ def test_weights_are_read_by_nobody_who_computes_otherwise(calls):
     restore()
 
 
+@torch.no_grad()
+def test_token_without_a_cache_is_left_to_the_layers(calls):
+    model, (ids, _) = model_of(), prompts(5)
+    plain, exact = model(ids[:, :1], use_cache=False).logits, truth(model)(ids[:, :1], use_cache=False).logits
+    restore = decode.prepare(model, True)
+    logits = model(ids[:, :1], use_cache=False).logits
+    restore()
+    assert off(logits, exact) <= 1.1 * off(plain, exact)
+    assert calls["linear"] and not calls["decode"]
+
+
+@torch.no_grad()
+def test_hooks_of_layers_receive_their_outputs(calls):
+    model, given = model_of(), prompts(5)
+
+    def outputs() -> list[Tensor]:
+        results: list[Tensor] = []
+        hooks = [layer.register_forward_hook(lambda *call: results.append(call[2])) for layer in model.model.layers]
+        logits_of(model, given)
+        for hook in hooks:
+            hook.remove()
+        return results
+
+    expected = outputs()
+    restore = decode.prepare(model, True)
+    actual = outputs()
+    assert not calls["decode"]
+    logits_of(model, given)
+    assert calls["decode"] == STEPS
+    restore()
+    assert len(actual) == 2 * (STEPS + 1)
+    assert all(off(output.double(), plain.double()) < 0.05 for output, plain in zip(actual, expected))
+
+
 class OneColumn:
     """A cache of the token at hand alone."""
 
@@ -347,6 +381,32 @@ def shortened(model: Any) -> None:
     model.config.num_hidden_layers = 1
 
 
+def other_norm(model: Any) -> None:
+    class Norm(type(model.model.norm)):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return super().forward(hidden) + 1
+
+    for layer in model.model.layers:
+        layer.input_layernorm.__class__ = Norm
+
+
+def unbiased_keys(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.bias = None
+
+
+def fewer_key_heads(model: Any) -> None:
+    attention = model.model.layers[1].self_attn
+    attention.num_key_value_groups *= 2  # from 2 heads of keys to 1
+    for name in ("k_proj", "v_proj"):
+        layer = getattr(attention, name)
+        setattr(attention, name, nn.Linear(layer.in_features, layer.out_features // 2, dtype=torch.bfloat16))
+
+
+def windowed(model: Any) -> None:
+    model.model.layers[1].self_attn.sliding_window = 4096
+
+
 OBSTACLES: dict[str, tuple[dict[str, Any], Any, str]] = {
     "attention": ({}, lambda model: model.set_attn_implementation("sdpa"), "attention is sdpa, not cpu_composed"),
     "gate": ({"hidden_act": "gelu"}, None, "its gate is gelu, not silu"),
@@ -358,6 +418,10 @@ OBSTACLES: dict[str, tuple[dict[str, Any], Any, str]] = {
     "heads": ({"head_dim": 16}, None, "a size is no multiple of 32"),
     "order": ({}, turned, "they are not the layers of one model in order"),
     "fewer": ({}, shortened, "the model skips some of them"),
+    "bias of some": ({}, unbiased_keys, "a layer has a bias that its family does not have"),
+    "norm": ({}, other_norm, "its norms are not those of its family in bf16"),
+    "groups": ({}, fewer_key_heads, "their heads differ"),
+    "windows": ({}, windowed, "their attention windows differ"),
 }
 
 
@@ -405,6 +469,15 @@ def test_a_failure_on_the_way_leaves_nothing_behind(monkeypatch):
     with pytest.raises(MemoryError):
         decode.prepare(model, True)
     assert snapshot(model) == before
+
+
+def test_weights_trained_between_rollouts_are_read_again():
+    model, given = model_of("llama"), prompts(5)
+    check(model, given)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1 * parameter.float().std().nan_to_num(0.1).item())
+    check(model, given)
 
 
 def test_any_number_of_threads_gives_the_same_bits():

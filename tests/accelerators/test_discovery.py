@@ -102,6 +102,14 @@ def test_auto_refuses_the_cpu_next_to_a_broken_plugin(misbehaved, monkeypatch):
     assert select("auto").name == "cpu"
 
 
+def test_named_backend_of_a_broken_plugin_is_refused(misbehaved):
+    misbehaved(lambda: offers(spec(probe=raises(OSError("no answer"))), spec(name="twice"), spec(name="twice")))
+    with pytest.raises(AcceleratorError, match=r"'npu'.* its probe failed \(OSError: no answer\); .*, or use: .*cpu"):
+        select("npu")
+    errors = [report.error for report in accelerators.available() if report.name == "twice"]
+    assert errors == [None, "rlhf_accelerators offers this name twice"]
+
+
 def test_plugin_with_one_broken_probe_offers_the_others(misbehaved):
     misbehaved(lambda: offers(lambda: GOOD, spec(probe=lambda: True), spec(name="good")))
     states = {report.name: report.available for report in accelerators.available()}

@@ -97,6 +97,13 @@ def test_backend_method_fails_names_plugin(created, case):
     assert isinstance(raised.value.__cause__, cause or SystemExit)
 
 
+def test_built_in_backend_fails_unchanged(monkeypatch):
+    monkeypatch.setattr(CPU, "memory", raises(KeyError("ours")))
+    monkeypatch.setattr(CPU.memory, "__module__", "accelerators.backends.cpu.backend")
+    with pytest.raises(KeyError):
+        select("cpu", environ={}).create().memory()
+
+
 def test_backend_refusal_stays_unchanged(created):
     with pytest.raises(AcceleratorError, match=r"^no fp16 here; use fp32$") as raised:
         created(precision=raises(AcceleratorError("no fp16 here; use fp32"))).precision("fp16")
@@ -380,6 +387,14 @@ def test_error_of_captured_function_stays_unchanged(created, form, capture):
     assert raised.value is step.error
 
 
+@pytest.mark.parametrize("capture", [at_once, replayed])
+def test_error_of_function_in_recorder_kernel_is_unchanged(created, capture):
+    step, recorder = Step(), functools.partial(capture, None)
+    with pytest.raises(KeyError) as raised:
+        created([fast("graph_capture", recorder)]).capture(step.method, key="step")()
+    assert raised.value is step.error
+
+
 def test_error_of_replay_names_plugin(created):
     captured = created(capture=lambda self, fn, key: raises(NO_CARD)).capture(lambda: None, key="step")
     with pytest.raises(PluginError) as raised:
@@ -408,6 +423,7 @@ def test_capture_error_reaches_trainers(created):
         lambda: DeviceInfo("NPU", 2, "none", peak_flops={"fp32": 0}),
         lambda: Memory(1.5, 2, 3),
         lambda: Precision(torch.float32, "fp12", ""),
+        lambda: Precision(torch.float32, "bf16", ""),
         lambda: Problem("not today", None),
         lambda: KernelImpl(operation="adamW", name="fast", factory=print, supported=print),
         lambda: KernelImpl(operation="adamw", name="fast", factory="a:b", supported=print),

@@ -73,3 +73,11 @@ def test_backend_from_template_passes_as_page_says(shell):
     assert "rlhf-mychip 0.1.0" in output
     assert re.search(r"\d+ passed", output)
     assert "failed" not in output
+
+
+def test_template_is_small_and_uses_public_names_only():
+    sources = [path.read_text() for path in (ROOT / "plugins" / "rlhf-example" / "rlhf_example").glob("*.py")]
+    assert sum(len(source.splitlines()) for source in sources) < 150
+    assert {name for source in sources for name in re.findall(r"from (accelerators[\w.]*) import", source)} == {
+        "accelerators"
+    }

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from accelerators import AcceleratorError, ShapePolicy
+from accelerators import AcceleratorError, CaptureError, ShapePolicy
 from tests.accelerators import habana
 
 MODES = {"lazy": True, "eager": False}
@@ -43,6 +43,17 @@ def test_bridge_that_cannot_be_imported_is_an_error(machine, monkeypatch):
         hpu.bind(0)
 
 
+def test_cards_driver_and_release_are_named(machine, monkeypatch, tmp_path):
+    info = machine("Gaudi3", 4).info()
+    assert (info.model, info.count) == ("Gaudi3", 4)
+    assert habana.DRIVER in info.software and "release" not in info.software
+    metadata = tmp_path / "habana_torch_plugin-1.24.1.3.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: habana-torch-plugin\nVersion: 1.24.1.3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert machine().info().software.endswith(f"driver {habana.DRIVER}, release 1.24.1.3")
+
+
 # synchronization
 
 
@@ -69,6 +80,12 @@ def test_compilations_are_the_runtimes_own_count(machine, stats, count):
     hpu = machine()
     hpu.bridge.stats = stats
     assert hpu.compilations() == count
+
+
+def test_compilations_are_unknown_without_the_runtimes_count(machine, monkeypatch):
+    hpu = machine()
+    monkeypatch.setattr(sys.modules["habana_frameworks.torch.hpu.metrics"], "metric_global", lambda name: None)
+    assert hpu.compilations() is None
 
 
 # recordings
@@ -105,6 +122,20 @@ def test_pending_work_is_flushed_before_a_recording_begins(machine, monkeypatch)
     captured(torch.ones(2))
     captured(torch.ones(2))
     assert hpu.bridge.calls[:2] == ["mark_step", "capture_begin"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_step_that_reads_values_is_refused(machine, mode):
+    captured = machine(lazy=MODES[mode]).capture(lambda x: x * x.sum().item(), key="step")
+    with pytest.raises(CaptureError, match="step reads values of the device on the host"):
+        captured(torch.ones(2))
+
+
+def test_bridge_without_a_compiler_records_nothing(machine, monkeypatch):
+    hpu = machine()
+    monkeypatch.setattr(torch.compiler, "list_backends", lambda exclude_tags: ["inductor"])
+    assert "has not registered hpu_backend" in hpu.kernels.capabilities()["graph_capture"].reason
+    assert hpu.capture(torch.neg, key="step")(torch.ones(1)) == -1
 
 
 def test_eager_mode_compiles_a_step_for_fixed_shapes(machine):

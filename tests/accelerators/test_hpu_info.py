@@ -137,6 +137,19 @@ def test_what_hl_smi_says_is_the_reason_when_it_fails(hl_smi, behaviour, reason)
     assert hpu_info.probe().reason == reason
 
 
+def test_hl_smi_that_cannot_be_started_is_named(tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "hl-smi").write_text("#!/nowhere/sh\n")
+    (tmp_path / "bin" / "hl-smi").chmod(0o755)
+    assert "hl-smi cannot be started (" in hpu_info.probe().reason
+
+
+def test_container_without_cards_names_its_variable(hl_smi, monkeypatch):
+    monkeypatch.setenv("HABANA_VISIBLE_DEVICES", "void")
+    hl_smi("No devices found\n")
+    assert "HABANA_VISIBLE_DEVICES=void chose the cards" in hpu_info.probe().reason
+
+
 def test_a_hanging_hl_smi_is_given_up_and_named(hl_smi, monkeypatch):
     monkeypatch.setattr(hpu_info, "SECONDS", 0.3)
     hl_smi(seconds=30)

@@ -103,6 +103,43 @@ def attention(name: str):
     return AttentionInterface()[name]
 
 
+LOWER = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
+ADDED = torch.zeros(2, 1, 6, 6).masked_fill(~LOWER, torch.finfo(torch.float32).min)
+
+
+@pytest.mark.parametrize("mask", [None, LOWER, ADDED, ADDED.expand(2, 4, 6, 6)], ids=["none", "bool", "added", "heads"])
+@pytest.mark.parametrize(("groups", "scaling"), [(4, None), (2, 0.3), (1, None)])
+def test_fused_attention_computes_what_torchs_does(machine, groups, scaling, mask):
+    """In float32, which shows what the kit's bf16 would hide."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 4, 6, 8), torch.randn(2, groups, 6, 8), torch.randn(2, groups, 6, 8)
+    module = SimpleNamespace(is_causal=True, num_key_value_groups=4 // groups)
+    results = [
+        attention(name)(module, query, key, value, mask, scaling=scaling)
+        for name in (machine().kernels.get("attention"), "sdpa")
+    ]
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize(
+    ("length", "module_is_causal", "is_causal", "expected"),
+    [(6, True, None, True), (6, False, None, False), (6, True, False, False), (1, True, None, False)],
+)
+def test_fused_attention_is_causal_without_a_mask(machine, length, module_is_causal, is_causal, expected):
+    query, key = torch.randn(1, 2, length, 8), torch.randn(1, 2, 6, 8)
+    attend, calls = attention(machine().kernels.get("attention")), []
+    with habana.watching(calls):
+        attend(SimpleNamespace(is_causal=module_is_causal), query, key, key, None, is_causal=is_causal)
+    assert calls[0][5] is expected
+
+
+def test_dropout_reaches_the_fused_attention(machine):
+    query = torch.randn(1, 2, 6, 8)
+    attend = attention(machine().kernels.get("attention"))
+    output, _ = attend(SimpleNamespace(is_causal=True), query, query, torch.ones_like(query), None, dropout=0.5)
+    assert not torch.allclose(output, torch.ones_like(output))
+
+
 @pytest.mark.parametrize("feature", ["softcap", "s_aux", "position_bias"])
 def test_what_the_fused_attention_lacks_is_refused_not_left_out(machine, feature):
     query = torch.randn(1, 2, 6, 8)

@@ -111,3 +111,9 @@ def test_recording_is_on_unless_it_is_turned_off():
     for chosen, expected in (("auto", "replayed"), ("none", "plain"), ("fast", "replayed"), ("auto", "replayed")):
         recorder.kernels.choose("graph_capture", chosen)
         assert recorder.capture(lambda: "plain", key="it")() == expected
+
+
+def test_attention_cannot_be_turned_off():
+    implementations = "composed, sdpa, eager"
+    with pytest.raises(AcceleratorError, match=f"attention: cpu has no implementation none; .* {implementations}"):
+        CPU().kernels.choose("attention", "none")

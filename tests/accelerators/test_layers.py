@@ -13,8 +13,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import silu
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from accelerators.backends.cpu.kernels import layers
+from accelerators.backends.cpu.kernels import compiler, layers
 from accelerators.backends.cpu.kernels.layers import FAMILIES, _Gate, _RMSNorm, fuse, supported
+from rlhf.config.schema import OptimizerConfig
+from rlhf.engine.engine import TrainingEngine, freeze_model
+from rlhf.models.forward import completion_log_probs
+from tests.in_process import make_placement
 
 SIZES = {
     "hidden_size": 192,
@@ -106,6 +110,15 @@ def test_a_gate_is_silu_times_what_it_lets_through():
         torch.testing.assert_close(tensor.double(), reference, rtol=0.012, atol=1e-3)
 
 
+def test_replaced_forward_pass_is_unchanged():
+    model = model_of("llama")
+    norm, mlp = model.model.norm, model.model.layers[0].mlp
+    norm.forward, mlp.forward = (lambda hidden: hidden + 1), (lambda hidden: hidden + 2)
+    fuse(model)
+    numbers = torch.ones(1, 1, 192, dtype=torch.bfloat16)
+    assert (norm(numbers)[0, 0, 0], mlp(numbers)[0, 0, 0]) == (2, 3)
+
+
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_what_is_no_number_is_seen(wrong):
     numbers = torch.ones(2, 32, dtype=torch.bfloat16)
@@ -174,3 +187,49 @@ def test_other_dtypes_layers_and_outlines_are_unchanged():
     )
     fuse(bert)
     assert all("forward" not in vars(each) for each in bert.modules())
+
+
+def test_without_a_compiler_the_reason_says_so(monkeypatch, tmp_path):
+    monkeypatch.setenv("CC", str(tmp_path / "no-such-compiler"))
+    monkeypatch.setattr(layers, "_functions", lambda: compiler.compiled.__wrapped__("layers.c"))
+    support = supported.__wrapped__(None)
+    assert not support.ok and "no-such-compiler" in support.reason
+    assert "without its code, training is a tenth slower" in support.reason
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_engine_fuses_the_models_that_it_places(accelerator, trains):
+    """Trained with fused layers, a model takes the steps that it takes without."""
+    placement = {"precision": accelerator.precision("bf16"), "placement": make_placement(0)}
+    if not trains:
+        frozen = freeze_model(model_of("llama"), accelerator=accelerator, **placement)
+        assert sum("forward" in vars(module) for module in frozen.modules() if layers.part(module)) >= 7
+        return
+    ids = torch.randint(1, 60, (4, 12), generator=torch.Generator().manual_seed(0))
+
+    def loss(model: Any, ids: Tensor) -> Any:
+        return -completion_log_probs(model, ids, torch.ones_like(ids), 8).log_probs.mean(), {}
+
+    losses: dict[str, list[float]] = {"auto": [], "none": []}
+    for choice, values in losses.items():
+        accelerator.kernels.choose("fused_layers", choice)
+        try:
+            engine = TrainingEngine(
+                "test",
+                model_of("llama", torch.float32),
+                accelerator=accelerator,
+                optimizer=OptimizerConfig(learning_rate=1e-4, schedule="constant", warmup=0),
+                total_steps=100,
+                micro_batch_size=4,
+                accumulation=1,
+                **placement,
+            )
+        finally:
+            accelerator.kernels.choose("fused_layers", "auto")
+        assert any("forward" in vars(module) for module in engine.module.modules()) == (choice == "auto")
+        for _ in range(6):
+            with torch.no_grad():
+                values.append(loss(engine.module, ids)[0].item())
+            engine.step([ids], loss)
+    assert losses["auto"] == pytest.approx(losses["none"], rel=0.02)
+    assert losses["auto"][-1] < 0.9 * losses["auto"][0]

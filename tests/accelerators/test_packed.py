@@ -106,6 +106,39 @@ def test_packed_products_are_those_of_float64(dtype, tolerance, keep):
         restore()
 
 
+def test_inputs_may_be_strided_and_of_any_shape():
+    module = Siblings(torch.float32)
+    restore = prepare(module, True)
+    wide = torch.randn(2, 5, 512)
+    with torch.no_grad():
+        for inputs in (wide[..., ::2], wide[0, 0, :256], wide[:0, :, :256], wide[:, :, :256].transpose(0, 1)):
+            expected = exact(module.q_proj, inputs)
+            torch.testing.assert_close(module.q_proj(inputs).double(), expected, rtol=0, atol=1e-5)
+    restore()
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_gradients_and_autocast_use_the_plain_weights(keep):
+    module = Siblings(torch.float32)
+    inputs = torch.randn(4, 256, requires_grad=True)
+    module.q_proj(inputs).sum().backward()
+    expected, inputs.grad = inputs.grad, None
+    restore = prepare(module, keep)
+    module.q_proj(inputs).sum().backward()
+    torch.testing.assert_close(inputs.grad, expected)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert module.o_proj(inputs).dtype == torch.bfloat16
+    restore()
+
+
+def test_shared_weight_stays_plain_if_weights_are_given_up():
+    module = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256), nn.Linear(256, 256))
+    module[2].weight = module[0].weight
+    restore = prepare(module, keep=False)
+    assert ["forward" in vars(layer) for layer in module] == [False, True, False]
+    restore()
+
+
 # siblings
 
 

@@ -54,6 +54,13 @@ def test_packing_in_parts_gives_the_same_tensors(kind, monkeypatch):
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_inputs_may_be_transposed(kind):
+    packed = kernels().pack(weight(128, 128), kind)
+    inputs = weight(128, 4).bfloat16().T
+    assert torch.equal(kernels().product(inputs, packed), kernels().product(inputs.contiguous(), packed))
+
+
 def test_weights_that_are_all_alike_come_back_as_they_are():
     for kind in KINDS:
         assert torch.equal(PLAIN.unpack(PLAIN.pack(torch.zeros(3, 32), kind)), torch.zeros(3, 32))

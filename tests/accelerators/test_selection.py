@@ -157,6 +157,21 @@ def test_a_tie_is_an_error_that_names_both(installed):
         select(environ=NOTHING)
 
 
+def test_tie_below_the_best_is_no_error(installed):
+    installed(one=backend("a"), two=backend("b"), three=backend("c", priority=5))
+    assert select(environ=NOTHING).name == "c"
+
+
+@pytest.mark.parametrize(
+    ("config", "environ", "source"),
+    [("auto", {"RLHF_ACCELERATOR": "x"}, "RLHF_ACCELERATOR"), ("x", NOTHING, "from the config")],
+)
+def test_error_names_the_source_of_a_name(installed, config, environ, source):
+    installed(one=backend("a"))
+    with pytest.raises(AcceleratorError, match=rf"accelerator 'x' \({source}\)"):
+        select(config=config, environ=environ)
+
+
 def test_nothing_available_is_an_error_with_every_reason(installed):
     installed(one=backend("a", ok=False))
     with pytest.raises(AcceleratorError, match="a: no a device"):
