@@ -2,8 +2,8 @@
 # Lint, types and tests, in .venv, which is created if it is missing.
 #
 #   bash ci/test.sh            what every change must pass
-#   bash ci/test.sh ROOM       one room: ruff on its code and tests, then its tests in one process. ROOM is a folder of
-#                              rlhf/ or tests/ (data, trainers, contrib/sweep, reference), or accelerators
+#   bash ci/test.sh PACKAGE    one package: ruff on its code and tests, then its tests in one process. PACKAGE is a folder
+#                              of rlhf/ or tests/ (data, trainers, contrib/sweep, reference), or accelerators
 #   bash ci/test.sh --all      slow tests too; prints the slowest twenty
 #   bash ci/test.sh --lowest   the tests alone, on the lowest versions that pyproject.toml admits, in .venv-lowest
 #   bash ci/test.sh ARGUMENTS  other arguments go to pytest, without the plugins' tests:
@@ -14,9 +14,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # Workers share the cores, so each uses one; nothing may use a network.
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-arguments=() room="" plugins=true lowest=false
+arguments=() package="" plugins=true lowest=false
 if [[ ${1:-} =~ ^[a-z_]+(/[a-z_]+)?$ && -d tests/$1 ]]; then
-    room=$1
+    package=$1
     shift
 fi
 for argument in "$@"; do
@@ -36,16 +36,16 @@ else
     export PATH="$PWD/.venv/bin:$PATH"
 fi
 
-if [ -n "$room" ]; then
-    folders=("tests/$room")
-    for folder in "rlhf/$room" "$room"; do
+if [ -n "$package" ]; then
+    folders=("tests/$package")
+    for folder in "rlhf/$package" "$package"; do
         [ ! -d "$folder" ] || folders+=("$folder")
     done
     echo "== lint of ${folders[*]}"
     ruff check "${folders[@]}"
     ruff format --check "${folders[@]}"
-    echo "== tests of $room"
-    exec pytest "tests/$room" ${arguments[@]+"${arguments[@]}"}
+    echo "== tests of $package"
+    exec pytest "tests/$package" ${arguments[@]+"${arguments[@]}"}
 fi
 
 if ! $lowest; then

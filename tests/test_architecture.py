@@ -72,8 +72,8 @@ def cycle(root: Path, *packages: str) -> list[str]:
     return []
 
 
-# From the command line down: a room imports from rooms further down this list and from no other.
-ROOMS = (
+# From the command line down: a package imports only from packages further down this list.
+PACKAGES = (
     *("cli", "api", "contrib", "trainers", "evaluation", "memory", "generation", "checkpoint", "data", "engine"),
     *("models", "reporting", "runs", "losses", "roles", "rewards", "config", "launchers", "utils"),
 )
@@ -81,15 +81,15 @@ LOOSE = {"__init__", "__main__", "errors", "version"}
 
 
 def arrows_up(root: Path) -> list[str]:
-    """Return the imports in `root`/rlhf of a room by one further down `ROOMS`."""
+    """Return the imports in `root`/rlhf of a package by one further down `PACKAGES`."""
     files = files_by_module(root, "rlhf")
-    floors = {room: floor for floor, room in enumerate(ROOMS)}
+    positions = {package: position for position, package in enumerate(PACKAGES)}
     arrows = []
     for module, path in files.items():
-        room = path.relative_to(root / "rlhf").parts[0].removesuffix(".py")
+        package = path.relative_to(root / "rlhf").parts[0].removesuffix(".py")
         for target in imported_files(path, root, files):
             other = [*target.split("."), "__init__"][1]
-            if room not in LOOSE and other not in LOOSE and floors[other] < floors[room]:
+            if package not in LOOSE and other not in LOOSE and positions[other] < positions[package]:
                 arrows.append(f"{module} -> {target}")
     return sorted(arrows)
 
@@ -196,13 +196,13 @@ def test_no_files_import_one_another_in_a_ring() -> None:
         assert not cycle(package.parent, package.name)
 
 
-def test_rooms_are_those_of_the_list_and_nothing_else_is_loose() -> None:
+def test_packages_equal_the_list_and_no_other_module_is_loose() -> None:
     folders = {path.name for path in (ROOT / "rlhf").iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert folders == set(ROOMS)
+    assert folders == set(PACKAGES)
     assert {path.stem for path in (ROOT / "rlhf").glob("*.py")} == LOOSE
 
 
-def test_rooms_import_downwards() -> None:
+def test_packages_import_downwards() -> None:
     assert not arrows_up(ROOT)
 
 
