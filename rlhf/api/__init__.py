@@ -1,1 +1,1 @@
-"""The Python interface: a session, PPO driven step by step, texts in and out."""
+"""The Python interface: sessions, and PPO taken step by step with texts as input and output."""

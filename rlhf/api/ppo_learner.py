@@ -1,7 +1,7 @@
-"""PPO in the user's own loop: steps, texts in and out, scores, checkpoints, and the trained policy.
+"""PPO in the user's loop: steps, completions and scores of texts, checkpoints, and the trained policy.
 
-`rlhf.api.session.Session.ppo` makes it. Its steps are those of `rlhf.trainers.ppo.trainer.PPOTrainer`; they are timed,
-recorded and resumed as in the stage (`rlhf.trainers.loop`).
+`rlhf.api.session.Session.ppo` creates it. Its steps are those of `rlhf.trainers.ppo.trainer.PPOTrainer`; they are
+timed, recorded and resumed as in the stage (`rlhf.trainers.loop`).
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ Conversation = str | Sequence[Mapping[str, str]]
 """A user's message, or the turns so far as `{"role": "user", "content": "..."}`."""
 
 Reward = Callable[[str, str, dict[str, Any]], float]
-"""(prompt, completion, row of the data) -> score, as `ppo.reward_functions` have it, but in this process."""
+"""(prompt, completion, row of the data) -> score, like a function of `ppo.reward_functions`, but in this process."""
 
 
 @dataclass(frozen=True)
 class Score:
     """The scores of one completion.
 
-    `reward` is its score, by the reward model and `ppo.reward_functions`. `log_prob` is the policy's, in nats, summed
-    over the completion's `tokens`, its end included, at the temperature of `ppo.sampling`; `kl` is how much more likely
-    the completion is to the policy than to its reference, log p - log p_ref.
+    `reward` is the score by the reward model and `ppo.reward_functions`. `log_prob` is the policy's log-probability in
+    nats at the temperature of `ppo.sampling`, summed over the completion's `tokens`, which include its end token. `kl`
+    is log p - log p_ref: how much likelier the completion is under the policy than under its reference.
     """
 
     reward: float
@@ -64,12 +64,13 @@ class Score:
 class PPOLearner:
     """PPO, one step at a time.
 
-    Under several ranks, each calls the same methods in the same order, `generate` and `score` with as many texts.
+    With several ranks, all call the same methods in the same order, and pass the same number of texts to `generate` and
+    `score`.
 
     Attributes:
-        trainer: the algorithm, for what is not here: tensors, engines (`rlhf.trainers.ppo.trainer.PPOTrainer`).
-        done: steps that are done, those before a checkpoint included.
-        steps: steps that the learning rates' schedules are made for, `ppo.steps` or those of `ppo.epochs`.
+        trainer: the algorithm, with its tensors and engines (`rlhf.trainers.ppo.trainer.PPOTrainer`).
+        done: steps that were taken, including those before the checkpoint.
+        steps: length of the learning-rate schedules: `ppo.steps`, or the steps of `ppo.epochs`.
     """
 
     def __init__(self, context: StageContext, trainer: PPOTrainer, plan: dict[str, Any]) -> None:
@@ -86,7 +87,7 @@ class PPOLearner:
     @contextmanager
     def of(cls, config: Config, accelerator: Accelerator, directory: RunDirectory) -> Iterator[PPOLearner]:
         """Yield the PPO of a run whose folder is open (`rlhf.trainers.run.open_run`), for the duration of the block."""
-        config = apply_settings(config, {"ppo.samples_every": 0})  # the user's loop shows what it wants
+        config = apply_settings(config, {"ppo.samples_every": 0})  # the user's loop shows its own progress
         with pipeline.stage_context("ppo", config, accelerator, directory) as context:
             plan = pipeline.log_plan(context)
             with translate_stage_errors(context):
@@ -95,26 +96,26 @@ class PPOLearner:
                 yield learner
             finally:
                 learner._ended = "the session has ended or started another PPO; call session.ppo() to continue"
-                del learner.trainer, learner._texts  # the engines' memory, for what comes next
+                del learner.trainer, learner._texts  # free the engines' memory
                 pipeline.release_models(context)
 
     def step(self, index: int | None = None, *, reward: Reward | None = None) -> Metrics:
-        """One rollout of `ppo.batch_size` completions and the updates that follow from it; recorded.
+        """Take one step, a rollout of `ppo.batch_size` completions and its updates, and record its numbers.
 
         Args:
-            index: the step's number from 0, to be sure of it; default: the next.
+            index: the number of the step from 0, which is checked; default: the next step.
             reward: scores this rollout's completions in place of the reward model and `ppo.reward_functions`:
                 (prompt, completion, row of the data) -> number.
 
         Returns:
-            The step's numbers (`reward`, `kl`, `policy_loss`, ...), the same on all ranks; docs/metrics.md
-            says what each is.
+            The step's numbers (`reward`, `kl`, `policy_loss`, ...), the same on all ranks; docs/metrics.md defines
+            them.
 
         Raises:
-            RLHFError: it is not the next step, or there is none, or `reward` gives no finite number, or a number of the
-                step is not finite.
-            KeyboardInterrupt: Ctrl-C, or a notebook's stop button; the step was finished first, so the next may follow.
-                A second one does not wait, and start again with `session.ppo()`.
+            RLHFError: `index` is not the next step, no step is left, `reward` returns no finite number, or a number of
+                the step is not finite.
+            KeyboardInterrupt: Ctrl-C, or a notebook's stop button. The step was finished first, so the next one may
+                follow. A second interrupt does not wait for the step; then start again with `session.ppo()`.
         """
         self._check(index)
         trainer, context = self.trainer, self._context
@@ -137,12 +138,11 @@ class PPOLearner:
         """Return the policy's completion of each prompt, sampled as `ppo.sampling` says.
 
         Args:
-            prompts: texts, each what a user says, or a conversation of `{"role": ..., "content": ...}`; they are
-                written as the training data is (chat template, transcript or plain). Or tensors: what
-                `PPOTrainer.generate` takes.
+            prompts: user messages or conversations of `{"role": ..., "content": ...}`, formatted like the training data
+                (chat template, transcript or plain text); or the tensors that `PPOTrainer.generate` takes.
 
         Returns:
-            Texts without control tokens; of tensors, those of a `Rollout`.
+            Texts without control tokens; for tensors, the tensors of a `Rollout`.
 
         Raises:
             RLHFError: a prompt is longer than `data.max_prompt_length`, or the chat template refuses it.
@@ -166,14 +166,14 @@ class PPOLearner:
         """Score completions with the reward model and functions, the policy and its reference.
 
         Args:
-            prompts: as `generate` takes them. Or tensors: what `generate` gives for tensors.
+            prompts: as for `generate`; or the tensors that `generate` returns.
             completions: a text for each prompt; its end-of-sequence token is added.
 
         Returns:
-            A `Score` for each pair; of tensors, those of `Scores`.
+            A `Score` for each pair; for tensors, the tensors of `Scores`.
 
         Raises:
-            RLHFError: there are more of one than of the other, or a text is too long.
+            RLHFError: the numbers of prompts and completions differ, or a text is too long.
         """
         self._check_open()
         with self._translate_errors():
@@ -205,7 +205,7 @@ class PPOLearner:
         return result.numbers
 
     def checkpoint(self) -> None:
-        """Save all that a later `session.ppo()` needs to resume here as if it had not stopped."""
+        """Save a checkpoint, from which a later `session.ppo()` resumes as if it had not stopped."""
         self._check_open()
         with self._translate_errors():
             loop.save_checkpoint(self.trainer, self._context, self.done)
@@ -242,7 +242,7 @@ class PPOLearner:
             raise RunError(f"step {self.done}: PPO has {self.steps} steps, as have its schedules; set ppo.steps")
 
     def _translate_errors(self) -> AbstractContextManager[None]:
-        """Turn a lack of memory, disk space or permissions within the block into a one-line error."""
+        """Turn a lack of memory, disk space or permissions in this block into an error of one line."""
         return translate_stage_errors(self._context, self._context.run.path)
 
     def _score_replies(
@@ -257,7 +257,7 @@ class PPOLearner:
         return (Score(*values) for values in zip(*columns))
 
     def _reward_function(self, reward: Reward) -> RewardFunction:
-        """Return the trainer's form of a user's function."""
+        """Return a user's function in the form that the trainer calls."""
 
         def score_rollout(
             rollout: Rollout, model_scores: Tensor | None, examples: Sequence[Prompt]
@@ -316,7 +316,7 @@ class Texts:
         """Return the tokens of a reply to `prompt`, including its end.
 
         Raises:
-            DataError: they are more than `data.max_completion_length`.
+            DataError: the reply has more tokens than `data.max_completion_length`.
         """
         (ids,) = encode_replies(
             self._tokenizer,
@@ -368,5 +368,5 @@ class Texts:
 
 
 def shown(text: str) -> str:
-    """Format a text for messages."""
+    """Return a text in quotes for messages, shortened."""
     return repr(text if len(text) <= 60 else f"{text[:59]}…")

@@ -1,7 +1,7 @@
-"""RLHF from Python: a session has the accelerator, the run's folder and the processes of a run; the loop is yours.
+"""RLHF from Python: a session manages the accelerator, the run's folder and the processes; the loop is yours.
 
-Settings flow in, as the command line takes them; out come the stages' results in the run's folder, and PPO as an
-object whose steps you take yourself. example_scripts/python/README.md shows it all.
+Settings have the form of the command line's. Stages write their results to the run's folder; `Session.ppo` returns an
+object whose steps you take in a loop. example_scripts/python/README.md is a walk-through.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def session(
     accelerator: str | None = None,
     quiet: bool = True,
 ) -> Session:
-    """Begin a session: everything around training, for your program or notebook.
+    """Open a session for training from your program or notebook.
 
         import rlhf
 
@@ -45,18 +45,18 @@ def session(
 
     If the settings name neither a model nor data, the embedded example is trained. In a notebook leave `with`
     out, and call `session.close()` at the end. Under a launcher (torchrun, `srun`, `mpirun`) every process runs the
-    same program, and the session is one of all.
+    same program, and all share one session.
 
     Args:
-        settings: keys of `rlhf config` as `["ppo.steps=20"]`, `{"ppo.steps": 20}` or `{"ppo": {"steps": 20}}`, above
-            those of `config`.
+        settings: keys of `rlhf config` as `["ppo.steps=20"]`, `{"ppo.steps": 20}` or `{"ppo": {"steps": 20}}`; they
+            override those of `config`.
         config: a YAML file of settings, a recipe.
-        output: folder of the run; default: that of the settings, or a temporary one that goes with the session.
+        output: folder of the run; default: that of the settings, or a temporary one that is deleted with the session.
         accelerator: backend to run on, as `rlhf accelerators list` names it; default: that of the settings.
-        quiet: libraries tell errors only. Your own logging stays as it is.
+        quiet: let libraries log errors only; your program's logging does not change.
 
     Raises:
-        RLHFError: a setting is wrong; one line says which, and what to do.
+        RLHFError: a setting is invalid; one line says which, and what to do.
     """
     options = {"output": str(output) if output else None, "accelerator": accelerator}
     return Session(load_config(Path(config) if config else None, _overrides(settings), options=options), quiet=quiet)
@@ -65,14 +65,14 @@ def session(
 class Session:
     """A run's settings and folder, and PPO in your loop; `rlhf.session` creates it.
 
-    A process has one PPO at a time: what another session of it has open ends when this one begins to work.
+    A process has one PPO at a time: that of another session ends when this one starts to work.
 
     Attributes:
         config: every setting, as it will be recorded.
         output: the run's folder.
     """
 
-    _working: ClassVar[Session | None] = None  # the one whose PPO holds this process's devices
+    _working: ClassVar[Session | None] = None  # the session whose PPO uses this process's devices
 
     def __init__(self, config: Config, *, quiet: bool = True) -> None:
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
@@ -98,7 +98,7 @@ class Session:
         Complete stages are not run again; a stopped stage resumes from its newest checkpoint.
 
         Args:
-            overwrite: replace them by new ones.
+            overwrite: train complete stages again, and replace them.
 
         Returns:
             Each stage's summary: `before` and `after` with the held-out numbers, `steps`, `seconds`, ...
@@ -117,18 +117,18 @@ class Session:
         return {stage: directory.stage(stage).summary() for stage in wanted}
 
     def ppo(self, *, overwrite: bool = False) -> PPOLearner:
-        """PPO, ready for its first step: `step`, `generate`, `score`, `evaluate` (see `help` of what it gives).
+        """Start PPO, and return it ready for its first `step`; it can also `generate`, `score` and `evaluate`.
 
         It starts from the settings' models or from the results of `run("sft", "reward")`, and resumes from the newest
-        checkpoint of `ppo.checkpoint()`. Another call ends the PPO before it, whose unsaved steps are lost.
+        checkpoint of `ppo.checkpoint()`. A second call ends the previous PPO, and steps after its last checkpoint are
+        lost.
 
         Args:
-            overwrite: replace a PPO stage that is in the folder; it is brought back if none of the new one's steps is
-                recorded.
+            overwrite: replace the PPO stage in the folder; it is restored if no step of the new one was recorded.
 
         Raises:
-            RLHFError: a model or data cannot be used, the folder holds a complete PPO stage, or another process
-                writes to it; nothing was changed then.
+            RLHFError: a model or data cannot be used, the folder contains a complete PPO stage, or another process
+                writes to it. Nothing was changed then.
         """
         from rlhf.runs.directory import RunDirectory
         from rlhf.trainers import run as launch
@@ -139,7 +139,7 @@ class Session:
         with ExitStack() as resources:
             run = launch.open_run(self.config, ("ppo",), resume=resume, overwrite=overwrite)
             config, accelerator = resources.enter_context(run)
-            from rlhf.api.ppo_learner import PPOLearner  # imports DeepSpeed, which has been told about the device
+            from rlhf.api.ppo_learner import PPOLearner  # imports DeepSpeed, which is configured for the device by now
 
             self._learner = resources.enter_context(PPOLearner.of(config, accelerator, directory))
             self._ppo_resources = resources.pop_all()
@@ -147,17 +147,17 @@ class Session:
         return self._learner
 
     def save(self) -> Path:
-        """Save PPO's policy as a plain transformers model, complete the stage, and give the model's folder.
+        """Save PPO's policy as a plain transformers model, complete the stage, and return the model's folder.
 
         Raises:
-            RLHFError: there is no PPO, or no room.
+            RLHFError: PPO was not started, or the disk is full.
         """
         if self._learner is None:
             raise RunError("save: there is no policy yet; begin with ppo = session.ppo()")
         return self._learner.save()
 
     def close(self) -> None:
-        """End the session: the folder is free for others, a temporary one is gone. Another call does nothing."""
+        """End the session: unlock its folder, and delete it if it is temporary. Further calls do nothing."""
         self._close(None)
 
     def __enter__(self) -> Session:
@@ -179,7 +179,7 @@ class Session:
                 self._temporary.cleanup()
 
     def _leave_ppo(self, error: BaseException | None) -> None:
-        """End PPO; after an error, the stage that it was to replace comes back unless one of its steps is recorded."""
+        """End PPO; after an error, restore the stage that it would replace, unless one of its steps was recorded."""
         if Session._working is self:
             Session._working = None
         resources, self._ppo_resources, self._learner = self._ppo_resources, ExitStack(), None

@@ -10,7 +10,7 @@ from io import TextIOWrapper
 def main() -> None:
     """Entry point of the `rlhf` script.
 
-    Exit codes: 0 done; 2 the user can fix it; 1 a defect of rlhf; 130 interrupted.
+    Exit codes: 0: done; 2: an error that the user can fix; 1: a bug in rlhf; 130: interrupted.
     """
     from typer.main import get_command
 
@@ -19,7 +19,7 @@ def main() -> None:
     from rlhf.reporting import verbosity
     from rlhf.utils.process_info import set_command_line, strip_local_rank
 
-    if isinstance(sys.stdout, TextIOWrapper):  # a letter that the terminal has not is no reason to stop
+    if isinstance(sys.stdout, TextIOWrapper):  # a character that the terminal cannot show must not end the command
         sys.stdout.reconfigure(errors="backslashreplace")
     debug = "--debug" in sys.argv
     verbosity.configure_logging(debug=debug)

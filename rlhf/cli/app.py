@@ -180,7 +180,7 @@ def _start_among(machine: multinode.NodeSpec, options: Options, stages: tuple[St
 
 
 def _end(outcome: ExitStatus | None, ending: RunTermination | None) -> None:
-    """Report how ranks ended that were started; `ending` is of the process that answers for the folder."""
+    """Report how the started ranks ended; the process in charge of the folder also logs it there (`ending`)."""
     if not outcome:
         return
     code = outcome.report()

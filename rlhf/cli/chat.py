@@ -57,7 +57,7 @@ def chat(
     """
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="replace")  # invalid bytes are no reason to stop
+            stream.reconfigure(errors="replace")  # invalid bytes must not end the command
     folder = model_folder(run_or_model, stage, ema=ema)
     interactive = sys.stdin.isatty()
     with console.status(Text(f"loading {folder}")) if interactive else nullcontext():
@@ -76,7 +76,7 @@ class ChatModel:
 
     def __init__(self, folder: Path, options: Options, *, temperature: float, max_tokens: int) -> None:
         config = options.load()
-        find_base_model(folder)  # reports a wrong folder before anything slow is imported
+        find_base_model(folder)  # reports a wrong folder before slow imports
         device = EvaluationDevice.select(config, options.accelerator)
         self.writer = load_language_model(folder, config, device)
         self.sampling = {"do_sample": temperature > 0, **({"temperature": temperature} if temperature else {})}

@@ -227,7 +227,7 @@ def _load_config(options: Options, prompts: str | None) -> Config:
 def _read_rows(prompts: str, config: Config) -> list[Row]:
     """Read the prompts of `--prompts`."""
     if isinstance(sys.stdin, TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # invalid bytes are no reason to stop
+        sys.stdin.reconfigure(errors="replace")  # invalid bytes must not end the command
     if is_line_source(prompts):
         return read_lines(prompts)
     rows, dropped = read_prompts(config, show=True)

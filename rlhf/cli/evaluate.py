@@ -224,7 +224,7 @@ def _read_reply_sets(prompt: str | None, replies: Sequence[str] | None) -> Itera
         yield parse_reply_set(prompt, replies or (), "--prompt")
         return
     if isinstance(sys.stdin, TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # invalid bytes are no reason to stop
+        sys.stdin.reconfigure(errors="replace")  # invalid bytes must not end the command
     lines = [(number, line) for number, line in enumerate(sys.stdin, start=1) if line.strip()]
     if not lines:
         raise DataError(

@@ -24,7 +24,7 @@ from rlhf.runs.directory import RunDirectory
 
 @dataclass(frozen=True)
 class Options:
-    """The command line's options for a run; None if one is not given and the config decides."""
+    """The command line's options for a run; None if an option is not given, so that the configuration decides."""
 
     config: Annotated[
         Path | None,
@@ -140,7 +140,7 @@ def with_signature(
 
 
 def collect_options(context: typer.Context, names: Sequence[str], values: Mapping[str, Any]) -> Options:
-    """Return the options before the subcommand, overridden by the given ones of its `values`."""
+    """Return the options before the subcommand, overridden by those given after it (`values`)."""
     before: Options = context.obj or Options()
     # `is not False`: `--seed 0` is given.
     given = {name: value for name in names if (value := values[name]) not in (None, []) and value is not False}

@@ -175,7 +175,7 @@ def _has_terminal() -> bool:
 
 
 def _print_reasons(results: list[PointResult]) -> None:
-    """Print reasons below a table, in which they would be columns of single words."""
+    """Print reasons below the table, since a column for them would be one word wide."""
     for result in results:
         if result.reason:
             remedy = "; --retry tries it again" if result.status == "failed" else ""

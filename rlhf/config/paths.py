@@ -47,7 +47,7 @@ def join_path(folder: str, path: str) -> str:
     """Join a path to `folder`, and remove `.` and `a/..` if the result leads to the same place."""
     whole = os.path.join(folder, os.path.expanduser(path))
     short = os.path.normpath(whole)
-    return short if os.path.realpath(short) == os.path.realpath(whole) else whole  # after a link, `..` is elsewhere
+    return short if os.path.realpath(short) == os.path.realpath(whole) else whole  # behind a link, `..` is elsewhere
 
 
 def missing_path_hint(path: str) -> str:

@@ -1,1 +1,1 @@
-"""The memory, hours and money of a run, predicted before it starts, and settings that make it fit."""
+"""Predictions of a run's memory, duration and price before it starts, and settings that make it fit."""

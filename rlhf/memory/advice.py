@@ -1,6 +1,6 @@
-"""Settings that take less memory: one table, used to make a run fit before it starts and after it ran out of memory.
+"""Changes of settings that save memory: one table, used before a run starts and after it ran out of memory.
 
-A configuration, its stages and the environment flow in; plans, and `Change`s that make them fit, flow out.
+Functions take a configuration, its stages and the environment, and return plans, or `Change`s that make them fit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlhf.runs.resume import CHANGEABLE_ON_RESUME, SHARED_SECTIONS
 _MAX_DEVICES = 1024
 _LORA_RANK = 8
 _WITH_ROWS: tuple[Phase, ...] = ("evaluation", "scoring", "training")
-"""Phases that take as many rows at a time as a micro-batch has."""
+"""Phases whose forward passes have the rows of a micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Change:
     cost: str
 
     def __str__(self) -> str:
-        """Return the settings as they follow `--set` in a command."""
+        """Return the settings in the form of `--set`."""
         values = {key: str(value).lower() if isinstance(value, bool) else value for key, value in self.settings.items()}
         return " --set ".join(f"{key}={value}" for key, value in values.items())
 
@@ -56,8 +56,9 @@ def resolve_auto(
 ) -> Config:
     """Return the configuration with a value for each `auto` that the plan resolves.
 
-    The first combination that fits is taken, or else the last: the least offload, the least ZeRO sharding, rollouts at
-    ZeRO-3 `whole` before `tensor_parallel` before `layerwise`, and PPO's passes reused.
+    The first combination that fits is chosen, or the last if none fits. The order prefers less offload, then less ZeRO
+    sharding, then rollouts at ZeRO-3 with `whole` before `tensor_parallel` before `layerwise` weights, then reuse of
+    PPO's forward passes.
     """
     multiple = environment.ranks > 1
     alternatives: dict[str, Sequence[Any]] = {}
@@ -88,10 +89,10 @@ def stages_fit(config: Config, stages: Sequence[Stage], environment: Environment
 def find_changes(
     config: Config, stages: Sequence[Stage], environment: Environment, shapes: Shapes | None = None
 ) -> list[Change]:
-    """Return the cheapest changes that make the stages fit; none if nothing does, or if they fit already.
+    """Return the cheapest changes that make the stages fit; an empty list if no changes do, or if none are needed.
 
-    One change is cheaper than two; of single ones, the first of `list_changes` that suffices. If none suffices alone,
-    they are combined in that order, and those that turn out to be unnecessary are dropped again.
+    A single change is preferred: the first of `list_changes` that suffices. If none suffices alone, changes are
+    combined in that order, and those that turn out to be unnecessary are dropped again.
     """
 
     def fit(changes: Sequence[Change]) -> bool:
@@ -132,16 +133,16 @@ def advise(
     started: bool = False,
     continued: bool = False,
 ) -> tuple[list[str], list[str]]:
-    """Return settings that would take less memory than a stage that ran out of it, the mildest first.
+    """Return changes of settings for a stage that ran out of memory, the mildest first.
 
     Args:
         config: settings of the run.
         stage: the stage that ran out of memory.
         phase: its phase.
-        environment: `unified_memory` also if there is no host memory to offload to.
+        environment: its `unified_memory` is also True if there is no host memory to offload to.
         best_precision: the precision that the device would take by default.
-        started: the stage has a checkpoint, and continues with the settings it was started with.
-        continued: so has an earlier stage of the run.
+        started: the stage has a checkpoint, so it resumes with the settings that it was started with.
+        continued: a stage of the run has results, a checkpoint or records.
 
     Returns:
         (settings for this run, settings for a new one).
@@ -164,11 +165,11 @@ def list_changes(
     failed_in: Phase | None = None,
     best_precision: str = "",
 ) -> Iterator[Change]:
-    """Yield changes that take less memory, the cheapest first; each only if it would change something.
+    """Yield changes that save memory, the cheapest first, if they differ from the settings.
 
     Before a run, each value of a setting is a change, so that the mildest that suffices can be chosen. After an error,
-    when nobody knows how much memory is lacking, one value of each setting is yielded, and only settings that help in
-    that phase; also some that change the experiment, which a plan does not propose.
+    it is not known how much memory is lacking: one value of each setting is yielded, only settings that help in that
+    phase, and also some that change the experiment, which a plan does not propose.
 
     Args:
         failed_in: the phase that ran out of memory; None before a run.
@@ -196,7 +197,8 @@ def list_changes(
             yield Change(settings, "more passes for a step; the same numbers")
     if helps("training") and not config.model.gradient_checkpointing:
         yield Change({"model.gradient_checkpointing": True}, "about a third more time for updates; the same numbers")
-    # After an error, adapters' frozen weights are quantized instead, which ZeRO-3 cannot shard.
+    # After an error, the frozen weights under adapters are quantized instead, and ZeRO-3 cannot shard quantized
+    # weights.
     if ranks > 1 and stage != "auto" and (failed_in is None or (failed_in != "loading" and not trained_adapters)):
         cost = {1: "hardly slower", 2: "hardly slower", 3: "weights are sent around in every pass"}
         for larger in range(stage + 1 if failed_in is None else max(stage + 1, 3), 4):
@@ -263,7 +265,7 @@ def apply_settings(config: Config, settings: dict[str, Any]) -> Config:
 
 
 def _is_possible(config: Config, stages: Sequence[Stage]) -> bool:
-    """Return whether the models can be placed so."""
+    """Return whether the models can be placed as the settings say."""
     try:
         check_placements(config, stages)
     except ConfigError:
@@ -272,7 +274,7 @@ def _is_possible(config: Config, stages: Sequence[Stage]) -> bool:
 
 
 def _scope(change: Change) -> str:
-    """Return until when a change is possible: any time, before its stage or before the run starts."""
+    """Return when a change is still possible: at any time, before its stage starts, or before the run starts."""
     fixed = [key for key in change.settings if key.rpartition(".")[2] not in CHANGEABLE_ON_RESUME]
     if not fixed:
         return "any time"
@@ -309,7 +311,7 @@ def _offloaded(config: Config, stages: Sequence[Stage]) -> list[tuple[bool, bool
 def _smaller_micro_batches(
     config: Config, stages: Sequence[Stage], environment: Environment
 ) -> Iterator[dict[str, int]]:
-    """Yield settings of all stages at once, each time with at most half as many rows."""
+    """Yield settings of all stages together, each with at most half as many rows as the one before."""
     rows = {
         stage: getattr(config, stage).micro_batch_size or _rows_of_a_rank(config, stage, environment.ranks)
         for stage in stages
@@ -320,7 +322,7 @@ def _smaller_micro_batches(
 
 
 def _smaller_rollout(config: Config, ranks: int) -> int:
-    """Return the largest rollout of at most half the rows that can be divided as this one; 0 if there is none."""
+    """Return the largest rollout of at most half the rows that can be divided in the same way; 0 if there is none."""
     for rows in range(config.ppo.batch_size // 2, 0, -1):
         with contextlib.suppress(ConfigError):
             config.ppo.model_copy(update={"batch_size": rows}).minibatch(ranks)

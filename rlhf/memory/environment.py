@@ -1,4 +1,4 @@
-"""The devices that a run is planned for: described by their number and memory, or detected from an accelerator."""
+"""The devices that a plan assumes: described by number and memory, or detected from an accelerator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 PROCESS = 760 * 2**20
 """Bytes of a process that has imported torch, transformers and DeepSpeed; a run measures its own."""
 
-# Of a device with its own allocator: the part that is lost between blocks, and the bytes that its runtime takes.
+# For a device with a separate allocator: the part that is lost to fragmentation, and the bytes that its runtime uses.
 _FRAGMENTATION, _RUNTIME = 0.04, 2**29
 
 
@@ -24,8 +24,8 @@ class Environment:
 
     Attributes:
         unified_memory: the devices' memory is the host's.
-        process: bytes of a process before it loads a model.
-        fused_attention: attention makes no matrix of weights.
+        process: bytes that a process uses before it loads a model.
+        fused_attention: attention does not materialize its matrix of weights.
         fragmentation: part of the memory in use that a device's allocator loses between blocks.
         device_memory: bytes that a device has; None if not known.
         device_limit: bytes of a device that a plan may fill.
@@ -49,7 +49,7 @@ class Environment:
 
     @property
     def reduce_width(self) -> int:
-        """Bytes of a number in which ranks add gradients up."""
+        """Bytes of a number in which gradients are summed over ranks."""
         return 4 if self.precision != "fp16" and self.ranks > 1 else self.width
 
 

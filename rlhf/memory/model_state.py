@@ -1,6 +1,6 @@
-"""Bytes that one model takes: weights, gradients, masters, moments, and what comes and goes around them.
+"""The memory of one model: weights, gradients, float32 weights, moments, and temporary buffers.
 
-The sizes are what DeepSpeed 0.19.8 allocates for a model of a `Shape`, placed as the settings say.
+The sizes are those that DeepSpeed 0.19.8 allocates for a model of a `Shape`, placed as the settings say.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _LARGEST_COPY = 0.1  # part of a device's memory (rlhf.models.lora)
 
 
 class MemoryItem(NamedTuple):
-    """Bytes of one kind that a role takes, on each device or, for each rank, on the host.
+    """Bytes of one kind that a role uses, on each device or, for each rank, on the host.
 
-    `small` of them are in blocks that the host's allocator keeps for later when they are freed.
+    `small` of them are in blocks that the host's allocator keeps for reuse when they are freed.
     """
 
     role: str
@@ -56,7 +56,7 @@ class MemoryItem(NamedTuple):
 
 
 def block_item(role: str, kind: MemoryKind, *sizes: int, host: bool = False) -> MemoryItem:
-    """Return an item of blocks with these bytes."""
+    """Return an item that consists of blocks of these sizes."""
     return MemoryItem(role, kind, sum(sizes), host, small=sum(size for size in sizes if size < BLOCK))
 
 
@@ -70,8 +70,8 @@ class ModelMemory:
     """The memory of a role's model at the moments of a stage.
 
     Attributes:
-        shared: the frozen weights belong to another role, and count there.
-        accumulates: a step adds up the gradients of several micro-batches.
+        shared: the frozen weights belong to another role, which counts them.
+        accumulates: a step sums the gradients of several micro-batches.
     """
 
     placement: ModelPlacement
@@ -92,12 +92,12 @@ class ModelMemory:
 
     @cached_property
     def parameters(self) -> int:
-        """All numbers, those of adapters included."""
+        """The number of parameters, including those of adapters."""
         return self.shape.parameters(scalar_head=self.scalar_head) + self.shape.adapters(self.placement.lora.rank)
 
     @cached_property
     def trained(self) -> int:
-        """Numbers that are trained."""
+        """The number of parameters that are trained."""
         if not self.placement.role.trained:
             return 0
         if not (rank := self.placement.lora.rank):
@@ -118,7 +118,7 @@ class ModelMemory:
         return size // ranks + (self._persistent() * width if ranks > 1 else 0)
 
     def resting(self, *, fresh: bool = False) -> list[MemoryItem]:
-        """Return what stays between uses: weights, masters, moments, and at ZeRO-3 gradients.
+        """Return the memory between uses: weights, float32 weights, moments, and at ZeRO-3 gradients.
 
         Args:
             fresh: before the first step, which creates the moments.
@@ -129,7 +129,7 @@ class ModelMemory:
             return items
         offloads = self.placement.offloads_optimizer
         host = self._on_host(offloads)
-        if (stage or width < 4) and not (stage == 3 and width == 4):  # whose shards are masters already
+        if (stage or width < 4) and not (stage == 3 and width == 4):  # its shards are the float32 weights already
             items.append(self._item("masters", 4 * trained // part, 4, host))
         if not fresh or stage == 0:
             items.append(self._item("moments", 8 * trained // part, 4, host))
@@ -137,40 +137,40 @@ class ModelMemory:
             items.append(self._item("gradients", 4 * trained // part, 4, host))
             if stage < 3:
                 items.append(self._item("communication", width * trained // part, width, host))
-                added = 4 if stage == 2 else width  # gradients of micro-batches are added up on the host
+                added = 4 if stage == 2 else width  # gradients of micro-batches are summed on the host
                 accumulated = added * trained // part if self.accumulates and not fresh else 0
                 items.append(self._item("gradients", accumulated, 4, host))
-                passing = width * min(self.shape.largest, trained)  # one gradient on its way, on either side
+                passing = width * min(self.shape.largest, trained)  # one gradient in transfer, on both sides
                 items += [block_item(self.role, "communication", passing, host=side) for side in (host, False)]
-        if stage == 3 and not fresh:  # the backward pass leaves them, in addition to offloaded ones in float32
+        if stage == 3 and not fresh:  # created by the backward pass, in addition to offloaded gradients in float32
             size = (4 if self.accumulates else width) * trained // part
             items.append(block_item(self.role, "gradients", size, host=host))
-        if stage == 3 and not (fresh and self.environment.unified_memory):  # for good; a host allocates pages on use
+        if stage == 3 and not (fresh and self.environment.unified_memory):  # kept; a host allocates pages on first use
             items.append(block_item(self.role, "communication", self.environment.reduce_width * self._bucket()))
         return items
 
     def average(self, *, on_host: bool) -> MemoryItem:
-        """Return the moving average of trained weights, in float32, sharded as masters are."""
+        """Return the moving average of trained weights, in float32, sharded like the float32 weights."""
         return self._item("average", 4 * self.trained // self._sharers, 4, self._on_host(on_host))
 
     def loading(self) -> list[MemoryItem]:
-        """Return the weights and the most that setting up the engine adds for a moment."""
+        """Return the weights, and the maximum that the engine's setup uses temporarily."""
         items, trained, stage = self.resting(fresh=True), self.trained, self.placement.zero_stage
-        if trained and (stage or self.environment.width < 4):  # zero gradients, with which DeepSpeed creates its states
+        if trained and (stage or self.environment.width < 4):  # zero gradients, from which DeepSpeed creates its states
             items.append(self._item("loading", 4 * trained // self._sharers, 4))
-        if trained and stage in (1, 2):  # weights as they were read, before a flat copy replaced them
+        if trained and stage in (1, 2):  # the weights that were loaded, until a flat copy replaces them
             items.append(MemoryItem(self.role, "loading", 0, small=self._small(self.environment.width)))
         return items
 
     def backward(self) -> tuple[MemoryItem, list[MemoryItem]]:
-        """Return gradients between the micro-batches of one step, and those at the end of the last backward pass.
+        """Return the gradients between micro-batches of a step, and at the end of the last backward pass.
 
-        An embedding that is the output's too has a gradient of either use, and their sum, at one time.
+        An embedding tied to the output layer has a gradient from each use and their sum at the same time.
         """
         trained, width, rank = self.trained, self.environment.width, self.placement.lora.rank
         stage, part = self.placement.zero_stage, self._sharers
         bucket = width * self._bucket()
-        waiting = bucket if stage in (1, 2) and not self.environment.unified_memory else 0  # from the pass's start
+        waiting = bucket if stage in (1, 2) and not self.environment.unified_memory else 0  # from the start of the pass
         accumulated = 0
         if self.accumulates and stage == 2 and not self.placement.offloads_optimizer:
             accumulated = 4 * trained // part
@@ -194,13 +194,13 @@ class ModelMemory:
         return before, after
 
     def step(self) -> list[list[MemoryItem]]:
-        """Return the moments after the backward pass: ranks add up their gradients, and the optimizer steps."""
+        """Return the memory after the backward pass: while ranks sum gradients, and while the optimizer steps."""
         trained, width, ranks = self.trained, self.environment.width, self.environment.ranks
         stage, part, offloads = self.placement.zero_stage, self._sharers, self.placement.offloads_optimizer
         reduce_width = self.environment.reduce_width
         bucket = min(self.placement.bucket(trained) if stage else REDUCE_BUCKET_SIZE, trained)
         gradients = self._item("gradients", width * trained, width)
-        # A flat copy of a bucket, and one in the type in which gradients are added up.
+        # A flat copy of a bucket, and one in the type in which gradients are summed.
         copies = (bucket * width + (bucket * 4 if width < reduce_width else 0)) if ranks > 1 else 0
         adding = block_item(self.role, "communication", copies)
         norm = 8 * (self.shape.largest if trained > self.shape.largest else 0) // part  # a gradient in float64
@@ -208,7 +208,7 @@ class ModelMemory:
             return [[gradients, adding], [gradients, self._item("gradients", 4 * trained if width < 4 else 0, 4)]]
         if stage == 3:
             accumulated = (4 if self.accumulates else width) * trained // part
-            # A bucket's gradients side by side, a part for each rank; gloo, on a host, adds them up in a copy.
+            # A bucket's gradients in one buffer, with a part for each rank; gloo, on a host, sums them in a copy.
             scattered = reduce_width * bucket * (2 if self.environment.unified_memory else 1)
             if ranks == 1:
                 scattered = (4 if self.accumulates else width) * bucket
@@ -218,29 +218,29 @@ class ModelMemory:
                 [block_item(self.role, "communication", stepping, 0 if offloads else norm)],
             ]
         flat = block_item(self.role, "gradients", width * (trained if stage == 1 else bucket))
-        if stage == 2 and self.accumulates and width < 4:  # accumulated in float32 already
+        if stage == 2 and self.accumulates and width < 4:  # they were accumulated in float32
             accumulated_item = block_item(self.role, "gradients", 0 if offloads else 4 * trained // part)
-            if ranks == 1:  # a flat copy of the bucket here too
+            if ranks == 1:  # here too, a flat copy of the bucket
                 adding = block_item(self.role, "communication", bucket * width)
             return [[flat, adding, accumulated_item]]
         stepping = 0 if offloads else (width + (4 if width < 4 else 0)) * trained // part
         return [[flat, adding], [flat, block_item(self.role, "communication", stepping)]]
 
     def gathered(self) -> list[MemoryItem]:
-        """Return layers that are whole for a moment, at ZeRO-3."""
+        """Return the layers that are temporarily gathered at ZeRO-3."""
         width = self.environment.width
         if self.placement.zero_stage < 3 or self.environment.ranks == 1:
             return []
         if not self.placement.engine.zero_persistence_threshold:
             return [self._item("gathered layers", width * max(self.shape.layer, self.shape.tokens), width)]
-        # Prefetched parameters lie in a flat buffer until the last of them, copied out of it, is used; gloo on a host
-        # gathers into another buffer, in two threads at a time.
+        # Prefetched parameters stay in a flat buffer until the last of them has been copied out and used; on a host,
+        # gloo gathers into another buffer, in two threads at a time.
         prefetched = width * min(self.parameters, _PREFETCH) * (3 if self.environment.unified_memory else 1)
         live = self._item("gathered layers", width * min(self.parameters, _MAX_LIVE), width)
         return [live, block_item(self.role, "gathered layers", prefetched)]
 
     def generating(self, config: Config) -> list[MemoryItem]:
-        """Return what rollouts add: whole weights at ZeRO-3, and the copy that adapters are merged into."""
+        """Return the additional memory of rollouts: whole weights at ZeRO-3, and the copy with merged adapters."""
         width, mode, items = self.environment.width, config.ppo.generation_weights, []
         if self.placement.zero_stage == 3 and self.environment.ranks > 1:
             size = self.weights(whole=True)
@@ -254,7 +254,7 @@ class ModelMemory:
         return items
 
     def saving(self) -> list[MemoryItem]:
-        """Return what exports and checkpoints add: one parameter at a time is whole, on the host."""
+        """Return the additional memory of exports and checkpoints: one whole parameter at a time, on the host."""
         return [block_item(self.role, "saving", 4 * self.shape.largest, host=self._on_host(True))]
 
     def _merges(self, config: Config) -> bool:
@@ -265,7 +265,7 @@ class ModelMemory:
         return self.placement.engine.frozen == "auto" and (memory is None or copy <= _LARGEST_COPY * memory)
 
     def _item(self, kind: MemoryKind, size: int, width: int, host: bool = False) -> MemoryItem:
-        """Return an item whose bytes are spread over parameters: in blocks for each, or flat from ZeRO 1 on."""
+        """Return an item whose bytes are spread over parameters: in a block for each, or flat from ZeRO 1 on."""
         flat = self.placement.zero_stage in (1, 2) and not self.placement.lora.rank and self.trained
         if (flat and kind != "gradients") or size < BLOCK:
             return block_item(self.role, kind, size, host=host)
@@ -274,14 +274,14 @@ class ModelMemory:
         return MemoryItem(self.role, kind, size, host, small=int(size * part))
 
     def _small(self, width: int) -> int:
-        """Return the bytes in parameters that are smaller than `BLOCK`."""
+        """Return the bytes of parameters that are smaller than `BLOCK`."""
         shape = self.shape
         small = [linear.numbers for linear in shape.linears if linear.numbers * width < BLOCK]
         inside = shape.layers * (sum(small) + shape.norms)
         return width * (inside + (shape.tokens if shape.tokens * width < BLOCK else 0))
 
     def _persistent(self) -> int:
-        """Return the numbers of parameters below ZeRO-3's threshold, which stay whole."""
+        """Return the number of elements in parameters below ZeRO-3's threshold, which stay whole."""
         threshold, rank = self.placement.engine.zero_persistence_threshold, self.placement.lora.rank
         small = self.shape.norms + sum(linear.outputs for linear in self.shape.linears if linear.bias)
         adapters = [side * rank for linear in self.shape.linears for side in (linear.inputs, linear.outputs)]
@@ -290,11 +290,11 @@ class ModelMemory:
 
     @property
     def _sharers(self) -> int:
-        """Ranks that share the optimizer's state."""
+        """The number of ranks that share the optimizer's state."""
         return self.environment.ranks if self.placement.zero_stage else 1
 
     def _bucket(self) -> int:
-        """Return the elements of the bucket for gradients; of a host's memory, those that are written to."""
+        """Return the elements of the bucket for gradients; on a host, only those that are written to."""
         size = self.placement.bucket(self.trained)
         return min(size, self.trained) if self.environment.unified_memory else size
 
@@ -303,5 +303,5 @@ class ModelMemory:
 
 
 def _quantized_bytes(numbers: int, kind: str) -> int:
-    """Return the bytes of quantized weights and their scales: one a row of int8, a float32 for each 64 of int4."""
+    """Return the bytes of quantized weights and scales: int8 has one per row, int4 a float32 for each 64 weights."""
     return numbers if kind == "int8" else numbers // 2 + numbers // 16

@@ -1,6 +1,6 @@
-"""A plan as people and programs read it: what `rlhf plan` prints, and the lines that a run prints of its plan.
+"""Reports of a plan for people and programs: the output of `rlhf plan`, and the lines that a run prints.
 
-With hours and money, from a stage's arithmetic and a throughput, or from the pace of a run that was measured.
+They include duration and price, from a stage's arithmetic and a throughput, or from the speed of an earlier run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from accelerators import Accelerator
 
 RESOLVED_KEYS = ("zero_stage", "offload")
-"""Keys of `engine` whose `auto` the plan resolves."""
+"""Keys of `engine` for which the plan resolves `auto`."""
 
 
 def resolve_engine(
@@ -50,7 +50,7 @@ def resolve_engine(
 
     Args:
         local: ranks on this machine.
-        recorded: `engine` of a run that is resumed, which continues with the values that it was started with.
+        recorded: the recorded `engine` of a run that is resumed; it keeps the values that it was started with.
 
     Raises:
         ConfigError: the shape of a model is not known, so that nothing can be resolved.
@@ -84,7 +84,7 @@ def plan_next_stage(
     """Return the plan of a stage that is about to start, and lines about it; None if a model's shape is not known.
 
     Args:
-        bases: the models that the stage starts from, with the paths that they are loaded from now.
+        bases: the models that the stage starts from, with the paths that they will be loaded from.
         local: ranks on this machine.
     """
     environment = detect_environment(accelerator, config, ranks, local=local)
@@ -92,7 +92,7 @@ def plan_next_stage(
     try:
         shapes: Shapes = {resolve_base_model(config, base.ref).path: shape_of(base.path) for base in bases if base.path}
         (plan,) = plan_stages(config, [stage], environment, shapes)
-    except ConfigError:  # a plan is no reason to stop a run
+    except ConfigError:  # a missing plan must not stop a run
         return None, []
     peak = format_peak(plan, environment)
     if plan.fits(environment):
@@ -118,7 +118,7 @@ def report_stage(
     """Return what `rlhf plan` prints about a stage.
 
     Raises:
-        ConfigError: as `plan_stages`; the run would be refused; `measured` holds no run.
+        ConfigError: as `plan_stages`; or the run would be refused; or `measured` is not a run's folder.
     """
     resolved = resolve_auto(config, [stage], environment)
     check_placements(resolved, [stage])
@@ -181,7 +181,7 @@ def format_changes(changes: Sequence[Change]) -> str:
 
 
 def count_steps(config: Config, stage: Stage, rows: int | None) -> int | None:
-    """Return optimizer steps of a stage, in PPO rollouts; None if they depend on rows, and `rows` is not given."""
+    """Return the optimizer steps of a stage, in PPO its rollouts; None if they depend on `rows`, which is None."""
     if stage == "ppo":
         return None if config.ppo.epochs and rows is None else config.ppo.total_steps(rows or 0)
     section = config.supervised(stage)
@@ -191,16 +191,16 @@ def count_steps(config: Config, stage: Stage, rows: int | None) -> int | None:
 
 
 def count_operations(config: Config, stage: Stage, models: Models) -> float:
-    """Return the floating-point operations of one step, over all ranks, with rows of the greatest length.
+    """Return the floating-point operations of one step, over all ranks, with rows of maximum length.
 
-    Matrix products of weights are counted, two operations for each number and token: forward once, backward twice, a
-    recomputed layer once more; attention's products are left out.
+    Only matrix products with weights are counted, at two operations for each weight and token: forward once, backward
+    twice, and once more for a recomputed layer. Products of attention are not counted.
     """
     if stage != "ppo":
         model = next(iter(models.values()))
         rows = config.supervised(stage).batch_size * (1 if stage == "sft" else 2)
         operations = _update_operations(model)
-        if stage == "dpo":  # the reference's forward pass: with every step, or once for all epochs
+        if stage == "dpo":  # the reference's forward pass: in every step, or once for all epochs
             operations += 2 * model.parameters / (1 if config.dpo.reference == "beside" else config.dpo.epochs)
         return rows * config.data.max_length * operations
     tokens, actor = config.ppo.batch_size * config.data.max_length, models["actor"]
@@ -211,7 +211,7 @@ def count_operations(config: Config, stage: Stage, models: Models) -> float:
 
 
 def _update_operations(model: ModelMemory) -> float:
-    """Return the operations of an update for one token; frozen weights have no gradient."""
+    """Return the operations of an update per token; frozen weights have no gradient."""
     backward = 2 if model.placement.lora.rank else 4
     recomputed = 2 if model.placement.gradient_checkpointing else 0
     return (2 + backward + recomputed) * model.parameters
@@ -228,12 +228,12 @@ def _estimate_duration(
     """Return (steps of a stage, seconds of each); None if neither source says how long the stage takes.
 
     Args:
-        measured: a run, for its pace.
-        tflops: 10^12 operations a second of a device.
-        rows: rows that the stage passes over.
+        measured: the folder of a run, for its speed.
+        tflops: 10^12 operations per second of a device.
+        rows: rows of the stage in one epoch.
 
     Raises:
-        ConfigError: `measured` holds no run.
+        ConfigError: `measured` is not a run's folder.
     """
     steps = count_steps(config, stage, rows)
     if measured:
@@ -253,7 +253,7 @@ def _estimate_duration(
 
 
 def _list_items(plan: MemoryPlan) -> list[dict[str, Any]]:
-    """Return the fullest phase's items, the largest first: one for each kind that a role has in one place."""
+    """Return the items of the fullest phase, the largest first: one for each role, kind and place."""
     sizes: dict[tuple[str, str, bool], int] = {}
     for item in plan.fullest.items:
         key = (item.role, item.kind, item.host)

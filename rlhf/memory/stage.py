@@ -1,9 +1,9 @@
-"""Bytes that a stage takes: by role and kind, on each device and on the host, in each phase.
+"""The memory of a stage: by role and kind, on each device and on the host, in each phase.
 
-A configuration, the shapes of its models and the environment flow in; a `MemoryPlan` flows out. `ModelMemory` counts
-what a model holds; this module counts what passes through models take in addition, and what exists at the same time.
-The sizes were read from transformers' modules and PyTorch's derivatives: a norm keeps its input, a linear layer too,
-attention its queries, keys, values and result.
+`plan_stage` takes a configuration, the shapes of its models and the environment, and returns a `MemoryPlan`.
+`ModelMemory` counts the memory of a model; this module adds the activations of passes through models, and finds out
+what exists at the same time. The sizes of activations follow transformers' modules and PyTorch's derivatives: a norm
+and a linear layer keep their inputs, attention its queries, keys, values and result.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ EMBEDDED = {
 """The embedded Llama (rlhf.models.loading), with the vocabulary of the embedded world's tokenizer."""
 
 Shapes = Mapping[str | None, Shape]
-"""Shapes by the path that a stage starts from; None is the embedded model."""
+"""Shapes of models by the path that a stage loads them from; None is the embedded model."""
 
 Models = Mapping[RoleName, ModelMemory]
 Moments = list[tuple[str, list[MemoryItem]]]
-"""(phase, items that exist at one time)."""
+"""(phase, items that exist at the same time)."""
 
-_FIRST_PASSES = 50 * 2**20  # bytes that a process gains with its first passes: threads, kernels' memory, late imports
+_FIRST_PASSES = 50 * 2**20  # bytes that a process adds in its first passes: threads, kernels' memory, late imports
 _TRAINED: tuple[RoleName, ...] = ("actor", "critic")  # by PPO, in its order
-_CHUNK, _FEWEST = 1 << 22, 256  # logits that are worked on at a time, and columns (rlhf.losses)
-_LARGE = 64 << 20  # bytes of 16-bit logits from which on they are never whole (rlhf.models.forward)
+_CHUNK, _FEWEST = 1 << 22, 256  # elements and columns of logits in one chunk (rlhf.losses)
+_LARGE = 64 << 20  # bytes of 16-bit logits above which they are never stored whole (rlhf.models.forward)
 
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """Memory at the fullest moment of a phase."""
+    """The memory at the fullest moment of a phase."""
 
     name: str
     items: tuple[MemoryItem, ...]
@@ -67,7 +67,7 @@ class MemoryPlan:
     """Memory of one stage.
 
     Attributes:
-        parameters: for each role all numbers that it holds, and those that are trained.
+        parameters: for each role, the numbers of all parameters and of those that are trained.
     """
 
     stage: Stage
@@ -76,12 +76,12 @@ class MemoryPlan:
 
     @property
     def fullest(self) -> PhaseMemory:
-        """The phase that takes most of a device."""
+        """The phase that uses most memory on a device."""
         return max(self.phases, key=lambda phase: phase.device)
 
     @property
     def host(self) -> int:
-        """The most bytes that a rank takes of the host."""
+        """The maximum number of bytes that a rank uses on the host."""
         return max(phase.host for phase in self.phases)
 
     def fits(self, environment: Environment) -> bool:
@@ -108,7 +108,7 @@ def build_models(
     """Return the models of a stage, each with the shape of its base model.
 
     Args:
-        shapes: shapes that are known already.
+        shapes: the shapes that are already known.
 
     Raises:
         ConfigError: the shape of a model is not known, or a batch cannot be divided over the ranks.
@@ -167,7 +167,7 @@ def saved_activations(
     """Return the bytes that all layers keep for the backward pass.
 
     Args:
-        checkpointing: each layer keeps its input only, and one layer at a time is recomputed.
+        checkpointing: each layer keeps only its input, and one layer at a time is recomputed.
     """
     layer = _layer_activations(shape, rows, environment, dropout)
     if checkpointing:
@@ -176,7 +176,7 @@ def saved_activations(
 
 
 def _micro_batches(config: Config, stage: Stage, ranks: int) -> int:
-    """Return how many micro-batches a rank has in one step."""
+    """Return the number of micro-batches of a rank in one step."""
     if stage == "ppo":
         minibatch, micro = config.ppo.minibatch(ranks)
         return minibatch // (micro * ranks) + config.ppo.pretraining(ranks)[0]
@@ -185,10 +185,10 @@ def _micro_batches(config: Config, stage: Stage, ranks: int) -> int:
 
 
 def _fragmentation(moments: Moments, environment: Environment) -> Iterator[list[MemoryItem]]:
-    """Yield what lies unused between blocks at each moment.
+    """Yield the fragmentation at each moment.
 
-    A device's allocator loses a part of the memory in use. The host's keeps small blocks that were freed: its heap
-    stays as large as at its fullest moment.
+    A device's allocator loses a part of the memory in use. The host's allocator keeps small blocks that were freed: its
+    heap stays as large as at its fullest moment.
     """
     heap = 0
     for _, items in moments:
@@ -203,7 +203,7 @@ def _fragmentation(moments: Moments, environment: Environment) -> Iterator[list[
 
 
 def _loading(models: Models) -> list[list[MemoryItem]]:
-    """Return the moments at which each model is loaded while those before it rest."""
+    """Return the moments at which each model is loaded, after those before it."""
     moments: list[list[MemoryItem]] = []
     loaded: list[MemoryItem] = []
     for model in models.values():
@@ -239,13 +239,13 @@ def _ppo(config: Config, stage: Stage, environment: Environment, models: Models)
     for model in models.values():
         moments.append(("scoring", [*rollout, *_scoring(model, batch, 0 if model.scalar_head else completion)]))
     reused = share // micro if allows_forward_reuse(config, models, ranks) else 0
-    critic: list[MemoryItem] = []  # its passes that are reused exist while the actor is trained
+    critic: list[MemoryItem] = []  # its reused passes exist while the actor is trained
     if reused and "critic" in models:
         critic = _graphs(models["critic"], batch, 0, reused) + models["critic"].gathered()
     for name in [name for name in _TRAINED if name in models]:
         columns, other = (completion, critic) if name == "actor" else (0, [])
         between, *later = _update(models[name], batch, columns)
-        between += _graphs(models[name], batch, columns, reused - 1)  # the model's other passes, which go one by one
+        between += _graphs(models[name], batch, columns, reused - 1)  # the model's other passes, freed one by one
         moments += [(f"training of the {name}", [*rollout, *other, *items]) for items in (between, *later)]
     if settings.ptx_coef:
         texts = Rows(settings.pretraining(ranks)[1], settings.ptx_length or data.max_length)
@@ -255,12 +255,12 @@ def _ppo(config: Config, stage: Stage, environment: Environment, models: Models)
 
 
 def _generation(config: Config, actor: ModelMemory, number: int) -> list[MemoryItem]:
-    """Return what generating `number` rows takes: cache, one layer's activations, and drawing a token of each row."""
+    """Return the memory of generating `number` rows: the cache, the activations of one layer, and sampling."""
     shape, width = actor.shape, actor.environment.width
     rows, prompts = Rows(number, config.data.max_length), Rows(number, config.data.max_prompt_length)
     return [
         MemoryItem("actor", "KV cache", rows.tokens * shape.cached * width),
-        # Logits, their float32 copy, probabilities, and an order of them.
+        # Logits, their float32 copy, probabilities, and their sorted order.
         block_item("actor", "logits", number * shape.vocabulary * (width + 16)),
         block_item("actor", "activations", _passing_activations(shape, prompts, actor.environment)),
         *actor.generating(config),
@@ -268,7 +268,7 @@ def _generation(config: Config, actor: ModelMemory, number: int) -> list[MemoryI
 
 
 def _scoring(model: ModelMemory, batch: Rows, columns: int) -> list[MemoryItem]:
-    """Return what a pass without gradients takes, with logits of `columns`."""
+    """Return the memory of a pass without gradients, with logits of `columns`."""
     name, environment = model.role, model.environment
     items = [block_item(name, "activations", _passing_activations(model.shape, batch, environment))]
     if columns:
@@ -277,10 +277,10 @@ def _scoring(model: ModelMemory, batch: Rows, columns: int) -> list[MemoryItem]:
 
 
 def _update(model: ModelMemory, batch: Rows, columns: int) -> list[list[MemoryItem]]:
-    """Return moments of an update: between its passes, at the end of the backward pass, and at the optimizer's step.
+    """Return the moments of an update: between its passes, at the end of backward, and at the optimizer's step.
 
     Args:
-        columns: those that are projected to the vocabulary; 0 if none.
+        columns: the columns that are projected to the vocabulary; 0 if none.
     """
     before, after = model.backward()
     between = [before, *_graphs(model, batch, 0, 1), *model.gathered()]
@@ -290,18 +290,18 @@ def _update(model: ModelMemory, batch: Rows, columns: int) -> list[list[MemoryIt
 
 
 def _graphs(model: ModelMemory, batch: Rows, columns: int, number: int) -> list[MemoryItem]:
-    """Return what passes of `number` micro-batches keep for backward: activations, and logits of `columns`."""
+    """Return the memory that `number` micro-batches keep for backward: activations, and logits of `columns`."""
     if number < 1:
         return []
     shape, environment, placement = model.shape, model.environment, model.placement
     activations = saved_activations(
         shape, batch, environment, dropout=placement.dropout != 0, checkpointing=placement.gradient_checkpointing
     )
-    activations += batch.tokens * shape.hidden * 3 * environment.width  # embeddings, and the last norm with its input
+    activations += batch.tokens * shape.hidden * 3 * environment.width  # embeddings, and the final norm with its input
     widest = batch.tokens * max(shape.hidden, shape.intermediate) * environment.width
     small = number * activations if widest < BLOCK else 0
     items = [MemoryItem(model.role, "activations", number * activations, small=small)]
-    if columns:  # without the chunks that logits are worked on in, which are temporary
+    if columns:  # without the chunks in which logits are processed, which are temporary
         logits = _logits(shape, batch, environment, columns, 1)[:-3]
         items.append(block_item(model.role, "logits", *(number * logits)))
     return items
@@ -311,7 +311,7 @@ def _layer_activations(shape: Shape, rows: Rows, environment: Environment, dropo
     """Return the bytes that one layer keeps for the backward pass."""
     width, hidden = environment.width, shape.hidden
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    # Each of the two parts keeps its norm's input and result; norms with gains only also compute in float32.
+    # Each of the two parts of a layer keeps its norm's input and result; RMS norms also compute in float32.
     norms = 2 * 2 * hidden * width + (2 * 4 * hidden if shape.rms else 0)
     attention = (2 * queries + 2 * keys) * width + 4 * shape.heads
     feed_forward = shape.saved_ffn * shape.intermediate * width
@@ -320,7 +320,7 @@ def _layer_activations(shape: Shape, rows: Rows, environment: Environment, dropo
 
 
 def _passing_activations(shape: Shape, rows: Rows, environment: Environment) -> int:
-    """Return the bytes of one layer in a pass that keeps nothing: its widest moment, and the residual."""
+    """Return the bytes of one layer in a pass without gradients: at its widest moment, with the residual."""
     attention = shape.heads * shape.head_dim + 2 * shape.kv_heads * shape.head_dim + 2 * shape.hidden
     feed_forward = (3 if shape.gated else 2) * shape.intermediate + 2 * shape.hidden
     widest = rows.tokens * environment.width * max(attention, feed_forward)
@@ -335,9 +335,9 @@ def _attention_weights(shape: Shape, rows: Rows, environment: Environment) -> in
 
 
 def _logits(shape: Shape, rows: Rows, environment: Environment, columns: int, copies: int) -> list[int]:
-    """Return the bytes of logits of `columns`, `copies` of them at a time, and of the chunks that are worked on.
+    """Return the bytes of `copies` of the logits of `columns`, and of the chunks in which they are processed.
 
-    If logits are made and used up part by part (rlhf.models.forward), only the chunks exist.
+    If logits are computed and used chunk by chunk (rlhf.models.forward), only the chunks exist.
     """
     width, positions = environment.width, rows.number * columns
     numbers = positions * shape.vocabulary

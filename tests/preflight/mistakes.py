@@ -1,6 +1,6 @@
 """What users can get wrong: a table of mistakes, each with rlhf's arguments and words of the one-line error.
 
-Nearly all of them would stop only the second or third stage. The tests of each check cover everything else that it refuses.
+Nearly all of them would stop only the second or third stage. Tests of each check cover everything else that it refuses.
 """
 
 from __future__ import annotations
