@@ -1,10 +1,10 @@
-"""Start and end processes on several machines together: each keeps a connection to a coordinator in the first.
+"""Start and end the processes of a run together: each keeps a connection to a coordinator in the first one.
 
-The workers - the ranks of a run, or the launchers of its machines - report how they end; the coordinator, a thread of
-the first worker, sends one verdict to all: the root cause, in the words of the worker that met it, without the errors
-that it caused elsewhere. Messages are lines of JSON on plain TCP connections. The kernel closes the connection of a
-killed process and drops that of an unreachable machine. A process that only does not answer, as in a long compilation,
-is waited for until others have waited for it longer than the run allows.
+The workers, which are the ranks of a run or the launchers of its machines, report how they end. The coordinator, a
+thread of the first worker, sends one verdict to all: the message of the worker that failed first, without the errors
+that its failure caused elsewhere. Messages are lines of JSON on plain TCP connections. The kernel closes the connection
+of a killed process and drops that of an unreachable machine. A process that is alive but silent, for example in a long
+compilation, may keep others waiting for as long as the run's timeout allows.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from rlhf.launchers.exit_status import INTERNAL_ERROR, INTERRUPTED, USER_ERROR, 
 
 _SECONDS_FOR_VERDICT = 30.0  # for the verdict to reach a worker that has ended
 _SECONDS_BETWEEN_BEATS = 1.0
-_SECONDS_OF_SILENCE = 20.0  # after which a process counts as stopped, if others wait for it
+_SECONDS_OF_SILENCE = 20.0  # of silence, after which a process counts as stopped if others wait for it
 _SECONDS_FOR_CAUSES = 1.5  # for further root causes to arrive, once one is known
 _SECONDS_FOR_FIRST_CAUSE = 6.0  # for a root cause to arrive, once only a consequence is known
-_SECONDS_TO_NAME_HANGING = 5.0  # for the coordinator to find out who hangs, before it is taken to hang itself
+_SECONDS_TO_NAME_HANGING = 5.0  # for the coordinator to name the hanging worker, before it counts as hanging itself
 _MAX_LINE = 2**20  # bytes of a message
 
 
 @dataclass
 class _Worker:
-    """A worker as the coordinator knows it."""
+    """The coordinator's state of one worker."""
 
     connection: socket.socket
     name: str
@@ -47,7 +47,7 @@ class _Worker:
 
 
 class Coordinator(threading.Thread):
-    """Knows all workers and decides how the run ends; see the module.
+    """The server that all workers connect to; it decides how the run ends (see the module).
 
     Args:
         listener: the socket that workers connect to; closed at the end.
@@ -104,7 +104,7 @@ class Coordinator(threading.Thread):
             self._selector.register(connection, selectors.EVENT_READ, partial(self._greet, _JSONLineReader(connection)))
 
     def _greet(self, reader: _JSONLineReader) -> None:
-        """Read the first line of a connection, which says who it is; hang up if it is not a worker's."""
+        """Read the first line of a connection, which names the worker; close the connection if it is not a worker's."""
         messages = reader.read()
         if messages == []:
             return
@@ -127,7 +127,7 @@ class Coordinator(threading.Thread):
         self._selector.modify(reader.connection, selectors.EVENT_READ, partial(self._read, worker, reader))
         if len(self._workers) == self._count:
             self._broadcast({"connected": [self._workers[number].facts for number in range(self._count)]})
-        self._handle(worker, (messages or [])[1:])  # a worker that ends at once sends its end along
+        self._handle(worker, (messages or [])[1:])  # a worker that ends at once sends its status along
 
     def _read(self, worker: _Worker, reader: _JSONLineReader) -> None:
         messages = reader.read()
@@ -172,7 +172,7 @@ class Coordinator(threading.Thread):
                 causes = [status for status in causes if status.code != INTERRUPTED]
             patience = _SECONDS_FOR_CAUSES if causes else _SECONDS_FOR_FIRST_CAUSE
             if all_ended or now - self._first_failure > patience:
-                # If all report only that they lost or waited for another, one that reports nothing is the cause.
+                # If all reports are consequences (a lost or late worker), a worker without a report is the cause.
                 silent = [worker for worker in self._workers.values() if not worker.has_ended]
                 hanging = self._hanging_status(silent) if self._track_progress and not causes else None
                 return self._send_verdict(hanging or find_root_cause(causes or self._failures))
@@ -191,7 +191,7 @@ class Coordinator(threading.Thread):
     def _find_hanging(self, now: float) -> ExitStatus | None:
         """Return the error of the worker that all others have waited too long for; None if there is none.
 
-        It has not got as far as they have; or it is as far as they are, and silent while others are not.
+        Its progress is behind the others'; or it is equal, and the worker is silent while others are not.
         """
         if any(now - worker.since < self._timeout for worker in self._workers.values()):
             return None
@@ -203,7 +203,7 @@ class Coordinator(threading.Thread):
         return self._hanging_status(behind or silent)
 
     def _hanging_status(self, workers: list[_Worker]) -> ExitStatus | None:
-        """Return the error of the one of `workers` that has got least far; None if there are none."""
+        """Return the error of the one of `workers` with the least progress; None if there are none."""
         if not workers:
             return None
         worker = min(workers, key=lambda worker: worker.progress)
@@ -214,7 +214,7 @@ class Coordinator(threading.Thread):
         return self._broadcast({"verdict": [status.code, status.line]})
 
     def _broadcast(self, message: Any) -> bool:
-        for number in sorted(self._workers, reverse=True):  # the coordinator ends with the process of the first
+        for number in sorted(self._workers, reverse=True):  # the coordinator ends with the process of the first worker
             with suppress(OSError):
                 _send_line(self._workers[number].connection, message)
         return True
@@ -224,9 +224,9 @@ class WorkerClient:
     """This process's connection to the coordinator.
 
     Attributes:
-        progress: how far the main thread has come; the same number means the same point on all workers.
+        progress: a counter of the main thread's progress; equal numbers mean the same point on all workers.
         is_waiting: the main thread waits for another worker, however long that takes.
-        verdict: how the run ended, once another worker's failure has ended it.
+        verdict: the status that ended the run; None until another worker has failed.
 
     Args:
         number, name, facts: which worker this is, its name, and what all workers are to know about it.
@@ -264,13 +264,13 @@ class WorkerClient:
     def wait_for_all(self, limit: float | None = None) -> list[dict[str, Any]] | None:
         """Return the facts of each worker once all are connected; None if they are not, within `limit` seconds."""
         deadline = time.monotonic() + (math.inf if limit is None else limit)
-        while not self._all_connected.wait(0.2):  # no longer, so that signals are handled
+        while not self._all_connected.wait(0.2):  # in short waits, so that signals are handled
             if self._decided.is_set() or time.monotonic() > deadline:
                 return None
         return self._facts
 
     def conclude(self, status: ExitStatus | None) -> ExitStatus | None:
-        """Report how this worker ended, None for success, and return the verdict; None for success or if none comes."""
+        """Report this worker's exit status (None: success); return the verdict, None for success or if none arrives."""
         if not self._has_ended and not self._decided.is_set():
             self._has_ended = True
             self._send({"end": status and [status.code, status.line, status.time == math.inf]})
@@ -328,7 +328,7 @@ class WorkerClient:
 
 
 class _JSONLineReader:
-    """Reads the messages that arrive on a connection, one a line."""
+    """Reader of the messages on a connection, one per line."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection, self._rest = connection, b""

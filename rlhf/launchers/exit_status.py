@@ -1,7 +1,7 @@
-"""The exit code of a command, and its line for standard error.
+"""The exit status of a command: its code, and its line on standard error.
 
-Every exception that reaches the command line becomes an `ExitStatus`. Processes that a launcher started write theirs
-to a folder, so that the launcher can tell the root cause from its consequences on the other ranks.
+Every exception that reaches the command line becomes an `ExitStatus`. Processes that a launcher started write their
+status to a folder, so that the launcher can tell the root cause from its consequences on other ranks.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ExitStatus:
     Attributes:
         code: the exit code.
         line: the line for standard error.
-        time: when the error was known, in seconds since the epoch; infinite for one that only followed another rank's.
+        time: the time of the error, in seconds since the epoch; infinite if it is a consequence of another rank's.
         kind: the error's class.
     """
 
@@ -77,7 +77,7 @@ class ExitStatus:
         error = as_resource_error(error) or error
         if not isinstance(getattr(error, "exit_code", None), int):
             error = InternalError.from_error(error)
-        # A rank that only followed another is never the root cause.
+        # An error that follows from another rank's is never the root cause.
         known = math.inf if isinstance(error, RemoteRankError) else time.time()
         code: int = error.exit_code  # type: ignore[attr-defined]  # checked above: rlhf's, a plugin's or typer's errors
         message = " ".join(str(error).split())
@@ -88,10 +88,10 @@ class ExitStatus:
 
     @classmethod
     def summarize(cls, error: BaseException, *, follows: bool = False) -> ExitStatus:
-        """Return what to tell the other ranks while this one is still cleaning up.
+        """Return a status for the other ranks while this one is still cleaning up.
 
         Args:
-            follows: the error is a consequence: the loss of another rank, as it shows here.
+            follows: the error is a consequence of the loss of another rank.
         """
         known = math.inf if follows else time.time()
         if isinstance(error, KeyboardInterrupt):
@@ -107,7 +107,7 @@ class ExitStatus:
         return self.line.removeprefix(_ERROR).removeprefix(_INTERRUPTED)
 
     def prefix_with(self, name: str) -> ExitStatus:
-        """Return this status with the name of its rank in the line, unless it is an interruption or a consequence."""
+        """Return this status with `name`, a rank, in its line, unless it is an interruption or a consequence."""
         if self.code == INTERRUPTED or self.time == math.inf:
             return self
         return replace(self, line=f"{_ERROR}{name}: {self.message}")
@@ -125,7 +125,7 @@ class ExitStatus:
 
     @classmethod
     def read(cls, folder: Path, rank: int) -> ExitStatus | None:
-        """Return the status that a rank wrote; None if it was ended before it could."""
+        """Return the status that a rank wrote; None if the rank ended before it wrote one."""
         path = folder / f"{rank}.json"
         return cls(*json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
@@ -133,7 +133,8 @@ class ExitStatus:
 def find_root_cause(statuses: list[ExitStatus]) -> ExitStatus:
     """Return the status to report.
 
-    A user's error comes first, since it ends other ranks in ways that look like internal errors; then the earliest.
+    Errors that a user can fix come first, since they end other ranks in ways that look like internal errors; then the
+    earliest one.
     """
     order = {USER_ERROR: 0, INTERRUPTED: 1}  # then internal errors; a plugin's error may have any code
     return min(statuses, key=lambda status: (order.get(status.code, 2), status.time))

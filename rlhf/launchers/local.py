@@ -1,9 +1,8 @@
 """Run several processes of one run on this machine: `--ranks N`, also on each of several machines.
 
-A command line goes in; N processes of it run, each with its rank in the environment. They end together, and the one
-that failed first decides how: its line is reported, and not the errors that it caused on the others. After a signal
-they have as long as their step and its checkpoint take; a second signal ends them at once. They do not outlive this
-process, however it ends.
+`spawn_ranks` runs a command line in N processes, each with its rank in the environment. They end together: the error of
+the rank that failed first is reported, without the errors that it caused on the others. After a signal they may finish
+their step and write a checkpoint; a second signal ends them at once. They do not outlive this process, however it ends.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from rlhf.launchers.multinode import NodeSpec, Rendezvous
 from rlhf.utils import signals
 from rlhf.utils.process_info import RENDEZVOUS_VARIABLE, STATUS_FOLDER_VARIABLE, ProcessInfo, current_process
 
-_SECONDS_FOR_CAUSE = 3.0  # for a root cause to show on another rank, once one has failed
-_SECONDS_AFTER_SIGNAL = 30.0  # for the others to end, once one has ended as it should after a signal
-_SECONDS_TO_CLEAN_UP = 20.0  # for the root cause to end, once another rank reports that it only followed
-_SECONDS_AFTER_VERDICT = 8.0  # for the ranks of this machine to end, once another machine's have failed
-# Exit codes of a rank that was asked to end: after its step, or by a signal before anything was started.
+_SECONDS_FOR_CAUSE = 3.0  # for the root cause to appear on another rank, after one has failed
+_SECONDS_AFTER_SIGNAL = 30.0  # for the other ranks to end, after one has ended normally after a signal
+_SECONDS_TO_CLEAN_UP = 20.0  # for the rank with the root cause to end, after another rank has reported a consequence
+_SECONDS_AFTER_VERDICT = 8.0  # for the ranks of this machine to end, after those of another machine have failed
+# Exit codes of a rank after a signal: it ended after its step, or was killed before it handled signals.
 _STOPPED = {INTERRUPTED, -signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP}
 
 
@@ -67,7 +66,7 @@ def spawn_ranks(
         ranks: the number of processes.
         command: the command line of each.
         debug: show the output of all ranks.
-        rendezvous: with which other machines this one runs.
+        rendezvous: the connection to the run's other machines; None if there are none.
         console: receives what ranks print, instead of this process's output.
 
     Returns:
@@ -107,10 +106,10 @@ def spawn_ranks(
 
 
 def rank_command(arguments: Sequence[str]) -> list[str]:
-    """Return the command line of a rank of `rlhf` with these arguments.
+    """Return the command line that runs a rank of `rlhf` with these arguments.
 
-    Unlike with `python -m rlhf`, modules of the user's working directory are not found before Python's own: a
-    random.py there would be imported instead of Python's.
+    Unlike `python -m rlhf`, it does not put the working directory on Python's path: a random.py there would be imported
+    instead of Python's.
     """
     root = str(Path(__file__).parents[2])
     script = (
@@ -161,14 +160,14 @@ def _wait(
             print("rlhf: ending after this step and its checkpoint; interrupt again to end at once", file=sys.stderr)
         codes = {rank: code for rank, process in processes.items() if (code := process.poll()) is not None}
         failed = [ExitStatus.read(folder, rank) for rank, code in codes.items() if code != 0 and code not in _STOPPED]
-        # A rank that reports that it only ended with another one is no cause; the other may still be cleaning up.
+        # A rank that reports a consequence is not the cause; the rank with the root cause may still be cleaning up.
         if not all(status and status.time == math.inf for status in failed):
             deadline = min(deadline, time.monotonic() + _SECONDS_FOR_CAUSE)
         elif failed:
             deadline = min(deadline, time.monotonic() + _SECONDS_TO_CLEAN_UP)
         elif any(codes.values()) or (codes and signals_seen):
             deadline = min(deadline, time.monotonic() + _SECONDS_AFTER_SIGNAL)
-        if client and client.verdict:  # of another machine; the ranks learn it from its ranks
+        if client and client.verdict:  # of another machine; the ranks here receive it too
             deadline = min(deadline, time.monotonic() + _SECONDS_AFTER_VERDICT)
         time.sleep(0.05)
     codes = {rank: code for rank, process in processes.items() if (code := process.poll()) is not None}
@@ -181,7 +180,7 @@ def _wait(
 
 @contextmanager
 def _pass_signals(processes: Collection[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
-    """Ask each process to end when a signal arrives; yield the signals so far, without repeated SIGHUPs."""
+    """Send SIGTERM to each process when a signal arrives; yield the signals so far, without repeated SIGHUPs."""
     signals_seen: list[int] = []
 
     def receive(number: int) -> None:
@@ -197,7 +196,7 @@ def _pass_signals(processes: Collection[subprocess.Popen[bytes]]) -> Iterator[li
 
 
 def _describe_silent_end(name: str, code: int, log: Path) -> ExitStatus:
-    """Return the status of a rank that ended and reported none."""
+    """Return the status of a rank that ended without a report."""
     if code in _STOPPED:
         return ExitStatus(INTERRUPTED, "rlhf: interrupted; nothing was started", time.time())
     how = f"exited with code {code}"

@@ -1,7 +1,7 @@
 """Run on several machines: `--nodes N --node-rank R --rendezvous HOST:PORT`.
 
-`rlhf` is started on each machine. The launchers meet at the address of the first, exchange what they need to start
-their ranks, stay connected while these run, and end with one verdict. torch's elastic agent does the same for
+The user starts `rlhf` on each machine. The launchers connect to the first machine, exchange what they need to start
+their ranks, stay connected while these run, and end with the same status. torch's elastic agent does the same for
 `torchrun`, but up to torch 2.11, which is the newest that some vendors support, it kills ranks thirty seconds after a
 signal, and a step and its checkpoint may take longer. torch 2.13 has `--shutdown-timeout` and
 TORCH_ELASTIC_SHUTDOWN_TIMEOUT for that (https://github.com/pytorch/pytorch/pull/172596). The agent would also import
@@ -23,13 +23,13 @@ from rlhf.launchers.exit_status import ExitStatus, Interrupted
 from rlhf.utils.process_info import current_process
 from rlhf.version import __version__
 
-# For the other machines to connect: after it, a note says that they are waited for; a refusal is not sent any longer.
+# For the other machines to connect. Then a note says which machines are missing; a refusal is no longer sent to them.
 _SECONDS_TO_CONNECT = 10.0
 
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """One of the machines of a run, and where they meet: at `host` and `port` of the first."""
+    """One of the machines of a run, and the address of their rendezvous: `host` and `port` of the first."""
 
     number: int
     count: int
@@ -38,9 +38,10 @@ class NodeSpec:
 
 
 def resolve_node(nodes: int | None, node_rank: int | None, rendezvous: str | None) -> NodeSpec | None:
-    """Return which machine this is; None if there is no other, or if this process is a rank already.
+    """Return this machine and the rendezvous; None if there is no other machine, or if this process is already a rank.
 
-    A launcher that started one process on each machine (`srun --ntasks-per-node=1`) provides what is not given.
+    If a launcher started one process on each machine (`srun --ntasks-per-node=1`), it provides options that are not
+    given.
 
     Raises:
         ConfigError: options are missing, or contradict each other or the launcher.
@@ -101,7 +102,7 @@ class Rendezvous:
     Attributes:
         node: this machine.
         client: the connection to the coordinator, which stays open.
-        port: where the ranks meet, on the first machine.
+        port: the port of the first machine at which ranks connect.
         is_pending: there is something to run.
     """
 
@@ -118,7 +119,8 @@ def join_rendezvous(
 
     Args:
         ranks: processes on this machine.
-        is_pending, refusal: from the first machine: whether there is something to run, or why there will be no run.
+        is_pending: on the first machine, True if there is something to run.
+        refusal: on the first machine, the reason why the run is refused.
 
     Raises:
         ConfigError: a machine has not connected within `timeout` seconds, or was started with other settings.

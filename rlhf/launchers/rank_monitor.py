@@ -1,8 +1,8 @@
 """End the ranks of a run together, also on several machines: each reports to a coordinator how it ends.
 
-`monitor_ranks` connects a rank with the others for the duration of a block. An exception of the block is raised
-unchanged if it is the root cause; if it only shows that another rank is gone, the other rank's message is raised
-instead. A rank that is stuck in a collective, which nothing can interrupt, is ended.
+`monitor_ranks` connects a rank with the others for the duration of a block. If an exception of the block is the root
+cause, it is raised unchanged; if it is a consequence of another rank's failure, the other rank's message is raised
+instead. A rank that hangs in a collective cannot be interrupted, so its process is ended.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from rlhf.launchers.coordinator import Coordinator, WorkerClient, connect_with_r
 from rlhf.launchers.exit_status import INTERRUPTED, ExitStatus, rank_name
 from rlhf.utils.process_info import ProcessInfo
 
-# A process keeps its stores until it ends: other ranks may start the next session while this one ends.
+# A process keeps its stores until it ends, because other ranks may start the next session while this one ends.
 _stores: dict[tuple[str, int], Store] = {}
-_SECONDS_TO_LEAVE = 5.0  # for the main thread to notice that another rank is gone
+_SECONDS_TO_LEAVE = 5.0  # for the main thread to notice that another rank has ended
 # Messages of collectives if another rank is gone or late, by the libraries that raise a RuntimeError for it.
 _LOST = re.compile(r"connection (?:was )?(?:closed|reset|refused)|broken pipe|timed? ?out|peer|remote process", re.I)
 
@@ -96,7 +96,7 @@ def get_store(process: ProcessInfo, timeout: float) -> Store:
 def _connect_store(process: ProcessInfo, host: str, port: int, timeout: float) -> Store:
     launcher_listens = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     is_server = process.rank == 0 and not launcher_listens
-    if not is_server:  # torch's own message names neither what is missing nor what to do
+    if not is_server:  # torch's message names neither the cause nor a remedy
         connect_with_retry((host, port), timeout).close()
     limit = timedelta(seconds=timeout)
     try:

@@ -1,1 +1,1 @@
-"""The models of each stage: what each is loaded from, how it is placed, what it shares."""
+"""The models of each stage: their sources, their placement, and the weights that they share."""

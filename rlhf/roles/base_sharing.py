@@ -1,6 +1,6 @@
 """Decide which of PPO's models share one frozen base under LoRA, from the settings and the adapters' records.
 
-With LoRA most of a model is frozen, and frozen weights that two models have in common need memory only once. Needs no
+With LoRA most of a model is frozen, and frozen weights that two models have in common are stored once. Needs no
 torch; `rlhf.models.shared_base` builds the models.
 """
 
@@ -39,10 +39,10 @@ class Sharing:
     """The models that share a frozen base.
 
     Attributes:
-        donors: for each model that is built on another's frozen weights, that other model.
+        donors: maps each model that is built on another's frozen weights to that other model.
         adapter: folder of the adapter that turns the actor's base into the reward model; None if the reward model is
             not built on the actor's base.
-        obstacle: why LoRA models do not share more; None if they share all they can.
+        obstacle: the reason why LoRA models do not share more; None if they share as much as possible.
     """
 
     donors: Mapping[RoleName, RoleName] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Sharing:
         if not self.donors and not self.obstacle:
             return None
         groups: dict[str, list[str]] = {}
-        if "reference" not in placements:  # it is the actor without its adapters
+        if "reference" not in placements:  # the reference is the actor without its adapters
             groups = {"actor": ["actor", "reference"]}
         for name, donor in self.donors.items():
             root = self.donors.get(donor, donor)
@@ -77,12 +77,12 @@ def decide_sharing(config: Config, placements: Placements, actor: str, reward: s
 
 
 def predict_sharing(config: Config, placements: Placements) -> Sharing:
-    """Predict, for the memory plan, what PPO's models will share, from the settings and the folders they name."""
+    """Predict what PPO's models will share, for the memory plan, from the settings and the folders that they name."""
     return _decide(config, placements, lambda: _predict_obstacle(config, EVERY_STAGE, None), Path())
 
 
 def check_sharing(config: Config, pending: Collection[Stage], finished_model: Callable[[Stage, str], str]) -> None:
-    """Refuse requests about frozen weights that cannot be met: one base for all models, merging quantized weights.
+    """Check settings of frozen weights that may be impossible: one base for all models, merging quantized weights.
 
     The arguments are those of `resolve_base_model`.
 
@@ -107,7 +107,7 @@ def adapter_folder(model: str) -> Path:
 
 
 def record_base(folder: Path, base: str | None, merged: str | None = None) -> None:
-    """Write into an adapter's folder which model it was trained on, and which model next to it has it `merged`."""
+    """Record in an adapter's folder the model that it was trained on, and the model next to it that has it `merged`."""
     record = {"path": base, "fingerprint": fingerprint_weights(base) if base else None}
     atomic_write_json(folder / _BASE, record | {"merged": fingerprint_weights(merged) if merged else None})
 
@@ -134,7 +134,7 @@ def fingerprint_weights(model: str) -> str | None:
 def _decide(
     config: Config, placements: Placements, compare: Callable[[], Obstacle | None], adapter: Path | None
 ) -> Sharing:
-    """Decide what is shared; `compare` returns what keeps the reward model off the actor's base."""
+    """Decide what is shared; `compare` returns the reason why the reward model cannot use the actor's base."""
     ranks = {name: placement.lora.rank for name, placement in placements.items() if placement.role.trained}
     if config.lora.share_base is False:
         return Sharing()
@@ -164,7 +164,7 @@ def _decide(
 def _find_obstacle(
     config: Config, placements: Placements, ranks: Mapping[RoleName, int], *, critic_is_reward: bool
 ) -> Obstacle | None:
-    """Return why some trained model shares no base, whatever the reward model was trained on."""
+    """Return the reason why a trained model shares no base, regardless of the reward model's base."""
     if in_full := [name for name, rank in ranks.items() if not rank]:
         return Obstacle(f"the {in_full[0]} is trained in full", f"remove roles.{in_full[0]}.lora_rank")
     if "critic" in placements and not critic_is_reward:
@@ -181,7 +181,7 @@ def _require(config: Config, sharing: Sharing) -> Sharing:
 
 
 def _compare_bases(actor: str, reward: str) -> Obstacle | None:
-    """Return what keeps the reward model off the actor's base, from the record of its adapter."""
+    """Return the reason why the reward model cannot use the actor's base, from the record of its adapter."""
     record = adapter_folder(reward) / _BASE
     if not record.is_file():
         return Obstacle(f"{reward} has no adapter next to it", "train the reward model with LoRA")
@@ -216,7 +216,7 @@ def _predict_obstacle(
         return Obstacle(reason, "start both from the same model")
     if actor.through:
         return Obstacle("the reward model was trained before the actor's base", "train the reward model again")
-    assert actor.path and reward.path  # neither is pending, and no embedded model is used untrained
+    assert actor.path and reward.path  # none is pending, and an embedded model is never used untrained
     return _compare_bases(actor.path, reward.path)
 
 

@@ -1,7 +1,7 @@
-"""The model that each stage starts from: one that the settings name, or one that an earlier stage of the run trains.
+"""The models that stages start from: named in the settings, or trained by an earlier stage of the run.
 
 `base_models` lists the references of a stage, and `resolve_base_model` turns a reference into a folder or hub name.
-Every part of rlhf that asks where a model comes from (plan, preflight, loading, sweep, profile) asks here. Needs no
+Plan, preflight, loading, sweeps and profiles all use these functions. Needs no
 torch.
 """
 
@@ -14,7 +14,7 @@ from rlhf.config.schema import EVERY_STAGE, Config, Stage
 
 
 class BaseModelRef(NamedTuple):
-    """A model that a stage starts from: the one that `key` names, else the one that stage `trained_by` trains.
+    """A model that a stage starts from: the model that `key` names, else the one that stage `trained_by` trains.
 
     Attributes:
         key: the configuration key that names the model, for example `ppo.actor`.
@@ -42,8 +42,8 @@ class BaseModelRef(NamedTuple):
 class ResolvedBaseModel(NamedTuple):
     """The weights that a reference stands for.
 
-    `path` is their folder or hub name, None for the embedded model; `through` are the stages of this run that still
-    have to train them, the earliest first.
+    `path` is their folder or hub name, None for the embedded model; `through` are the stages of this run that have yet
+    to train them, the earliest first.
     """
 
     ref: BaseModelRef
@@ -57,7 +57,7 @@ DPO = BaseModelRef("dpo.model", "sft")
 ACTOR = BaseModelRef("ppo.actor", "sft")
 REWARD_MODEL = BaseModelRef("ppo.reward_model", "reward", scalar_head=True)
 CRITIC = BaseModelRef("ppo.critic", "sft", scalar_head=True, new_head=True, fallback_key="ppo.actor")
-"""The critic, if it does not start as the reward model."""
+"""The critic, if it does not start from the reward model."""
 ALL = (MODEL, REWARD, DPO, ACTOR, REWARD_MODEL, CRITIC)
 
 
@@ -65,7 +65,7 @@ def base_models(config: Config, stage: Stage) -> tuple[BaseModelRef, ...]:
     """Return the models that `stage` starts from; the first is the one that it trains and saves.
 
     PPO has a reward model only if its score has a weight, and a separate critic only if the estimator needs one that
-    does not start as the reward model.
+    does not start from the reward model.
     """
     if stage != "ppo":
         return ({"sft": MODEL, "reward": REWARD, "dpo": DPO}[stage],)
@@ -86,7 +86,7 @@ def resolve_base_model(
     finished stage, for the key that could name another; it is not needed if all stages are pending.
 
     Raises:
-        RunError: from `finished_model`: a stage that is not pending has left no model.
+        RunError: from `finished_model`: a stage that is not pending has no model.
     """
     named = ref.named_in(config)
     if named or ref.trained_by is None:

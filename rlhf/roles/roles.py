@@ -1,4 +1,4 @@
-"""The models of each stage: what each is loaded from, whether it is trained, and how it is placed.
+"""The models of each stage: the source of each, if it is trained, and its placement.
 
 `model_placements` turns the settings into one `ModelPlacement` per role. Loading, the engines, preflight and the memory
 plan all read it. Needs no torch.

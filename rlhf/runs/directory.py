@@ -1,7 +1,7 @@
-"""A run's folder on disk: what it holds, and who may write to it.
+"""A run's folder on disk: its contents, and its single writer.
 
-A new run that overwrites another moves its folders into a backup in the run's folder, and deletes that after its first
-step or checkpoint. A process that is killed in between leaves the backup for the next one to restore.
+A run that overwrites another moves the old folders into a backup inside the run's folder, and deletes the backup after
+its first step or checkpoint. If it is killed in between, the next process restores the backup.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rlhf.utils.file_lock import LOCK, LOCK_FILES, lock_folder
 from rlhf.utils.process_info import current_process, get_command_line
 
 _SECONDS_TO_RECOVER = 30.0
-_PACKAGES = ("rlhf", "torch", "deepspeed", "transformers", "peft")  # their versions decide a run's numbers
+_PACKAGES = ("rlhf", "torch", "deepspeed", "transformers", "peft")  # a run's numbers depend on their versions
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class RunDirectory:
 
     @property
     def recipe(self) -> Path:
-        """The run's settings, as `--config` reads them."""
+        """The run's settings, as a recipe."""
         return self.path / "recipe.yaml"
 
     @property
     def backup(self) -> Path:
-        """The folder with what may be restored; it does not exist if there is nothing."""
+        """The folder of the backup; it does not exist if there is nothing to restore."""
         return self.path / ".rlhf.replaced"
 
     def stage(self, name: Stage) -> StageDirectory:
@@ -69,13 +69,13 @@ class RunDirectory:
         return [self.stage(name) for name in EVERY_STAGE]
 
     def is_continued(self, stages: Sequence[Stage], *, overwrite: bool = False) -> bool:
-        """Return whether part of the run stays when `stages` are run."""
+        """Return whether part of the existing run remains when `stages` are run."""
         return bool(self._remaining(stages, overwrite))
 
     def ensure_recipe(self) -> Path | None:
         """Return `recipe.yaml`, written from `run.json` if it is missing; None if there is no run."""
         if self.description.is_file() and not self.recipe.is_file():
-            with suppress(OSError, ConfigError):  # a disk that is read-only; keys of another version
+            with suppress(OSError, ConfigError):  # a read-only disk, or keys of another version
                 write_recipe(self.recipe, read_json(self.description).get("config", {}))
         return self.recipe if self.description.is_file() and self.recipe.is_file() else None
 
@@ -91,21 +91,20 @@ class RunDirectory:
     ) -> None:
         """Check that `stages` may be written to the folder, after `recover`; write nothing.
 
-        A stage that the run does not hold yet is a continuation: it needs neither `resume` nor `overwrite`.
+        A stage that the run does not contain yet needs neither `resume` nor `overwrite`.
 
         Args:
             config: the settings of the stages.
             stages: the stages to run.
-            resume: continue stages that the run holds.
+            resume: resume stages that the run contains.
             overwrite: replace them.
-            accelerator: what `run.json` says of the hardware; `precision.name` is compared with that of a stage to be
-                resumed. None is not compared.
-            data: the fingerprint of each source, compared with those of the run. None is not compared.
+            accelerator: the entry of `run.json` about the hardware; its `precision.name` is compared with that of a
+                stage to be resumed, unless it is None.
+            data: the fingerprint of each source, which is compared with the run's, unless it is None.
 
         Raises:
-            RunError: the folder is not a run's or cannot be written, it holds one of `stages` already or one that
-                started from what would be replaced, there is nothing to resume, or it was made with other settings or
-                rows.
+            RunError: the folder is not a run's, or cannot be written; it contains one of `stages` already, or a stage
+                that started from one to be replaced; there is nothing to resume; or the run has other settings or rows.
         """
         if resume and overwrite:
             raise RunError("--resume and --overwrite: one continues a run, the other replaces it; give one of them")
@@ -149,13 +148,13 @@ class RunDirectory:
     ) -> Iterator[None]:
         """Lock and describe the folder while `stages` are written to it; rank 0 calls it.
 
-        With `overwrite` the folders of `stages` are backed up and not deleted: until `commit` is called after the
-        first step or checkpoint, every way out of the block restores them and `run.json`, and after a kill the next
-        start does. If the block fails, stages that are not `started` are removed.
+        With `overwrite` the folders of `stages` are moved to a backup. Until `commit` is called, after the first step
+        or checkpoint, they and `run.json` are restored however the block ends; after a kill, the next start restores
+        them. If the block fails, stages that are not `started` are removed.
 
         Args:
             config, stages, resume, overwrite: as for `check`.
-            accelerator, data: as for `check`, and recorded.
+            accelerator, data: as for `check`; they are recorded.
 
         Raises:
             RunError: as `check`, or another process writes to the folder. Nothing is changed then.
@@ -177,7 +176,7 @@ class RunDirectory:
             self._delete_backup()
 
     def recover(self) -> None:
-        """Restore the backup of a killed process; ranks but the first wait until that is done.
+        """Restore the backup of a killed process; all ranks but the first wait until it is restored.
 
         Raises:
             RunError: a living process writes to the folder.
@@ -236,7 +235,7 @@ class RunDirectory:
         sync(self.path)
 
     def _restore_backup(self) -> None:
-        """Replace what is in the run now by the backup, if there is one; if killed, the next process completes it."""
+        """Replace the run's contents by the backup, if there is one; if killed, the next process completes this."""
         if not self.backup.exists():
             return
         for path in self.backup.iterdir():
@@ -257,7 +256,7 @@ class RunDirectory:
             shutil.rmtree(discarded, ignore_errors=True)
 
     def _remaining(self, stages: Sequence[Stage], overwrite: bool) -> list[StageDirectory]:
-        """Return the stages on disk that stay when `stages` are run."""
+        """Return the stages on disk that remain when `stages` are run."""
         return [stage for stage in self.stages if stage.started and not (overwrite and stage.name in stages)]
 
     def _check_same_settings(
@@ -294,9 +293,9 @@ class RunDirectory:
         accelerator: dict[str, Any] | None,
         data: Fingerprints,
     ) -> None:
-        """Create the backup, remove worthless files, and write `run.json` and `recipe.yaml`.
+        """Create the backup, remove incomplete files, and write `run.json` and `recipe.yaml`.
 
-        Stages that are not run now keep what the run recorded for them.
+        Records of stages that are not run now do not change.
         """
         recorded: dict[str, Any] = {}
         try:
@@ -357,7 +356,7 @@ class RunDirectory:
             return True
         if self.path.exists() and not self.path.is_dir():
             raise RunError(f"{self.path}: is a file; choose a folder with --output")
-        # What a run that could not begin may leave.
+        # Files that may remain from a run that could not start.
         partial = (self.recipe.name + PARTIAL, self.description.name + PARTIAL)
         known = ("traceback*.txt", CONSOLE, *LOCK_FILES, *partial)
         files = self.path.iterdir() if self.path.is_dir() else ()

@@ -28,10 +28,10 @@ class StorageNeed(NamedTuple):
 
 
 def check_disk_space(config: Config, folder: Path, needs: Mapping[Stage, StorageNeed], precision: Precision) -> None:
-    """Raise `RunError` if less is free than the stages are sure to write to `folder`.
+    """Raise `RunError` if `folder` has less free space than the stages will need at least.
 
     Args:
-        needs: of each stage that is still to be run; models are left out that are small, as the embedded one.
+        needs: the need of each stage that is still to be run; small models, such as the embedded one, are left out.
     """
     needed = bytes_needed(config, needs, precision)
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
@@ -52,16 +52,17 @@ def bytes_needed(config: Config, needs: Mapping[Stage, StorageNeed], precision: 
     saved, most = 0, 0
     for stage, need in needs.items():
         counts = [sum(parameter.numel() for parameter in model.parameters()) for model in need.models]
-        adapters_only = config.lora.rank > 0  # little compared with the weights, which the checkpoints leave out
+        adapters_only = config.lora.rank > 0  # small compared with the weights, which are not in checkpoints
         checkpoint = 0 if adapters_only else state * sum(counts)
         every = getattr(config, stage).checkpoint_every
         written = -(-need.steps // every) if every else 1
         averaged = stage == "ppo" and config.ppo.ema is not None  # the actor once more, in checkpoints and as a model
         checkpoint += 0 if adapters_only else _MASTER * averaged * sum(counts[:1])
-        # The newest two stay, and a third is written before one goes; the model comes when two are left.
+        # The newest two are kept, and a third is written before the oldest is deleted; the model is written next to
+        # two.
         critic = sum(counts[1:]) if stage == "ppo" and config.ppo.save_critic else 0
         trained = width * ((1 + averaged) * sum(counts[:1]) + critic)
-        best = trained if getattr(config, stage).selection_metric else 0  # lies there while others are tried
+        best = trained if getattr(config, stage).selection_metric else 0  # kept while other models are evaluated
         most = max(most, saved + max(checkpoint * min(written, 3) + best, checkpoint * min(written, 2) + trained))
         saved += trained
     return most

@@ -1,4 +1,4 @@
-"""Compare the settings that `run.json` recorded with those given now, to decide if a run may resume."""
+"""Compare the settings in `run.json` with the current ones, to decide if a run may resume."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from rlhf.errors import ConfigError
 from rlhf.roles.lineage import base_models
 from rlhf.roles.roles import ROLES
 
-# Of those that may change, the ones that set how long a stage is trained: a complete stage is not trained further.
+# The keys among them that set how long a stage is trained: a complete stage is not trained further.
 _LENGTHS = {"steps", "epochs", "max_steps"}
-# Keys that may differ when a stage is resumed: they change where, how long, how often and with how much memory, not
-# what is learned; or say (data.datasets.*.prefer.nothing) that a column does not decide, which none did then.
+# Keys that may differ when a stage is resumed: they change where, how long, how often and with how much memory a stage
+# runs, not what it learns; or (data.datasets.*.prefer.nothing) they confirm that a column is no preference label.
 CHANGEABLE_ON_RESUME = _LENGTHS | {
     *("output", "accelerator", "timeout", "reward_timeout", "kernels", "nothing"),
     *("log_every", "checkpoint_every", "eval_every", "samples_every", "samples"),
     *("micro_batch_size", "gradient_checkpointing", "offload", "share_base", "merge", "reuse_forward", "ema_on_host"),
     *("generation_batch_size", "generation_weights", "tensor_parallel", "save", "save_critic"),
 }
-# Decided by the plan if the settings say auto: a resumed stage keeps what was decided when it started.
+# The plan chooses their values if the settings say auto; a resumed stage keeps the values that it started with.
 _DECIDED = {"engine.zero_stage", "engine.offload"}
 # Sections that all stages of one run share: they decide which rows each stage sees and which model it starts from.
 SHARED_SECTIONS = ("seed", "model", "data")
-# What PPO alone reads of them (`data.pretraining`): if PPO has not started, nothing was made with it.
+# The part of them that only PPO reads (`data.pretraining`): no other stage depends on it.
 _OF_PPO = {"pretraining"}
 # Sections that every stage is trained with; stages of one run may differ in them.
 _OF_EVERY_STAGE = ("engine", "lora")
@@ -48,7 +48,7 @@ def find_started_from(recorded: dict[str, Any], stage: Stage) -> list[Stage]:
 
 
 def stage_settings(config: Config, stage: Stage, precision: str | None) -> dict[str, Any]:
-    """Return what `run.json` records for a stage besides its section; `precision` is what `auto` resolved to."""
+    """Return the records of `run.json` about a stage in addition to its section; `precision` is the resolved `auto`."""
     values = config.model_dump(mode="json")
     shared = {key: values[key] for key in _OF_EVERY_STAGE}
     return shared | {"roles": _select_roles(values, stage), "precision": precision or config.precision}
@@ -62,14 +62,14 @@ def find_differences(
     *,
     kept: Sequence[Stage] = (),
 ) -> list[str]:
-    """Return the keys that keep a run from resuming, each as `key (recorded there, given now)`.
+    """Return the keys that prevent a run from resuming, each as `key (recorded there, given now)`.
 
     Args:
         recorded: the contents of `run.json`.
         config: the settings given now.
-        resumed: stages that would continue from what is there; others only have to share the run's rows and model.
-        precision: what `config.precision` resolved to on this machine; None if that is not known yet.
-        kept: stages that stay as they are.
+        resumed: stages that would resume from a checkpoint; other stages must only share the run's rows and model.
+        precision: the value of `config.precision` with `auto` resolved on this machine; None if it is not known yet.
+        kept: stages that do not change.
     """
     then, now = _recorded_config(recorded), config.model_dump(mode="json")
     harmless = CHANGEABLE_ON_RESUME if "ppo" in {*resumed, *kept} else CHANGEABLE_ON_RESUME | _OF_PPO
@@ -83,12 +83,12 @@ def find_differences(
 def find_differences_in_complete(
     recorded: dict[str, Any], config: Config, complete: Sequence[Stage], *, only_complete: bool
 ) -> list[str]:
-    """Return the keys in which `complete` stages differ from what is asked for now, as `find_differences` does.
+    """Return the keys in which `complete` stages differ from the current settings, in the form of `find_differences`.
 
     Args:
         recorded, config: as for `find_differences`.
         complete: the stages to compare.
-        only_complete: no other stage is asked for, so that no key can be meant for one.
+        only_complete: no other stage is requested, so no key can be meant for another stage.
     """
     then, now = _recorded_config(recorded), config.model_dump(mode="json")
     harmless = CHANGEABLE_ON_RESUME - _LENGTHS
@@ -121,7 +121,7 @@ def find_first_difference(configs: Sequence[dict[str, Any]]) -> str:
 
 
 def _recorded_config(recorded: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of `run.json` with the keys that were added since."""
+    """Return the settings of `run.json`, completed with the keys that were added in later versions."""
     config: dict[str, Any] = recorded.get("config", {})
     try:
         return build_config(config).model_dump(mode="json")
@@ -151,7 +151,7 @@ def _select_roles(values: Mapping[str, Any], stage: Stage) -> dict[str, Any]:
 def _compare_section(
     then: dict[str, Any], now: dict[str, Any], section: str, harmless: Set[str] = CHANGEABLE_ON_RESUME
 ) -> list[str]:
-    """List leaves of a section that differ, as `key (recorded there, given now)`; a project may have moved whole."""
+    """List leaves of a section that differ, as `key (recorded there, given now)`; the whole project may have moved."""
     moved = _move_all(then.get(section), *_run_folders(then, now))
     keys = {key for key, *_ in _differing_leaves(moved, now[section], section, harmless)}
     leaves = _differing_leaves(then.get(section), now[section], section, harmless)
@@ -163,7 +163,7 @@ def _run_folders(then: dict[str, Any], now: dict[str, Any]) -> tuple[str, str]:
 
 
 def _move_all(value: Any, old: str, new: str) -> Any:
-    """Return nested values in which every path is what it would be if it had moved as the run's folder has."""
+    """Return nested values in which every path is moved in the same way as the run's folder."""
     if isinstance(value, dict):
         return {name: _move_all(below, old, new) for name, below in value.items()}
     if isinstance(value, list):

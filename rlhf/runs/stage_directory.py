@@ -1,4 +1,4 @@
-"""One stage's folder in a run: what it holds, and whether the stage is complete."""
+"""The folder of one stage in a run: its contents, and if the stage is complete."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhf.errors import RunError
 from rlhf.utils.atomic_io import PARTIAL, atomic_write_json, read_json
 
 STATE = "state-rank{rank}.pt"
-"""In a checkpoint, the state that a rank saved in addition to its engines."""
+"""The file in a checkpoint with the state that a rank saved in addition to its engines."""
 
 CRITIC = "critic"
 """The folder of PPO's critic, next to that of its model."""
@@ -42,17 +42,17 @@ class StageDirectory:
 
     @property
     def average(self) -> Path:
-        """The moving average of the trained model, in the same format, where one was asked for."""
+        """The moving average of the trained model, in the same format, if the settings requested one."""
         return self.path / f"model{AVERAGE}"
 
     @property
     def averages(self) -> list[str]:
-        """Names of the folders of moving averages that are here: of the model, of its adapter."""
+        """Names of the folders of moving averages that exist: of the model, of its adapter."""
         return sorted(path.name for path in self.path.glob(f"*{AVERAGE}"))
 
     @property
     def best(self) -> Path:
-        """Models that may be kept, while the stage trains; each in a folder named by its step."""
+        """Candidates for the best model while the stage trains; each in a folder named by its step."""
         return self.path / "best"
 
     @property
@@ -77,7 +77,7 @@ class StageDirectory:
 
     @property
     def started(self) -> bool:
-        """True if there is anything here to lose: results, a checkpoint, or a record of training."""
+        """True if the folder has results, a checkpoint, or a record of training."""
         return self.done or self.latest_checkpoint is not None or self._has_trained
 
     @property
@@ -96,7 +96,7 @@ class StageDirectory:
         return max(self.all_checkpoints, default=None)
 
     def check_checkpoint(self, ranks: int) -> None:
-        """Raise `RunError` if the newest checkpoint was not written by `ranks` ranks, or is not whole."""
+        """Raise `RunError` if the newest checkpoint was not written by `ranks` ranks, or is damaged."""
         path = self.latest_checkpoint
         if path is None:
             return
@@ -104,7 +104,7 @@ class StageDirectory:
         if writers not in (0, ranks):
             raise RunError(f"{path}: written by {writers} ranks, resumed by {ranks}; resume with --ranks {writers}")
         for file in sorted(path.rglob("*.pt")):
-            if not zipfile.is_zipfile(file):  # what torch.save writes ends with the list of its parts
+            if not zipfile.is_zipfile(file):  # a file of torch.save ends with a list of its parts
                 raise self.unreadable(f"{file.name} is damaged or cut short")
 
     def unreadable(self, reason: str) -> RunError:
@@ -124,10 +124,10 @@ class StageDirectory:
             )
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Write `stage.json`, which marks the stage as complete. Rank 0 calls it, last of all.
+        """Write `stage.json`, which marks the stage as complete.
 
-        The checkpoints go, and models that are not kept: a complete stage is not trained further, not by `--resume`
-        with more steps either, and its model is in `model`.
+        Rank 0 calls it last. Checkpoints and candidates for the best model are deleted: the result is in `model`, and a
+        complete stage is not trained further, even by `--resume` with more steps.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         atomic_write_json(self._summary, summary | ({"average": self.averages} if self.averages else {}))
@@ -135,7 +135,7 @@ class StageDirectory:
         shutil.rmtree(self.best, ignore_errors=True)
 
     def summary(self) -> dict[str, Any]:
-        """Return what `finish` was given.
+        """Return the summary that `finish` wrote.
 
         Raises:
             RunError: the stage is not complete.
