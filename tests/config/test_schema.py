@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from rlhf.config.schema import (
     EMBEDDED_RECIPE,
@@ -130,6 +130,7 @@ STEPS = "expected a number of steps, at least 0, or epoch, got"
         ("dpo.keep=best(margin)", "by 'margin' in this stage; use best(loss) or best(accuracy), or last"),
         ("ppo.keep=best(kl)", "by 'kl' in this stage; use best(reward) or best(approved_share), or last"),
         ("ppo.keep=best(reward)", "best(reward) needs evaluations during training; set eval_every"),
+        ("reward.reset_final_norm=never", "reset_final_norm=never: expected 'auto', true or false, got 'never'"),
         # DPO
         ("dpo.loss=kto", "--set dpo.loss=kto: "),
         ("dpo.beta=0", "--set dpo.beta=0: "),
@@ -164,6 +165,13 @@ def test_load_config_invalid_override_names_the_key(overrides: str, message: str
     with pytest.raises(ConfigError) as caught:
         load_config(None, words)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_longest_step_of_the_kl_controller_is_accepted() -> None:
+    config = load_config(None, ["ppo.kl_target=6", "ppo.batch_size=40", "ppo.kl_horizon=9"])
+    assert config.ppo.kl_horizon == 9
+    with pytest.raises(ValidationError, match="frozen"):
+        config.seed = 3  # type: ignore[misc]
 
 
 def test_dpo_optimizer_keeps_its_low_learning_rate() -> None:

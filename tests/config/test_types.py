@@ -110,6 +110,12 @@ def test_json_paths_are_absolute(here: Path, key: str) -> None:
     assert str(at(config, key)) in ("a", "./a"), "in Python, it is what was given"
 
 
+def test_json_keeps_hub_names() -> None:
+    values = Config(model=ModelConfig(path="org/name")).model_dump(mode="json")
+    assert (values["model"]["path"], values["model"]["tokenizer"]) == ("org/name", None)
+    assert values["data"]["datasets"][0]["path"] == "world"
+
+
 A, B = DatasetConfig(path="a.jsonl"), DatasetConfig(path="b.jsonl", weight=2)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from rlhf.errors import ConfigError
 from rlhf.models.dropout import check_dropout, set_dropout
 from rlhf.models.forward import ScalarHead
 from rlhf.models.lora import add_adapters
-from tests.helpers import llama
+from tests.helpers import llama, weights
 from tests.in_process import given, stage_context
 
 SIZES = {
@@ -21,6 +23,8 @@ SIZES = {
 }  # fmt: skip
 IDS = torch.randint(2, 60, (2, 12), generator=torch.Generator().manual_seed(0))
 FAMILIES = ("llama", "gpt2", "opt", "gpt_neox", "mixtral", "phi", "phi3", "falcon", "bloom", "codegen", "biogpt")
+RARER = ("persimmon", "starcoder2", "gptj", "cohere2")
+slow = pytest.mark.slow
 
 
 def build(family, rate=0.5, attention="sdpa", **changes):
@@ -61,7 +65,7 @@ def dropped(monkeypatch):
     return drops
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(family, marks=slow) for family in RARER)])
 def test_rate_0_trains_as_evaluation_computes(family):
     model, rates = build(family)
     expected = logits(model, training=False)
@@ -71,7 +75,15 @@ def test_rate_0_trains_as_evaluation_computes(family):
     assert {name: getattr(model.config, name) for name in rates} == rates, "the configuration is saved with the model"
 
 
-@pytest.mark.parametrize(("family", "start"), [*((family, 0.5) for family in FAMILIES), ("llama", 0.0), ("opt", 0.0)])
+@pytest.mark.parametrize(
+    ("family", "start"),
+    [
+        *((family, 0.5) for family in FAMILIES),
+        *(pytest.param(family, 0.5, marks=slow) for family in RARER),
+        *(("llama", 0.0), ("opt", 0.0)),
+        *(pytest.param(family, 0.0, marks=slow) for family in (*FAMILIES, *RARER) if family not in ("llama", "opt")),
+    ],
+)
 def test_rate_acts_in_every_layer_in_training_only(dropped, family, start):
     model, rates = build(family, start, attention="eager")
     expected = logits(model, training=False)
@@ -84,6 +96,20 @@ def test_rate_acts_in_every_layer_in_training_only(dropped, family, start):
     dropped.clear()
     assert torch.equal(logits(model, training=False), expected) and not dropped
     assert {name: getattr(model.config, name) for name in rates} == rates, "the configuration is saved with the model"
+
+
+def test_sdpa_drops_at_the_rate(monkeypatch):
+    model, _ = build("llama", 0.0)
+    attend, rates = torch.nn.functional.scaled_dot_product_attention, []
+
+    def note(*tensors, dropout_p=0.0, **options):
+        rates.append(dropout_p)
+        return attend(*tensors, dropout_p=dropout_p, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", note)
+    set_dropout(model, 0.25)
+    logits(model, training=True)
+    assert rates == [0.25] * 2
 
 
 def test_layerdrop_is_switched_off_by_rate_0_alone():
@@ -143,3 +169,20 @@ def test_adapters_drop_at_their_rate_but_not_in_ppo(accelerator, tmp_path, stage
     attention = {layer.self_attn.attention_dropout for layer in model.model.layers}
     assert attention | (adapters or {0.0}) == expected  # without a rate an adapter has no layer of dropout
     assert attention == {dropout or 0.0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
+def test_stage_trains_at_its_rate_and_saves_the_models(rlhf, finished_run, tmp_path, stage):
+    settings = {
+        "reward.model": finished_run / "sft" / "model",
+        "ppo.actor": finished_run / "sft" / "model",
+        "ppo.reward_model": finished_run / "reward" / "model",
+        f"{stage}.dropout": 0.5,
+    }
+    options = (part for key, value in settings.items() for part in ("--set", f"{key}={value}"))
+    rlhf(stage, "--output", tmp_path / "run", *options)
+    dropped, plain = tmp_path / "run" / stage / "model", finished_run / stage / "model"
+    assert json.loads((dropped / "config.json").read_text()) == json.loads((plain / "config.json").read_text())
+    before, after = weights(plain), weights(dropped)
+    assert any(not torch.equal(before[name], after[name]) for name in before)

@@ -19,7 +19,7 @@ from rlhf.config.schema import ModelConfig
 from rlhf.models import lazy_tensors, loading
 from rlhf.models.lazy_tensors import Computed, Extended, InMemory, OnDisk, compute_mean_row, read_whole
 from rlhf.models.loading import load_causal_lm, load_scalar_head
-from rlhf.models.weight_loading import get_source, has_all_weights, place_in_memory
+from rlhf.models.weight_loading import fill_parameters, get_source, has_all_weights, place_in_memory, read_parameters
 from tests.families.table import EACH, build
 from tests.helpers import build_tokenizer, llama
 
@@ -116,6 +116,15 @@ def test_sources_are_read_in_parts(tmp_path):
         whole = source.read()
         for start, stop in ((0, 0), (3, 11), (33, len(whole)), (0, 1)):
             assert torch.equal(source.read(start, stop), whole[start:stop])
+
+
+def test_parameters_read_early_keep_their_numbers(folder):
+    model, _ = loading._load(str(folder), ModelConfig(path=str(folder)), "sdpa")
+    read_parameters(model.model.norm)
+    assert not model.model.norm.weight.is_meta and model.lm_head.weight.is_meta
+    filled = fill_parameters(model, place_in_memory(torch.float32))
+    stored = load_file(folder / "model.safetensors")
+    assert torch.equal(filled.model.norm.weight, stored["model.norm.weight"])
 
 
 def test_whole_loading_is_logged(folder, monkeypatch, caplog):

@@ -52,8 +52,13 @@ def assert_counted(shape: Shape, config: Any, rank: int = 0) -> None:
     assert not rank or shape.adapters(rank) == adapters
 
 
-# One of each architecture and set of keys.
-@pytest.mark.parametrize("name", {(v["model_type"], *v): name for name, v in KNOWN.items()}.values())
+OFTEN = set({(values["model_type"], *values): name for name, values in KNOWN.items()}.values())
+"""One name of each architecture and set of keys; the values of the others are counted if all tests run."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in OFTEN else [pytest.mark.slow]) for name in KNOWN]
+)
 def test_shape_of_known_name_counts_the_models_numbers(name: str) -> None:
     from transformers import CONFIG_MAPPING
 

@@ -270,6 +270,10 @@ MISTAKES: dict[str, tuple[Arguments | Callable[[Bench], Arguments], list[str]]] 
         ["rows.jsonl: no column 'text' (data.pretraining.*.text); found: body"],
     ),
     "a_column_of_no_text": (texts({"text": " "}), ["rows.jsonl: column 'text' has no text; name another"]),
+    "too_little_raw_text": (
+        texts({"text": "red cow"}, **{"ppo.ptx_length": 100}),
+        ["data.pretraining: ", "rows of 100 (ppo.ptx_length)", "needs 2 (ppo.ptx_batch_size)"],
+    ),
     "raw_text_that_does_not_divide": (
         texts({"text": "red cow"}, **{"ppo.ptx_batch_size": 3}),
         ["ppo.ptx_batch_size: 3 is not a multiple of ppo.micro_batch_size 2 x 1 ranks"],
@@ -300,6 +304,10 @@ MISTAKES: dict[str, tuple[Arguments | Callable[[Bench], Arguments], list[str]]] 
     "weights_of_another_size": (
         lambda bench: {"ppo.reward_model": bench.copy(bench.reward_model, intermediate_size=40)},
         ["its weights do not fit", "x 48", "x 40"],
+    ),
+    "too_few_positions": (
+        lambda bench: {"ppo.reward_model": bench.copy(bench.reward_model, max_position_embeddings=39)},
+        ["has 39 positions, fewer than data.max_prompt_length", "= 40"],
     ),
     "too_few_positions_for_raw_text": (
         lambda bench: {"ppo.actor": bench.model} | texts({"text": "cow " * 50}, **{"ppo.ptx_length": 129})(bench),

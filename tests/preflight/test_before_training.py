@@ -33,8 +33,10 @@ def test_a_mistake_is_found_before_anything_is_trained(rlhf: Any, bench: Bench, 
     assert files(bench.folder) == before and not bench.output.exists()
 
 
-def test_a_dry_run_finds_it_too(rlhf: Any, bench: Bench) -> None:
-    arguments, words = make_mistake("another_vocabulary", bench)
+@pytest.mark.parametrize("name", ["no_preferences", "another_vocabulary"])
+def test_a_dry_run_finds_it_too(rlhf: Any, bench: Bench, name: str) -> None:
+    """It tokenizes all rows; other runs check a sample."""
+    arguments, words = make_mistake(name, bench)
     done = rlhf("--dry-run", "--output", bench.output, *arguments, check=False)
     assert done.returncode == 2 and all(word in done.stderr for word in words)
 

@@ -100,6 +100,18 @@ def test_resume_and_overwrite_exclude_each_other(tmp_path: Path) -> None:
         check(config_in(tmp_path / "run"), resume=True, overwrite=True)
 
 
+def test_resume_keeps_stages_and_complete_ones_no_checkpoint(tmp_path: Path) -> None:
+    config = config_in(tmp_path / "run")
+    run = run_stages(config, "sft", finish=False)
+    checkpoint(run.stage("sft"), 1)
+    run.stage("sft").finish({})
+    run_stages(config, "reward", finish=False)
+    with check(config, resume=True).open_for(config, resume=True):
+        pass
+    assert run.stage("sft").done and not run.stage("sft").checkpoints.exists()
+    assert run.stage("reward").started
+
+
 def test_stage_without_a_step_starts_again_without_any_flag(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     run.stage("sft").path.mkdir(parents=True)

@@ -24,6 +24,19 @@ from tests.run_folders import accelerator, check, config_in, contents, record, r
 ROWS = {"a.jsonl": {"rows": 76, "digest": "12"}}
 
 
+def test_recipe_of_a_run_gives_its_settings_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    run = run_stages(load_config(None, ["output=run", "model.path=model", "data.datasets=rows.jsonl"]), "sft")
+    recorded = json.loads(run.description.read_text())["config"]
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    config = load_config(tmp_path / "run" / "recipe.yaml")
+    assert config.output == tmp_path / "run" and config.model.path == str(tmp_path / "model")
+    assert config.data.datasets[0].path == str(tmp_path / "rows.jsonl")
+    assert config.model_dump(mode="json") == recorded
+
+
 @pytest.mark.parametrize("stages", [STAGES, ("reward",)])
 def test_what_goes_on_without_a_recipe_takes_the_runs_own(tmp_path: Path, stages: tuple[Stage, ...]) -> None:
     run_stages(config_in(tmp_path / "run", "sft.batch_size=8", "ppo.kl_coef=0.3"), "sft")
@@ -174,6 +187,8 @@ def test_stage_resumes_only_in_its_precision(tmp_path: Path, finish: bool) -> No
         message = r"precision \('bf16' there, auto, which is fp32 here, now\)"
         with pytest.raises(RunError, match=message), run.open_for(config, **wishes, accelerator=accelerator("fp32")):
             pass
+        with pytest.raises(RunError, match=message):  # as a dry run does
+            check(config, **wishes, accelerator=accelerator("fp32"))
     assert contents(run.path) == before
 
 
