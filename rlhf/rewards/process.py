@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -114,15 +115,17 @@ class RewardProcess:
         return values
 
     def _exchange(self, message: Any, samples: Sequence[Sample]) -> Any:
-        """Send a message, and return the reply; after the timeout the process is killed, which ends both."""
+        """Send a message, and return the reply; the timeout ends both."""
         place: tuple[int, int | None] = 0, None  # index of the function, and of the sample
         deadline = time.monotonic() + self._timeout
-        timer = threading.Timer(self._timeout, _kill, [self._process])
+        timer = threading.Timer(self._timeout, _stop, [self._process, self._connection])
         timer.daemon = True
         timer.start()
         try:
-            with suppress(ConnectionError):  # it has exited, but its replies can still be read
-                self._connection.send(message)
+            # Children of a process that has exited may hold its end open: nothing would read the message.
+            if self._process.poll() is None:
+                with suppress(ConnectionError):  # it exits now, but its replies can still be read
+                    self._connection.send(message)
             while True:
                 exited = self._process.poll() is not None  # checked first, so that all its replies have arrived
                 if not self._connection.poll(_POLL_SECONDS):
@@ -135,19 +138,18 @@ class RewardProcess:
                 elif time.monotonic() >= deadline:
                     raise EOFError
                 elif kind == "failed":
-                    raise self._error(content[0], place, samples)
+                    problem = content[0]
+                    break
                 else:
                     return content[0]
         except (EOFError, ConnectionError):
+            problem = f"{'took' if samples else 'importing it took'} more than {self._timeout:g} s (ppo.reward_timeout)"
             if time.monotonic() < deadline:
                 problem = _describe_exit(self._process)
-            else:
-                problem = (
-                    f"{'took' if samples else 'importing it took'} more than {self._timeout:g} s (ppo.reward_timeout)"
-                )
-            raise self._error(problem, place, samples) from None
         finally:
             timer.cancel()
+            timer.join()  # it uses the connection
+        raise self._error(problem, place, samples)
 
     def _error(self, problem: str, place: tuple[int, int | None], samples: Sequence[Sample]) -> RewardError:
         self.close()
@@ -180,6 +182,13 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     """Kill a process and all processes that it started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def _stop(process: subprocess.Popen[bytes], connection: Connection[Any, Any]) -> None:
+    """Kill a process, and end its connection, which a child that has left its process group may hold open."""
+    _kill(process)
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.shutdown(socket.SHUT_RDWR)
 
 
 def _end(process: subprocess.Popen[bytes], connections: Sequence[Connection[Any, Any]]) -> None:

@@ -61,6 +61,14 @@ def endless_expression(prompt, completion, row):  # which lets no thread run
 def leaves(prompt, completion, row): os._exit(7)
 def leaves_with_a_fork(prompt, completion, row): os._exit(7) if os.fork() else time.sleep(1000)
 def exits(prompt, completion, row): sys.exit(3)
+
+def detaches(prompt, completion, row):
+    """A child in a session of its own, which holds the connection open."""
+    if child := os.fork():
+        return child
+    os.setsid()
+    time.sleep(1000)
+
 def closes(prompt, completion, row): os.closerange(3, 100); time.sleep(100)
 def crashes(prompt, completion, row): ctypes.string_at(0)
 def killed(prompt, completion, row): os.kill(os.getpid(), 9)
@@ -84,6 +92,7 @@ def starts_another(prompt, completion, row):
         pass
 '''
 SAMPLES = [Sample("what is it?", "an answer", {"source": "rows.jsonl:3"}), Sample("and this?", "b", {})]
+LARGE = [Sample(f"{number:01000}", "y", {}) for number in range(2000)]  # pickle stores equal objects once
 SHOWN = "for the prompt 'what is it?' with the completion 'an answer' (rows.jsonl:3)"
 WHERE = f"{SHOWN}; fix the function, then repeat this command with --resume"
 
@@ -210,8 +219,20 @@ def test_function_that_never_ends_is_stopped(start, functions: Path, name: str) 
 def test_worker_that_reads_nothing_is_stopped(start) -> None:
     process = start("pid", timeout=3.0)
     os.kill(int(process(SAMPLES)[0][0]), signal.SIGSTOP)
-    large = [Sample("x" * 1000, "y", {})] * 2000
-    assert "took more than 3 s (ppo.reward_timeout)" in error_of(lambda: process(large))
+    assert "took more than 3 s (ppo.reward_timeout)" in error_of(lambda: process(LARGE))
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=lambda number: number.name)
+def test_child_that_holds_the_connection_hangs_no_large_batch(start, number: signal.Signals) -> None:
+    process = start("pid", "detaches", timeout=3.0)
+    (worker,), (child,) = process([Sample("p", "c", {})])
+    problem = "took more than 3 s" if number == signal.SIGSTOP else "its process was killed by SIGKILL"
+    try:
+        os.kill(int(worker), number)
+        wait_until(lambda: number == signal.SIGSTOP or not is_alive(int(worker)))
+        assert problem in error_of(lambda: process(LARGE))
+    finally:
+        os.kill(int(child), signal.SIGKILL)
 
 
 def test_error_names_the_sample_that_failed(start) -> None:
