@@ -23,6 +23,7 @@ from typing import Any, TypeVar, cast
 from accelerators.types import (
     ALLOWLIST_ENV,
     OPERATIONS,
+    Backend,
     DeepSpeedView,
     DeviceInfo,
     KernelImpl,
@@ -31,7 +32,7 @@ from accelerators.types import (
     one_line,
 )
 
-Backend = TypeVar("Backend")
+SomeBackend = TypeVar("SomeBackend", bound=Backend)
 
 AUTHORS = "report it to the plugin's authors"
 """The remedy for an error in a plugin's code."""
@@ -75,10 +76,10 @@ class CaptureError(AcceleratorError):
     """A function cannot be captured: it reads values on the host, or its arguments do not fit the recording."""
 
 
-_judge: weakref.ref[Any] | None = None
+_judge: weakref.ref[Backend] | None = None
 
 
-def set_out_of_memory_judge(backend: Any) -> None:
+def set_out_of_memory_judge(backend: Backend) -> None:
     """Let `find_out_of_memory` ask this backend too, as long as it exists."""
     global _judge
     _judge = weakref.ref(backend)
@@ -179,9 +180,9 @@ def naming_method(backend: Any, method: str) -> contextlib.AbstractContextManage
     return naming(f"accelerator {backend.name} of {backend.provider}: {method}()")
 
 
-def name_backend(backend: Backend, where: str) -> Backend:
+def name_backend(backend: SomeBackend, where: str) -> SomeBackend:
     """Return a plugin's backend for callers outside the plugin; the methods that the plugin wrote name it."""
-    return cast(Backend, _Named(backend, where))
+    return cast(SomeBackend, _Named(backend, where))
 
 
 def name_kernel(implementation: KernelImpl, made: Any, plugin: str) -> Any:

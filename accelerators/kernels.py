@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from accelerators.errors import AcceleratorError, describe_error, is_built_in, name_kernel, naming_method
-from accelerators.types import AUTO, NONE, OPERATIONS, KernelImpl, Support, expect, one_line
+from accelerators.types import AUTO, NONE, OPERATIONS, Backend, KernelImpl, Support, expect, one_line
 
 CHECK_OF_A_MODEL = "its check of the model"
 """Beginning of a refusal that is an error in the plugin."""
@@ -22,7 +22,7 @@ class KernelSet:
     check, factory or result fails gives way to the next, with a warning that names its plugin.
     """
 
-    def __init__(self, accelerator: Any) -> None:
+    def __init__(self, accelerator: Backend) -> None:
         self._accelerator = accelerator
         self._added: list[KernelImpl] = []
         self._choices: dict[str, str] = {}

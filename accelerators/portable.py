@@ -86,18 +86,17 @@ def _plain(operation: str, name: str, factory: Callable[[Any], Any], reason: str
     return KernelImpl(operation=operation, name=name, factory=factory, supported=always(reason), **fields)
 
 
+_TORCH = "plain torch operators"
+_HOST = "torch's fused AdamW also runs on the host, with nothing to compile"
 _SDPA = "torch's scaled_dot_product_attention picks its own kernel"
+_EAGER = "every architecture's own operators"
+_UNPACKED = f"{_TORCH}: the weight of one layer at a time is unpacked, then multiplied"
+
 KERNELS = (
-    _plain("adamw", "torch-foreach", adamw, "plain torch operators"),
-    _plain(
-        *("adamw_cpu_offload", "torch-fused", fused_adamw),
-        "torch's fused AdamW also runs on the host, with nothing to compile",
-    ),
-    _plain("clip_grad_norm", "torch", clip_grad_norm, "plain torch operators"),
+    _plain("adamw", "torch-foreach", adamw, _TORCH),
+    _plain("adamw_cpu_offload", "torch-fused", fused_adamw, _HOST),
+    _plain("clip_grad_norm", "torch", clip_grad_norm, _TORCH),
     _plain("attention", "sdpa", lambda accelerator: "sdpa", _SDPA, refuses=beyond_sdpa),
-    _plain("attention", "eager", lambda accelerator: "eager", "every architecture's own operators", priority=-1000),
-    _plain(
-        *("quantized_weights", "torch", quantized_weights),
-        "plain torch operators: the weight of one layer at a time is unpacked, then multiplied",
-    ),
+    _plain("attention", "eager", lambda accelerator: "eager", _EAGER, priority=-1000),
+    _plain("quantized_weights", "torch", quantized_weights, _UNPACKED),
 )

@@ -12,7 +12,7 @@ import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -201,6 +201,20 @@ class KernelImpl:
             raise ValueError(f"KernelImpl: no operation is named {self.operation!r}; {hint}known: {known}")
         if self.name in ("", AUTO, NONE):
             raise ValueError(f"KernelImpl: name is {self.name!r}, expected one that says what it is")
+
+
+class Backend(Protocol):
+    """The part of an `Accelerator` that its kernels and the search for out-of-memory errors use."""
+
+    name: ClassVar[str]
+    absent: ClassVar[Mapping[str, str]]
+    provider: str
+
+    def kernel_implementations(self) -> Iterable[KernelImpl]:
+        """Return the implementations that the backend brings."""
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Return whether an error says that memory was lacking."""
 
 
 @dataclass(frozen=True)

@@ -109,9 +109,10 @@ def _check_offer(accelerator: Accelerator, operation: str, support: Support) -> 
         kernel = kernels.get(operation)
         if kernels.capabilities()[operation].implementation == support.implementation:
             problem = _problem(accelerator, operation, kernel)
-        else:  # its factory failed, and the next one was taken
-            reasons = {candidate.name: refusal.reason for candidate, refusal in kernels.candidates(operation)}
-            problem = reasons[support.implementation]
+        else:  # usually its factory failed, and the next one was taken
+            supports = kernels.candidates(operation)
+            refusals = {candidate.name: refusal.reason for candidate, refusal in supports if not refusal.ok}
+            problem = refusals.get(support.implementation, "kernels.get() returns another")
     except Exception as error:
         problem = f"its factory or its result failed ({type(error).__name__}: {error})"
     assert not problem, f"{operation} ({support.implementation}) is reported as supported, but {problem}"

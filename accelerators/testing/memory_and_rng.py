@@ -49,8 +49,9 @@ def check_placement(selection: Selection) -> None:
         "named tuple": Pair(tensor, 2.5),
     }
     moved = unbound.to_device(batch)
-    for kind, value in moved.items():
-        assert type(value) is type(batch[kind]), f"to_device makes a {type(value).__name__} of a {kind}"
+    for kind, original in batch.items():
+        value = moved[kind]
+        assert type(value) is type(original), f"to_device makes a {type(value).__name__} of a {kind}"
         inner = value["inner"] if kind == "dict" else value[0]
         assert _same_device(inner.device, bound), (
             f"to_device leaves a tensor in a {kind} on {inner.device}, not {bound}"
