@@ -238,7 +238,10 @@ class RunDirectory:
         """Replace the run's contents by the backup, if there is one; if killed, the next process completes this."""
         if not self.backup.exists():
             return
-        for path in self.backup.iterdir():
+        paths = list(self.backup.iterdir())
+        if {path.name for path in paths} & {self.recipe.name, self.description.name} == {self.description.name}:
+            self.recipe.unlink(missing_ok=True)  # it is the new run's; `ensure_recipe` could not write the old one
+        for path in paths:
             target = self.path / path.name
             if path.is_dir():
                 shutil.rmtree(target, ignore_errors=True)

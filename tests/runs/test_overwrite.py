@@ -67,6 +67,19 @@ def test_overwrite_that_fails_before_a_step_restores_the_run(
     assert contents(run.path) == before
 
 
+def test_failed_overwrite_of_another_version_leaves_no_recipe(tmp_path: Path) -> None:
+    """Its settings cannot be written as a recipe; those of the run that failed must not stand for them."""
+    run = run_stages(config_in(tmp_path / "run"), "sft")
+    recorded = json.loads(run.description.read_text())
+    recorded["config"]["unknown"] = 1
+    run.description.write_text(json.dumps(recorded))
+    run.recipe.unlink()
+    before = contents(run.path)
+    with pytest.raises(KeyError):
+        fail_in(run, config_in(tmp_path / "run", "seed=5"), KeyError("x"), overwrite=True, stages=("sft",))
+    assert contents(run.path) == before
+
+
 def test_overwrite_deletes_the_old_run_after_the_first_step(tmp_path: Path) -> None:
     config = config_in(tmp_path / "run")
     run = run_stages(config, *STAGES)
