@@ -243,6 +243,7 @@ def plan(
     Memory is that of one rank, on its device and on the host. Nothing is loaded or written. Exit code 0: all stages
     fit; 1: a stage does not fit; 2: an error that you can fix.
     """
+    stages = sort_stages(stage or STAGES, "--stage")
     config = options.load()
     host_bytes = parse_bytes(host_memory, "--host-memory") if host_memory else None
     if memory and options.accelerator:
@@ -258,7 +259,7 @@ def plan(
             environment = detect_environment(accelerator, config, devices, local=devices)
     reports = [
         report_stage(config, name, environment, measured=measured, tflops=tflops, price=price, rows=rows)
-        for name in sort_stages(stage or STAGES, "--stage")
+        for name in stages
     ]
     if as_json:
         print_json(reports)

@@ -134,9 +134,9 @@ def brier_score(margins: Sequence[float]) -> float:
     return fmean(sigmoid(-margin) ** 2 for margin in margins)
 
 
-def log_loss(margins: Sequence[float], scale: float = 1.0) -> float:
-    """Return the mean of -log P(the better reply), in nats, for margins times `scale`; log 2 for a coin."""
-    return fmean(_softplus(-margin * scale) for margin in margins)
+def log_loss(margins: Sequence[float]) -> float:
+    """Return the mean of -log P(the better reply), in nats; log 2 for a coin."""
+    return fmean(_softplus(-margin) for margin in margins)
 
 
 def fit_temperature(margins: Sequence[float]) -> float | None:

@@ -228,26 +228,22 @@ def list_changes(
         yield Change({f"data.{longest}": lengths[longest] // 2}, "shorter texts: other results")
 
 
-def find_fewest_devices(
-    config: Config, stages: Sequence[Stage], environment: Environment, shapes: Shapes | None = None
-) -> int | None:
+def find_fewest_devices(config: Config, stages: Sequence[Stage], environment: Environment) -> int | None:
     """Return the smallest number of devices on which the stages fit; None if no number suffices."""
     common = math.gcd(*(_rows_of_a_rank(config, stage, 1) for stage in stages))
     for ranks in (ranks for ranks in range(1, min(common, _MAX_DEVICES) + 1) if common % ranks == 0):
         with contextlib.suppress(ConfigError):  # a micro-batch that does not divide a share
-            if stages_fit(config, stages, replace(environment, ranks=ranks), shapes):
+            if stages_fit(config, stages, replace(environment, ranks=ranks)):
                 return ranks
     return None
 
 
-def find_largest_micro_batch(
-    config: Config, stage: Stage, environment: Environment, shapes: Shapes | None = None
-) -> int | None:
+def find_largest_micro_batch(config: Config, stage: Stage, environment: Environment) -> int | None:
     """Return the most rows in one forward pass of a rank with which the stage fits; None if not even one does."""
     rows = _rows_of_a_rank(config, stage, environment.ranks)
     for part in [rows, *_divisors(rows)]:
         changed = apply_settings(config, {f"{stage}.micro_batch_size": part})
-        if stages_fit(changed, [stage], environment, shapes):
+        if stages_fit(changed, [stage], environment):
             return part
     return None
 

@@ -145,7 +145,7 @@ def position_ids(attention_mask: Tensor) -> Tensor:
 def sequence_scores(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     """Return a reward model's score of each row, [B] float32: that of its last real token.
 
-    If its configuration has an `unread_token` (see `find_unread_token`), that of the last other token.
+    If its configuration has an `unread_token` (see `load_scalar_head`), that of the last other token.
     """
     head = getattr(model, "module", model)  # under DeepSpeed
     unread = getattr(getattr(head.model, "config", None), "unread_token", None)

@@ -115,8 +115,10 @@ class PPOTrainer:
             "micro_batch_size": micro_rows,
         }
         roles = context.placements
-        extra = {"extra_micro_batches": settings.pretraining(ranks)[0]}  # of raw text
-        self.actor = context.engine("actor", models.causal_lm, settings.optimizer, **sizes, **extra)
+        raw_text, _ = settings.pretraining(ranks)
+        self.actor = context.engine(
+            "actor", models.causal_lm, settings.optimizer, **sizes, extra_micro_batches=raw_text
+        )
         self.critic: TrainingEngine | None = None
         if "critic" in roles:
             self.critic = context.engine("critic", models.scalar_head, settings.critic_optimizer, **sizes)
