@@ -7,7 +7,7 @@ import torch
 
 from rlhf.engine.engine import freeze_model
 from rlhf.models.forward import completion_log_probs
-from tests.engine.engines import COMPLETION, IDS, ROWS, build, loss, train, weights_of
+from tests.engine.engines import COMPLETION, IDS, ROWS, build, loss, masters, train, weights_of
 from tests.helpers import assert_close_weights, llama
 from tests.in_process import make_placement
 
@@ -48,7 +48,7 @@ def test_steps_are_those_of_plain_torch(accelerator, plain, zero_stage, accumula
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_gradients_that_are_not_finite_take_no_step(accelerator, bad):
     engine = build(accelerator, 0, "bf16")
-    before = weights_of(engine)
+    before = masters(engine)
 
     def broken(model, ids):
         value, statistics = loss(model, ids)
@@ -57,9 +57,10 @@ def test_gradients_that_are_not_finite_take_no_step(accelerator, bad):
 
     engine.step([IDS], broken)
     assert engine.grad_norm() == float("inf") and engine.skipped == 1
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(engine).items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in masters(engine).items())
     train(engine, steps=1)
     assert all(tensor.isfinite().all() for tensor in weights_of(engine).values())
+    assert not any(torch.equal(tensor, before[name]) for name, tensor in masters(engine).items())
 
 
 @NATIVE_BF16

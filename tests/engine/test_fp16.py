@@ -40,17 +40,17 @@ def changed(before, engine):
 ALL = {"master", "weight", "exp_avg", "exp_avg_sq", "step"}
 
 
-PLACES = [(0, "none"), (1, "none"), (2, "none"), (3, "none"), (1, "optimizer"), (3, "optimizer")]
+PLACES = [*((zero_stage, "none") for zero_stage in range(4)), *((zero_stage, "optimizer") for zero_stage in (1, 2, 3))]
 
 
-@pytest.mark.parametrize("overflows", ["first", "both"])
+@pytest.mark.parametrize("overflows", ["first", "second", "both"])
 @pytest.mark.parametrize(("zero_stage", "offload"), PLACES)
 def test_synchronized_step_is_taken_by_both_or_neither(accelerator, zero_stage, overflows, offload):
     with accepted_fp16() as precision:
         first, second = (build(accelerator, zero_stage, precision, offload=offload) for _ in range(2))
         synchronized_step([(first, [IDS], loss), (second, [IDS], loss)])
         before = state(first), state(second)
-        losses = [HUGE, HUGE if overflows == "both" else loss]
+        losses = [HUGE if overflows in (name, "both") else loss for name in ("first", "second")]
         sums = synchronized_step([(first, [IDS], losses[0]), (second, [IDS], losses[1])])
         assert [part.read()["loss"] > 1e5 for part in sums] == [part is HUGE for part in losses]
         for engine, earlier, its_loss in zip((first, second), before, losses):

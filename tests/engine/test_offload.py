@@ -176,6 +176,7 @@ def test_on_a_host_that_is_the_device_nothing_moves(accelerator):
 def test_frozen_model_below_zero_3_follows_engine_offload(separate, place, waits):
     placement = make_placement(1, trained=False, offload=place)
     model = freeze_model(llama(60), accelerator=separate, precision=separate.precision("fp32"), placement=placement)
+    assert places(model) == {"cpu" if waits else "meta"}
     use(model)
     assert places(model) == {"cpu" if waits else "meta"}
 

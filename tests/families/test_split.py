@@ -74,7 +74,10 @@ def assert_parts_compute_the_whole(model: Any, size: int, ids: torch.Tensor) -> 
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [*((name, 2) for name in sorted(SPLIT)), *((name, 4) for name in ("Llama, Llama 2", "BLOOM", "OPT"))],
+    [
+        *((name, 2) for name in sorted(SPLIT)),
+        *((name, 4) for name in ("Llama, Llama 2", "BLOOM", "OPT", "GPT-NeoX, Pythia")),
+    ],
 )
 def test_parts_compute_what_the_whole_does(name: str, size: int) -> None:
     model = biased(build(BY_NAME[name].configuration(), MODEL_FOR_CAUSAL_LM_MAPPING))
