@@ -193,9 +193,20 @@ def test_mistake_ends_the_process_with_code_2(debug: bool) -> None:
     assert debug or re.fullmatch(r"rlhf: error: .*\n", done.stderr)
 
 
+def test_terminal_that_lacks_a_letter_stops_nothing(empty_folder: Path) -> None:
+    (empty_folder / "plüm.yaml").write_text("seed: 3\n")
+    command = [sys.executable, "-m", "rlhf", "config", "--config", "plüm.yaml"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=user_environment() | {"PYTHONIOENCODING": "ascii"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.isascii() and r"pl\xfcm.yaml" in done.stdout
+
+
 def test_output_folder_of_other_files_is_left_alone(empty_folder: Path) -> None:
     (empty_folder / "notes.txt").write_text("mine")
     assert "is not empty and holds no run" in refusal("--output", ".", "--overwrite")
+    assert "notes.txt: is a file; choose a folder with --output" in refusal("--output", "notes.txt")
     assert [path.name for path in empty_folder.iterdir()] == ["notes.txt"]
 
 

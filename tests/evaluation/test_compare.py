@@ -305,6 +305,7 @@ def test_standard_input_has_prompts_and_a_pipe_gets_tabs(run: Run, models: dict[
         (["a", "judge"], "judge: is a reward model"),
         (["a", "b", "-R", "a"], "a: its weights lack score.weight"),
         (["a", "b", "--output", "b"], "b: is a folder"),
+        (["a", "b", "--output", "/dev/null"], "/dev/null: is a device"),
         (["a", "b", "--max-tokens", "128"], "no prompt fits all models: {a}: "),
     ],
 )
@@ -386,3 +387,4 @@ def test_terminal_shows_completions_side_by_side_and_tables(
     assert "6 prompts, temperature 1, 2 samples of each, at most 8 tokens." in shown
     assert re.search(r"win rate +│ +│ [0-9.]+% \[[0-9.]+%, [0-9.]+%\]", shown)
     assert re.search(r"│ 2 │ 0\.1931 +│ \S+ ± \S+ +│ \S+ ± \S+ +│", shown)
+    assert re.search(r"^b scores .* nats; the best of \S+ samples of a, at a KL of at most .* nats, ", shown, re.M)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import random
 import weakref
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,15 @@ def test_a_model_that_claims_what_is_so_has_no_error() -> None:
 def test_the_temperature_undoes_a_scale(scale: float) -> None:
     margins = [margin(0.8)] * 80 + [-margin(0.8)] * 20
     assert fit_temperature([scale * one for one in margins]) == pytest.approx(scale)
+
+
+def test_no_temperature_near_it_has_less_log_loss() -> None:
+    rng = random.Random(0)
+    margins = [rng.gauss(1, 2) for _ in range(300)]
+    temperature = fit_temperature(margins)
+    assert temperature is not None
+    least = log_loss(margins, 1 / temperature)
+    assert all(log_loss(margins, 1 / (temperature * by)) > least for by in (0.5, 0.9, 0.999, 1.001, 1.1, 2))
 
 
 def test_temperature_of_a_perfect_or_random_model_is_none() -> None:
