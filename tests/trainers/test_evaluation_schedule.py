@@ -94,13 +94,13 @@ def test_epochs_are_measured_at_their_ends(accelerator, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("stage", "metric", "numbers", "step"),
+    ("stage", "metric", "numbers", "steps"),
     [
-        ("sft", "perplexity", [5.0, math.nan, 3.0, 4.0, 3.0, -math.inf], 2),  # the first of equals, finite
-        ("reward", "accuracy", [0.9, 0.5, 0.8, 0.6], 2),  # more is better
+        ("sft", "perplexity", [5.0, math.nan, 3.0, 4.0, 3.0, -math.inf], [2]),  # the first of equals, finite
+        ("reward", "accuracy", [0.9, 0.5, 0.8, 0.6], [1, 2]),  # more is better
     ],
 )
-def test_best_model_is_the_first_of_the_best_finite_ones(accelerator, tmp_path, stage, metric, numbers, step):
+def test_best_model_is_the_first_of_the_best_finite_ones(accelerator, tmp_path, stage, metric, numbers, steps):
     context = stage_context(accelerator, tmp_path, stage, {stage: {"eval_every": 1, "keep": f"best({metric})"}})
     results, saved = iter(numbers), []
     trainer = StubTrainer(
@@ -109,8 +109,8 @@ def test_best_model_is_the_first_of_the_best_finite_ones(accelerator, tmp_path, 
         evaluate=lambda when: EvalResult({metric: next(results)}),
         save=lambda folder: (saved.append(folder.name), (folder / "model").mkdir(parents=True)),
     )
-    assert fit(trainer, context)["kept"] == {"step": step, "metric": metric, "value": numbers[step]}
-    assert saved[-1] == f"step-{step:08d}"
+    assert fit(trainer, context)["kept"] == {"step": steps[-1], "metric": metric, "value": numbers[steps[-1]]}
+    assert saved == [f"step-{step:08d}" for step in steps]
 
 
 def test_random_numbers_of_evaluations_change_no_training(accelerator, tmp_path):

@@ -9,6 +9,7 @@ from transformers import AutoModelForSequenceClassification
 
 from rlhf.models.forward import last_token_scores
 from rlhf.models.quantized import count_quantized, find_quantized_layers
+from rlhf.trainers.stage_models import ModelFactory
 from tests.helpers import weights
 from tests.in_process import given, scalar_llama, stage_context
 
@@ -61,6 +62,13 @@ def test_a_frozen_reward_model_scores_nearly_as_it_does_whole(accelerator, tmp_p
         found = last_token_scores(frozen(ids, mask), mask)
         expected = model(input_ids=ids, attention_mask=mask).logits.flatten()
     assert 0 < (found - expected).norm() / expected.norm() < most
+
+
+def test_stage_packs_each_layer_as_it_is_read(accelerator, tmp_path, model_folder):
+    """Otherwise a model would be in memory whole first, without any number that is different."""
+    values = {"engine": {"frozen": "int8"}, "lora": {"rank": 4}, "model": {"path": str(model_folder)}}
+    context = stage_context(accelerator, tmp_path, "sft", values)
+    assert count_quantized(ModelFactory(context).causal_lm("sft")) == 15_360
 
 
 def test_a_reward_model_saved_from_quantized_weights_scores(quantized_run):
