@@ -18,7 +18,7 @@ from rlhf.runs.directory import RunDirectory
 from tests import in_process
 from tests.helpers import assert_close_weights, assert_same_weights, kill_at, llama, sets, weights
 from tests.in_process import make_placement, ppo_models
-from tests.trainers.test_shapes import steps_of_different_lengths
+from tests.trainers.test_shapes import comparisons_by_step, steps_of_different_lengths
 
 LORA = ("--set", "lora.rank=4")
 STAGES = ("sft", "reward", "ppo")
@@ -179,6 +179,12 @@ def test_static_shapes_add_no_operator_after_the_first_step(build_ppo, zero_stag
     first, *later = steps_of_different_lengths(build_ppo(zero_stage))
     for seen in later:
         assert sorted(map(str, seen - first)) == []
+
+
+@pytest.mark.slow
+def test_zero_3_settles_the_order_of_weights_in_two_steps(build_ppo, monkeypatch):
+    first, _, *later = comparisons_by_step(build_ppo(3), 4, monkeypatch)
+    assert first > 0 and later == [0, 0]
 
 
 @pytest.mark.parametrize("stage", STAGES)

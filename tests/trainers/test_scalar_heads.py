@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.families.table import BY_NAME
-from tests.helpers import assert_same_weights, build_tokenizer, models_of, sets, weights
+from tests.helpers import assert_same_weights, build_tokenizer, kill_at, models_of, sets, weights
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +78,17 @@ def test_adapters_and_the_head_are_trained_and_merged(rlhf: Any, finished: tuple
     assert found.keys() - before.keys() == {"score.weight"}
     changed = {name for name in before if not torch.equal(before[name], found[name])}
     assert {name.rpartition(".")[0].rpartition("_")[2] for name in changed} == {"proj"}
+
+
+@pytest.mark.slow
+def test_killed_reward_stage_resumes_to_the_same_weights(rlhf: Any, finished: tuple[Path, str], tmp_path: Path) -> None:
+    model = f"reward.model={finished[0] / 'sft' / 'model'}"
+    keys = sets(model, "reward.checkpoint_every=1", "reward.max_steps=12")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    rlhf("reward", "--output", whole, *keys)
+    kill_at(killed / "reward" / "checkpoints" / "step-00000002", rlhf, "reward", "--output", killed, *keys)
+    assert "resumed after step" in rlhf("reward", "--output", killed, "--resume", *keys).stdout
+    assert_same_weights(killed / "reward" / "model", whole / "reward" / "model")
 
 
 def test_a_language_model_of_the_family_is_no_reward_model(

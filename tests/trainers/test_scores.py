@@ -22,8 +22,8 @@ from rlhf.errors import RewardError
 from rlhf.trainers.ppo.experience import Rollout, Scores
 from rlhf.trainers.ppo.metrics import rollout_means, rollout_sums
 from rlhf.trainers.ppo.rewards import WeightedRewards
-from tests.optimum.language import prompt, tokenizer
-from tests.optimum.test_optimum import build
+from tests.optimum.language import COMPLETIONS, WORDS, Distance, log_probabilities, optimum, prompt, tokenizer
+from tests.optimum.test_optimum import BETA, build
 
 FUNCTIONS = """
 def words(prompt, completion, row): return float(len(completion.split()))
@@ -124,6 +124,16 @@ def test_columns_stand_above_what_was_read_in_them(tmp_path: Path) -> None:
     assert found["c"].row.as_dict()["source"] == "rows.jsonl:2"
 
 
+def test_records_are_kept_only_for_reward_functions(tmp_path: Path) -> None:
+    """They decide nothing else: a run goes on with the same rows."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a b", "answer": "c"}\n')
+    config = DataConfig.model_validate({"datasets": [str(tmp_path / "rows.jsonl")]})
+    sources = [read_sources(config, ["ppo"], seed=0, records=records) for records in (False, True)]
+    rows = [next(iter(source._read.values())).rows for source in sources]
+    assert [kept[0].record for kept in rows] == [{}, {"prompt": "a b", "answer": "c"}]
+    assert rows[0] == rows[1] and sources[0].fingerprints() == sources[1].fingerprints()
+
+
 @pytest.mark.parametrize("endless", [True, False])
 def test_a_rank_s_examples_are_those_of_its_rows(endless: bool) -> None:
     """Five prompts in batches of four: the last one is filled up, with rows that are not real or of the next epoch."""
@@ -144,3 +154,21 @@ def test_each_completion_of_a_prompt_comes_with_its_example(accelerator: Acceler
     rows, examples = ppo.prompts(0), ppo.examples(0)
     found = [ids[mask].tolist() for ids, mask in zip(rows["prompt_ids"], rows["prompt_mask"].bool(), strict=True)]
     assert found == [example.prompt_ids for example in examples] and len(set(map(tuple, found))) == 4
+
+
+@pytest.mark.slow
+def test_policy_becomes_the_optimum_of_a_function(accelerator: Accelerator, tmp_path: Path, file: Path) -> None:
+    """No reward model: the known optimum of `tests.optimum` for a reward that Python counts."""
+    changes = {"reward_weight": 0, "reward_functions": [f"{file}:taste"]}
+    ppo = build(accelerator, tmp_path, changes, seed=0)
+    texts = [" ".join(WORDS[word] for word in words if word) for words in COMPLETIONS]
+    scores = [text.count("a") - 0.7 * text.count("c") + 0.3 * len(text) for text in texts]
+    known = torch.tensor(scores, dtype=torch.float64)
+    best = optimum(log_probabilities(ppo.actor.module), known, BETA)
+    before = Distance.between(log_probabilities(ppo.actor.module), best, known)
+    assert ppo.reward is None and min(before.forward, before.backward) > 0.5
+    for index in range(ppo.settings.steps):
+        numbers = ppo.step(index)
+    after = Distance.between(log_probabilities(ppo.actor.module), best, known)
+    assert max(after.forward, after.backward) < 0.01, (before, after)
+    assert numbers["reward"] == numbers["reward/taste"]

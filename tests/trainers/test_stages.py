@@ -21,7 +21,13 @@ def test_all_stages_run_and_the_supervised_ones_learn_the_same(rlhf, finished_ru
     assert summaries[-1]["steps"] == 3 and summaries[-1]["after"]["response_length"] > 0
 
 
-@pytest.mark.parametrize(("stage", "ranks", "micro"), [("sft", 2, 1), ("reward", 1, 2), ("reward", 2, 2)])
+@pytest.mark.parametrize(
+    ("stage", "ranks", "micro"),
+    [
+        *[("sft", 2, 1), ("reward", 1, 2), ("reward", 2, 2)],
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("sft", 1, 2), ("sft", 2, 2), ("reward", 2, 1)]),
+    ],
+)
 def test_ranks_and_micro_batches_change_no_weight(rlhf, finished_run, tmp_path, stage, ranks, micro):
     output = tmp_path / "run"
     keys = sets(f"{stage}.micro_batch_size={micro}", f"reward.model={finished_run / 'sft' / 'model'}")
