@@ -1,7 +1,8 @@
-"""Accelerators as plugins: the interface, the built-in backends, and the choice among those that are installed.
+"""Accelerators as plugins: the interface, the built-in backends, and the selection among installed ones.
 
 Trainers call `select()` and get a backend; plugins use the types and `hookimpl`. Importing this package does not
-import torch, because some runtimes read their environment at that moment, and the chosen backend sets it first.
+import torch, because some runtimes read their environment when torch is imported, and the selected backend sets it
+first.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -2,7 +2,7 @@
 """The interface between the trainers and the hardware.
 
 A trainer calls these methods and nothing of a vendor's. The defaults suit a device that torch knows and that runs
-eagerly: its backend writes `bind`, `info` and `precision`, and overrides what differs.
+eagerly: its backend implements `bind`, `info` and `precision`, and overrides methods that differ.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Accelerator(ABC):
         return self._device
 
     def to_device(self, batch: Batch) -> Batch:
-        """Return the same structure (tensors in dicts, lists, tuples) with every tensor on the device."""
-        # Copies to a device may overlap with what runs there; they are queued in order, so nobody has to wait.
+        """Return the batch (tensors in dicts, lists or tuples) with every tensor on the device."""
+        # Copies may overlap with running operators; they are queued in order, so neither has to wait.
         move = functools.partial(torch.Tensor.to, device=self.device(), non_blocking=True)
         return cast(Batch, tree_map_only(torch.Tensor, move, batch))
 
@@ -98,11 +98,12 @@ class Accelerator(ABC):
     def capture(self, fn: Function, key: str) -> Function:
         """Return `fn`, recorded and replayed if the device can (operation `graph_capture`).
 
-        If it is not recorded, its first call is checked all the same, unless the operation was set to `none`. A
-        recording is freed together with the returned function.
+        If it is not recorded, its first call is still checked, unless the operation was set to `none`. A recording is
+        freed together with the returned function.
 
         Args:
-            fn: works on tensors of fixed shapes: its arguments, and tensors that it holds and changes in place.
+            fn: a function of tensors with fixed shapes: its arguments, and tensors that it refers to and changes in
+                place.
             key: its name in reports.
 
         Raises:
@@ -142,19 +143,19 @@ class Accelerator(ABC):
         return KernelSet(self)
 
     def kernel_implementations(self) -> Iterable[KernelImpl]:
-        """Return the implementations that this backend brings; those of plugins compete with them."""
+        """Return the implementations of this backend; those of plugins compete with them."""
         return portable.KERNELS
 
     # shapes
 
     def shape_policy(self) -> ShapePolicy:
-        """Return how batches are padded if the user names no policy."""
+        """Return the padding of batches if the user names no policy."""
         return ShapePolicy("dynamic")
 
     # memory and random numbers
 
     def host_device(self) -> torch.device:
-        """Return where offloaded tensors are; the device itself if it has no memory separate from the host's."""
+        """Return the device of offloaded tensors; `device()` if it has no memory separate from the host's."""
         return torch.device("cpu")
 
     def pins_memory(self) -> bool:
@@ -174,29 +175,29 @@ class Accelerator(ABC):
         )
 
     def reset_peak(self) -> None:
-        """Set the maximum of `memory` to the memory in use now."""
+        """Reset the maximum of `memory` to the memory currently in use."""
         if self._has_queue():
             torch.accelerator.reset_peak_memory_stats(self.device())
         else:
             host.reset_peak_memory()
 
     def empty_cache(self) -> None:
-        """Return memory to the system that is reserved but not in use."""
+        """Return reserved but unused memory to the system."""
         if self._has_queue():
             torch.accelerator.empty_cache()
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Return whether an error says that the device had too little memory, in the words of its software.
+        """Return whether an error of the device's software means that the device is out of memory.
 
-        It is asked about every error that ends a run, and about their causes. Errors of torch and Python
-        (`torch.OutOfMemoryError`, `MemoryError`) count in any case.
+        It is called for every error that ends a run, and for its causes. Errors of torch and Python
+        (`torch.OutOfMemoryError`, `MemoryError`) are always recognized.
         """
         return is_out_of_memory(error)
 
     def seed(self, n: int) -> None:
         """Seed the generators of Python, torch and the device."""
         random.seed(n)
-        torch.manual_seed(n)  # also of all devices that torch knows
+        torch.manual_seed(n)  # this seeds all devices that torch knows
 
     def rng_state(self) -> dict[str, Any]:
         """Return the state of the generators that `seed` sets, in types that `torch.load(weights_only=True)` reads."""
@@ -206,7 +207,7 @@ class Accelerator(ABC):
         return state
 
     def set_rng_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what `rng_state` returned.
+        """Restore the result of `rng_state`.
 
         Raises:
             KeyError: the state is that of another device.
@@ -250,8 +251,8 @@ class Accelerator(ABC):
         from deepspeed.accelerator import get_accelerator, set_accelerator
         from deepspeed.ops import __compatible_ops__
 
-        # For tensors of a CPU, DeepSpeed would compile a collective through shared memory before the first step. That
-        # takes a minute, even for one rank, and only DeepSpeed's inference uses it.
+        # For CPU tensors, DeepSpeed would compile a shared-memory collective before the first step. That takes a
+        # minute, even for one rank, and only DeepSpeed's inference uses it.
         __compatible_ops__["deepspeed_shm_comm"] = False
         if accelerator is not None:
             set_accelerator(accelerator)

@@ -30,7 +30,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 def rlhf_accelerators() -> Iterable[AcceleratorSpec]:  # type: ignore[empty-body]
     """Offer backends.
 
-    The probe runs in the launcher, before a fork: it looks at files or a vendor's command-line tool and opens nothing.
+    The probe runs in the launcher, before a fork: it reads files or runs a vendor's tool, and opens no device.
 
         from pathlib import Path
         from accelerators import AcceleratorSpec, Probe, hookimpl
@@ -50,7 +50,7 @@ def rlhf_accelerators() -> Iterable[AcceleratorSpec]:  # type: ignore[empty-body
 def rlhf_kernels(accelerator: Accelerator) -> Iterable[KernelImpl]:  # type: ignore[empty-body]
     """Offer implementations of operations, for any backend; torch may be imported here.
 
-    The supported implementation with the highest priority is used; `rlhf accelerators explain` says why not others.
+    The supported implementation with the highest priority is used; `rlhf accelerators explain` gives the reasons.
 
         from accelerators import KernelImpl, Support, hookimpl
 
@@ -72,7 +72,7 @@ def rlhf_kernels(accelerator: Accelerator) -> Iterable[KernelImpl]:  # type: ign
 def rlhf_check_run(accelerator: Accelerator, run: Mapping[str, Any]) -> Iterable[Problem]:  # type: ignore[empty-body]
     """Object to a run; `run` is its configuration as nested plain values.
 
-    A plugin changes nothing. The user sees the objections of all plugins together.
+    The hook must not change it. The user sees the objections of all plugins together.
 
         from accelerators import Problem, hookimpl
 

@@ -1,4 +1,4 @@
-"""The implementations of one backend's operations, and the choice among them."""
+"""The implementations of a backend's operations, and the selection among them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from accelerators.errors import AcceleratorError, describe_error, is_built_in, n
 from accelerators.types import AUTO, NONE, OPERATIONS, Backend, KernelImpl, Support, expect, one_line
 
 CHECK_OF_A_MODEL = "its check of the model"
-"""Beginning of a refusal that is an error in the plugin."""
+"""Start of a refusal that is caused by an error in the plugin."""
 
 logger = logging.getLogger(__name__)
 
 
 class KernelSet:
-    """The kernels of a backend (`Accelerator.kernels`): those it brings, and those that plugins add.
+    """The kernels of a backend (`Accelerator.kernels`): its implementations, and those that plugins add.
 
-    The supported implementation with the highest priority does an operation, unless another was chosen. One whose
-    check, factory or result fails gives way to the next, with a warning that names its plugin.
+    An operation uses the supported implementation with the highest priority, unless another was chosen. If a check, a
+    factory or its result fails, the next implementation is used, with a warning that names the plugin.
     """
 
     def __init__(self, accelerator: Backend) -> None:
@@ -33,7 +33,7 @@ class KernelSet:
         self._added += implementations
 
     def choose(self, operation: str, name: str) -> None:
-        """Let only the named implementation do an operation, whatever the priorities.
+        """Use only the named implementation for an operation, regardless of priorities.
 
         Args:
             operation: a name in OPERATIONS.
@@ -65,7 +65,7 @@ class KernelSet:
         choice = self._choices.get(operation)
         pairs = [
             (implementation, self._support(implementation))
-            for implementation in (*self._brought(), *self._added)
+            for implementation in (*self._backend_implementations(), *self._added)
             if implementation.operation == operation and choice in (None, implementation.name)
         ]
         return sorted(pairs, key=lambda pair: (pair[1].ok, pair[0].priority), reverse=True)
@@ -75,7 +75,7 @@ class KernelSet:
         return {operation: self._capability(operation) for operation in OPERATIONS}
 
     def get(self, operation: str, required: bool = False) -> Any:
-        """Return what the best implementation of an operation makes (see OPERATIONS); None if there is none.
+        """Return the kernel of the best implementation of an operation (see OPERATIONS); None if there is none.
 
         Raises:
             AcceleratorError: `required`, and there is none; the message contains the reason.
@@ -88,9 +88,9 @@ class KernelSet:
         return None
 
     def usable(self, operation: str) -> Iterator[tuple[KernelImpl, Any]]:
-        """Yield the supported implementations that can be made, best first, each with what `get` would return."""
+        """Yield the supported implementations whose factory succeeds, best first, each with its kernel."""
         for implementation, support in self.candidates(operation):
-            if support.ok and (kernel := self._make(implementation)) is not None:
+            if support.ok and (kernel := self._build(implementation)) is not None:
                 yield implementation, kernel
 
     def refusal(self, implementation: KernelImpl, model: Any) -> str:
@@ -101,8 +101,8 @@ class KernelSet:
             plugin = self._plugin(implementation)
             return f"{CHECK_OF_A_MODEL} failed ({describe_error(error)}), which is for the authors of {plugin}"
 
-    def _brought(self) -> list[KernelImpl]:
-        """Return the implementations that the backend itself brings."""
+    def _backend_implementations(self) -> list[KernelImpl]:
+        """Return the backend's implementations, without those of other plugins."""
         with naming_method(self._accelerator, "kernel_implementations"):
             return [expect(item, KernelImpl) for item in self._accelerator.kernel_implementations()]
 
@@ -110,7 +110,7 @@ class KernelSet:
         return implementation.plugin or self._accelerator.provider or self._accelerator.name
 
     def _support(self, implementation: KernelImpl) -> Support:
-        """Return an implementation's own check; one that fails is a refusal, not the end of the run."""
+        """Return the result of an implementation's check; a check that fails is a refusal and does not end the run."""
         if failure := self._failures.get(_key(implementation)):
             return Support(False, failure)
         try:
@@ -118,19 +118,19 @@ class KernelSet:
         except (Exception, SystemExit) as error:
             return Support(False, f"its check failed ({describe_error(error)})")
 
-    def _make(self, implementation: KernelImpl) -> Any:
-        """Return what the factory makes; None, and a refusal from now on, if that cannot be used."""
+    def _build(self, implementation: KernelImpl) -> Any:
+        """Return the factory's kernel; if it cannot be used, return None and refuse the implementation from now on."""
         plugin = self._plugin(implementation)
         try:
-            made = implementation.factory(self._accelerator)
+            kernel = implementation.factory(self._accelerator)
             if not is_built_in(implementation.factory):
-                _check_made(implementation, made)
+                _check_kernel(implementation, kernel)
         except (Exception, SystemExit) as error:
             failure = f"its factory failed ({describe_error(error)}), which is for the authors of {plugin}"
             self._failures[_key(implementation)] = failure
             logger.warning("%s: %s is not used: %s", implementation.operation, implementation.name, failure)
             return None
-        return name_kernel(implementation, made, plugin)
+        return name_kernel(implementation, kernel, plugin)
 
     def _capability(self, operation: str) -> Support:
         if self.is_left_out(operation):
@@ -146,18 +146,18 @@ class KernelSet:
 
 
 def _key(implementation: KernelImpl) -> tuple[str, str, str]:
-    """Return what identifies an implementation; backends may make the `KernelImpl` itself at each call."""
+    """Return the identity of an implementation; backends may create a new `KernelImpl` at each call."""
     return implementation.operation, implementation.name, implementation.plugin
 
 
-def _check_made(implementation: KernelImpl, made: Any) -> None:
-    """Check what a plugin's factory made, so that the next implementation can take its place before it is used."""
+def _check_kernel(implementation: KernelImpl, kernel: Any) -> None:
+    """Check the kernel of a plugin's factory before its first use, so that the next implementation can replace it."""
     operation = OPERATIONS[implementation.operation]
-    if not operation.accepts(made):
-        raise TypeError(f"it made {one_line(repr(made))}, expected {operation.makes}")
+    if not operation.accepts(kernel):
+        raise TypeError(f"it made {one_line(repr(kernel))}, expected {operation.makes}")
     if operation.name == "attention":
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         known = ("eager", *ALL_ATTENTION_FUNCTIONS.keys())
-        if made not in known and "/" not in made:  # a name with a slash is that of a kernel on the hub
-            raise ValueError(f"it made {made!r}, which transformers does not know; known: {', '.join(known)}")
+        if kernel not in known and "/" not in kernel:  # a name with a slash is that of a kernel on the hub
+            raise ValueError(f"it made {kernel!r}, which transformers does not know; known: {', '.join(known)}")

@@ -1,4 +1,4 @@
-"""The values that plugins, the registry and the trainers exchange.
+"""The types of values that plugins, the registry and the trainers exchange.
 
 Plugins return specs, probes, kernels and problems; backends return devices, memory figures and precisions. Every value
 is frozen, and this module does not import torch, so that a plugin can be discovered before torch is loaded.
@@ -21,7 +21,7 @@ API_VERSION = 2
 """Version of the interface; a plugin states the version that it was written for."""
 
 OLDEST_API_VERSION = 2
-"""The oldest version whose plugins still work."""
+"""The oldest version of the interface that is still supported."""
 
 AUTO, NONE = "auto", "none"
 """Choices instead of an implementation's name: the best one; or, for an optional operation, none."""
@@ -37,12 +37,12 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Operation:
-    """Work that trainers ask `Accelerator.kernels` for.
+    """A computation for which `Accelerator.kernels` selects an implementation.
 
     Attributes:
         name: key of `KernelImpl.operation` and of `engine.kernels` in a recipe.
         makes: what the factory of an implementation returns, and how trainers call it.
-        optional: trainers do without it if no implementation is supported.
+        optional: trainers work without it if no implementation is supported.
         methods: names of the methods that trainers call; empty if they call the result itself.
         text: the result is a name, not a function.
     """
@@ -94,7 +94,7 @@ OPERATIONS: Mapping[str, Operation] = {
 
 @dataclass(frozen=True)
 class Probe:
-    """The answer if a backend can run here, determined without importing torch or opening the device.
+    """The result of a probe: if the backend can run here, found without importing torch or opening the device.
 
     Attributes:
         ok: the backend can run.
@@ -124,7 +124,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Support:
-    """The availability of an operation: by which implementation, and why or why not.
+    """The availability of an operation: the implementation, and the reason why it is available or not.
 
     A refusal always has a reason.
     """
@@ -175,8 +175,8 @@ class KernelImpl:
     Attributes:
         operation: a name in OPERATIONS.
         name: name of the implementation.
-        factory: receives the `Accelerator` and returns what the operation's `makes` says. If it fails, the next
-            implementation is used, with a warning.
+        factory: receives the `Accelerator` and returns a kernel, as the operation's `makes` describes. If it fails, the
+            next implementation is used, with a warning.
         supported: receives the `Accelerator` and reports whether the implementation can be used.
         priority: order among the supported implementations.
         refuses: for operation `attention`; receives transformers' configuration of a model and returns why this
@@ -219,7 +219,7 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class Problem:
-    """An objection to a run: the reason why it must not start, and a remedy for the user."""
+    """An objection to a run: the reason why it must not start, and a remedy."""
 
     reason: str
     remedy: str
@@ -234,7 +234,7 @@ class DeviceInfo:
 
     Attributes:
         model: name of the model.
-        count: how many devices this machine has.
+        count: number of devices of this machine.
         software: the software that drives them, with versions.
         peak_flops: the maker's maximum of operations per second for products of dense matrices on one device, by
             precision ({"bf16": 989e12}). No share is recorded for a precision that is not listed.
@@ -283,7 +283,7 @@ class Precision:
     Attributes:
         dtype: dtype of the models' weights.
         name: bf16, fp16 or fp32.
-        reason: why this precision was taken, and why others were not.
+        reason: why this precision was chosen, and why others were not.
         loss_scaling: the loss is scaled dynamically.
     """
 

@@ -82,8 +82,8 @@ Python functions can add to the model's scores ([bold]ppo.reward_functions[/]), 
 """The commands that run one stage, with their help."""
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"rlhf {__version__}")
         raise typer.Exit
 
@@ -106,9 +106,9 @@ def run(
     Without a command, these three stages run, or those of [bold]--stages[/]. Options may stand before or after a
     command.
     """
-    wanted = STAGES if stages is None else parse_stages(stages)
+    selected = STAGES if stages is None else parse_stages(stages)
     if not context.invoked_subcommand:
-        start(context, wanted, **vars(options))
+        start(context, selected, **vars(options))
     elif stages is None:
         context.obj = options
     else:
@@ -123,7 +123,7 @@ def start(context: typer.Context, stages: tuple[Stage, ...], **values: Any) -> N
     options = collect_options(context, RUN, values)
     machine = multinode.resolve_node(options.nodes, options.node_rank, options.rendezvous)
     if machine and not options.dry_run:
-        _start_among(machine, options, stages)
+        _start_on_machine(machine, options, stages)
         return
     options = options.with_run_recipe(stages)
     config = options.load()
@@ -133,8 +133,10 @@ def start(context: typer.Context, stages: tuple[Stage, ...], **values: Any) -> N
         pending = preflight.check(config, stages, options.ranks, resume=options.resume, overwrite=options.overwrite)
         if pending:
             select.select_accelerator(config, options.accelerator)
-            ending = RunTermination(RunDirectory(config.output), stages)
-            _end(local.spawn_ranks(options.ranks, local.rank_command(sys.argv[1:]), debug=options.debug), ending)
+            termination = RunTermination(RunDirectory(config.output), stages)
+            _report_end(
+                local.spawn_ranks(options.ranks, local.rank_command(sys.argv[1:]), debug=options.debug), termination
+            )
             return
     launch.run(
         config,
@@ -148,7 +150,7 @@ def start(context: typer.Context, stages: tuple[Stage, ...], **values: Any) -> N
     )
 
 
-def _start_among(machine: multinode.NodeSpec, options: Options, stages: tuple[Stage, ...]) -> None:
+def _start_on_machine(machine: multinode.NodeSpec, options: Options, stages: tuple[Stage, ...]) -> None:
     """Start this machine's ranks of a run on several machines. The first machine checks the run for all."""
     first, count = machine.number == 0, options.ranks or 1
     options = options.with_run_recipe(stages) if first else options
@@ -157,35 +159,35 @@ def _start_among(machine: multinode.NodeSpec, options: Options, stages: tuple[St
     pending = list(stages)
     if first:
         multinode.serve_rendezvous(machine, timeout)
-        wishes = {"resume": options.resume, "overwrite": options.overwrite}
         try:
-            pending = preflight.check(config, stages, count * machine.count, **wishes)
+            ranks = count * machine.count
+            pending = preflight.check(config, stages, ranks, resume=options.resume, overwrite=options.overwrite)
             select.select_accelerator(config, options.accelerator)
         except USER_ERRORS as error:
             with suppress(*USER_ERRORS, RemoteRankError):
                 multinode.join_rendezvous(machine, count, timeout, refusal=ExitStatus.summarize(error))
             raise
-    meeting = multinode.join_rendezvous(machine, count, timeout, is_pending=bool(pending))
-    ending = RunTermination(RunDirectory(config.output), stages) if first else None
+    rendezvous = multinode.join_rendezvous(machine, count, timeout, is_pending=bool(pending))
+    termination = RunTermination(RunDirectory(config.output), stages) if first else None
     outcome = None
-    if meeting.is_pending:
+    if rendezvous.is_pending:
         command = local.rank_command(sys.argv[1:])
-        outcome = local.spawn_ranks(count, command, debug=options.debug, rendezvous=meeting)
+        outcome = local.spawn_ranks(count, command, debug=options.debug, rendezvous=rendezvous)
     elif first:
         launch.run(config, stages=stages)
-    verdict = meeting.client.conclude(outcome)
+    verdict = rendezvous.client.conclude(outcome)
     # Each machine says what it saved and how to resume.
     interrupted = outcome and verdict and outcome.code == verdict.code == INTERRUPTED
-    _end(outcome if interrupted or not verdict else verdict, ending)
+    _report_end(outcome if interrupted or not verdict else verdict, termination)
 
 
-def _end(outcome: ExitStatus | None, ending: RunTermination | None) -> None:
-    """Report how the started ranks ended; the process in charge of the folder also logs it there (`ending`)."""
+def _report_end(outcome: ExitStatus | None, termination: RunTermination | None) -> None:
+    """Report how the started ranks ended; the process in charge of the folder also logs it there (`termination`)."""
     if not outcome:
         return
     code = outcome.report()
-    if ending:
-        ending.conclude(outcome)
+    if termination:
+        termination.conclude(outcome)
     raise typer.Exit(code)
 
 

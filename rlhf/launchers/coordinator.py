@@ -85,7 +85,7 @@ class Coordinator(threading.Thread):
         self._selector.close()
 
     def _hang_up(self) -> None:
-        """Let the verdict arrive: closing a connection with unread data may discard what was sent last."""
+        """Close connections once the verdict has arrived: closing one with unread data may discard the last message."""
         deadline = time.monotonic() + _SECONDS_BETWEEN_BEATS
         connections = [worker.connection for worker in self._workers.values()]
         for connection in connections:

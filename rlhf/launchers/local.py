@@ -180,7 +180,7 @@ def _wait(
 
 @contextmanager
 def _pass_signals(processes: Collection[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
-    """Send SIGTERM to each process when a signal arrives; yield the signals so far, without repeated SIGHUPs."""
+    """Ask each process to end when a signal arrives; yield the signals so far, without repeated SIGHUPs."""
     signals_seen: list[int] = []
 
     def receive(number: int) -> None:

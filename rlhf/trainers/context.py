@@ -1,4 +1,4 @@
-"""The context of a stage: settings, hardware, rank, where results go, and the models it has loaded."""
+"""The context of a stage: settings, hardware, rank, folders, and the loaded models."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ModelLoader = Callable[[RoleName], Any]
 
 
 class Clock:
-    """Clock of a stage; `earlier` are the seconds of processes that it resumes."""
+    """Clock of a stage; `earlier` is the time of earlier processes, from which it resumes."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -51,7 +51,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class StageContext:
-    """Everything around a stage: settings, hardware, rank, and where results go."""
+    """The settings, hardware, rank and folders of a stage, and its loaded models."""
 
     config: Config
     accelerator: Accelerator
@@ -63,17 +63,17 @@ class StageContext:
     recorder: Recorder
     clock: Clock = field(default_factory=Clock)
     models: dict[str, TrainingEngine | nn.Module] = field(default_factory=dict)
-    """Loaded models by role: engines of those that are trained, modules of frozen ones."""
+    """Loaded models by role: engines of trained ones, modules of frozen ones."""
     bases: dict[str, SharedBase] = field(default_factory=dict)
     """Frozen weights of models trained with LoRA, by role, which other models may share."""
 
     def say(self, line: str) -> None:
-        """Print a line, once for all ranks."""
+        """Print a line on rank 0."""
         if self.world.is_main:
             console.print(line, markup=False, soft_wrap=True)
 
     def commit(self) -> None:
-        """Delete what this stage replaces, once it has a first result."""
+        """Delete the backup of the stage that this one replaces, once it has a first result."""
         if self.world.is_main:
             self.run.commit(self.directory)
 
@@ -103,7 +103,7 @@ class StageContext:
 
     @cached_property
     def model_flops(self) -> dict[RoleName, ModelFlops] | None:
-        """Counters of the models' operations, once all are loaded; None if a model's shape is not known."""
+        """Counters of the models' operations, after all are loaded; None if a model's shape is not known."""
         counters = {}
         for name, placement in self.placements.items():
             try:
@@ -126,7 +126,7 @@ class StageContext:
     ) -> TrainingEngine:
         """Load the role's model and return its training engine, for batches of `batch_size` rows.
 
-        Each optimizer step on a rank has `extra_micro_batches` in addition to those of these rows.
+        Each optimizer step on a rank also has `extra_micro_batches`.
 
         Raises:
             RLHFError: the model cannot be loaded, or has no layers that `lora` could adapt.
@@ -186,8 +186,8 @@ class StageContext:
             model = load(placement.role.name)
         if kind := placement.quantization:
             packing = self.accelerator.kernels.get("quantized_weights", required=True)
-            quantize(model, kind, packing, exported=placement.role.trained)  # those that `load` has not quantized
-            if not self._shares_base(model):  # whose line covers it
+            quantize(model, kind, packing, exported=placement.role.trained)  # weights that `load` has not quantized
+            if not self._shares_base(model):  # the line about the shared base covers it
                 self.say(
                     f"{placement.role.name}: the {count_quantized(model):,} frozen weights of its linear layers "
                     f"are in {kind}"
@@ -195,7 +195,7 @@ class StageContext:
         return model
 
     def _shares_base(self, model: nn.Module) -> bool:
-        """Return whether a model has weights of one that is trained."""
+        """Return whether a model shares weights with one that is trained."""
         trained = {id(parameter) for base in self.bases.values() for parameter in base.model.parameters()}
         return any(id(parameter) in trained for parameter in model.parameters())
 
@@ -217,14 +217,14 @@ class StageContext:
     def evaluation_batches(
         self, examples: Sequence[Any], collate: Any, training: TrainingConfig, rows: int, **options: Any
     ) -> Batches[Any]:
-        """Return batches over the first `eval_rows` held-out examples, in order; a rank has `rows` of each."""
+        """Return batches over the first `eval_rows` held-out examples, in order, with `rows` rows per rank."""
         size, examples = rows * self.world.size, examples[: training.eval_rows]
         return self.batches(examples, collate, batch_size=size, micro_batch_size=rows, shuffle=False, **options)
 
     def evaluate_batches(self, batches: Batches[Any], description: str) -> Iterator[tuple[int, Iterator[Any]]]:
         """Yield the index and the micro-batches of each global batch, on the device; show `description` meanwhile.
 
-        The time until all are read counts as evaluation.
+        The time until all batches are consumed counts as evaluation.
         """
         bars = progress(batches.rows, f"{self.directory.name}: {description}", enabled=self.world.is_main)
         with self.phases.running("evaluation"), bars as bar:

@@ -1,8 +1,8 @@
-"""DPO: raise the preferred reply of each pair over the other, measured against the policy as it was (arXiv:2305.18290).
+"""DPO: prefer the chosen reply of each pair, relative to the initial policy (arXiv:2305.18290).
 
 The policy's implicit reward of a reply is beta log (policy / reference), which needs no reward model. Before its first
-step the policy is its own reference: it scores every pair that training will use, and no other model is loaded. The
-scores are saved in the stage's folder, for a stage that resumes.
+step the policy is the reference: it scores every pair that training will use, and no other model is loaded. The scores
+are saved in the stage's folder, so that a resumed stage can read them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from rlhf.trainers.supervised import SupervisedTrainer
 from rlhf.utils.atomic_io import PARTIAL, sync
 
 MEANS = ("accuracy", "margin", "drift", "chosen_reward", "rejected_reward", "chosen_log_prob", "rejected_log_prob")
-"""Metrics of pairs, in training and on held-out rows: means over them."""
+"""Metrics that are means over pairs, in training and on held-out rows."""
 
 
 class DPOTrainer(SupervisedTrainer):
@@ -129,7 +129,7 @@ class BatchRange(NamedTuple):
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers of the pairs in them."""
+        """The numbers of the pairs in these batches."""
         return [example.number for step in range(self.steps) for example in self.batches.examples(step)]
 
 
@@ -141,7 +141,7 @@ def reply_log_probs(model: nn.Module, batch: Batch) -> Tensor:
 
 
 class PrecomputedReference:
-    """The policy's own log-probabilities of all pairs, computed before its first step."""
+    """The policy's log-probabilities of all pairs, computed before its first step."""
 
     def __init__(self, context: StageContext, policy: TrainingEngine, ranges: Sequence[BatchRange], pairs: int) -> None:
         """Read the table of log-probabilities, or compute it; every rank takes part.
@@ -160,7 +160,7 @@ class PrecomputedReference:
 
 
 class LiveReference:
-    """A model next to the policy or, with LoRA, the policy without its adapters."""
+    """A second model, or with LoRA the policy without its adapters."""
 
     def __init__(self, context: StageContext, policy: TrainingEngine, model: nn.Module | None) -> None:
         self._policy, self._model = policy, model
@@ -205,12 +205,12 @@ def _compute_table(context: StageContext, policy: TrainingEngine, ranges: Sequen
 
 
 def _read_table(context: StageContext, numbers: Sequence[int], pairs: int) -> Tensor | None:
-    """Read what an earlier process saved; None if the stage does not resume, or `numbers` are not all in the table."""
+    """Read the table of an earlier process; None if the stage does not resume, or the table lacks some `numbers`."""
     path, table = context.directory.path / FILE, None
     with distributed.on_main(f"reading {path}") as main:
         if main and context.directory.latest_checkpoint and path.is_file():
             table = load_file(path)["log_probs"]
-            if table.shape[0] != pairs or table[numbers].isnan().any():  # it is to be trained for longer now
+            if table.shape[0] != pairs or table[numbers].isnan().any():  # the stage may be trained for longer now
                 table = None
     return distributed.all_gather_objects(table)[0]
 

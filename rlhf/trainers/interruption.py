@@ -1,7 +1,7 @@
-"""Report how a run ended before it was complete: what is saved, the command to resume, and the line in the stage's log.
+"""Report the end of an incomplete run: what is saved, the command that resumes it, and the line in the stage's log.
 
-A `RunTermination` is created before anything is written, so that it can tell what the folder contained from what this
-run saved.
+A `RunTermination` is created before anything is written, so it can distinguish earlier contents of the folder from
+those of this run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlhf.utils.process_info import current_process, get_command_line
 
 
 class RunTermination:
-    """The end of a run of `stages` in `directory`; created before the run starts."""
+    """The end of a run of `stages` in `directory`; create it before the run starts."""
 
     def __init__(self, directory: RunDirectory, stages: Sequence[Stage]) -> None:
         self._directory, self._stages = directory, stages
@@ -49,12 +49,12 @@ class RunTermination:
                 raise InternalError.from_error(error, folder if holds_run else None) from error
         except Exception as error:
             process = current_process()
-            if process.rank == 0 and process.launcher != "rlhf":  # our launcher knows how every rank ended
+            if process.rank == 0 and process.launcher != "rlhf":  # our launcher logs the end of all ranks
                 self._log(ExitStatus.from_error(error))
             raise
 
     def conclude(self, status: ExitStatus) -> None:
-        """Restore what killed ranks left half done in the folder, and log how the run ended."""
+        """Repair the folder after killed ranks, and log how the run ended."""
         with suppress(RunError):  # the next start tries again
             self._directory.recover()
         self._log(status)
@@ -67,7 +67,7 @@ class RunTermination:
                 append_line(logs[0], status.line)
 
     def _describe_saved(self) -> str:
-        """Return what is saved, and the command that continues from there; see `_next_command`."""
+        """Return one line: what is saved, and the command that continues; see `_next_command`."""
         directory = self._directory
         saved = directory.describe_saved() or f"nothing is saved yet in {directory.path}"
         if self._has_written and all(directory.stage(stage).done for stage in self._stages):
@@ -91,7 +91,7 @@ class RunTermination:
 
     @property
     def _has_written(self) -> bool:
-        """True if this run has written run.json; until then, the folder contains only what was there before."""
+        """True if this run has written run.json; until then, the folder has only its earlier contents."""
         return _read_bytes(self._directory.description) not in (None, self._before)
 
 

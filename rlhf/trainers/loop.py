@@ -39,7 +39,7 @@ class Trainer(Protocol):
     """A stage's models, data and algorithm, as `rlhf.trainers.loop.fit` drives them; every rank calls each method."""
 
     unit: str
-    """The metric of a step that counts what it worked on (tokens, pairs); it gives the rate."""
+    """The metric that counts a step's tokens or pairs; the recorded rate is this number per second."""
 
     @property
     def displayed(self) -> tuple[str, ...]:
@@ -74,17 +74,17 @@ class Trainer(Protocol):
         """Log what was saved, once training is done, and return the summary's entries about models and data."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs in addition to the engines."""
+        """Return the state that a checkpoint needs in addition to the engines'."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
 
 
 def fit(trainer: Trainer, context: StageContext) -> dict[str, Any]:
-    """Take every step that no checkpoint holds yet, with evaluations before, after and in between.
+    """Take the steps after the newest checkpoint, with evaluations before, after and in between.
 
     Returns:
-        The stage's summary: its evaluations, its models, its data.
+        The stage's summary: entries about evaluations, models and data.
 
     Raises:
         DivergedError: a number is not finite; nothing more is written.
@@ -97,7 +97,7 @@ def fit(trainer: Trainer, context: StageContext) -> dict[str, Any]:
     first = resume_or_seed(trainer, context)
     training = progress(total_steps - first, f"{name}: training", unit="steps", enabled=context.world.is_main)
     with collect_signals() as signals_seen, training as bar:
-        if 0 < first < total_steps and schedule.is_due(first):  # the process may have died before it was done
+        if 0 < first < total_steps and schedule.is_due(first):  # the process may have ended before the evaluation
             schedule.run(first)
         for index in range(first, total_steps):
             with measure_step(trainer, context, index) as metrics:
@@ -124,7 +124,7 @@ def fit(trainer: Trainer, context: StageContext) -> dict[str, Any]:
 
 
 def resume_or_seed(trainer: Trainer, context: StageContext) -> int:
-    """Restore the newest checkpoint, or seed the generators if there is none; return the steps that are done."""
+    """Restore the newest checkpoint, or seed the generators if there is none; return the number of steps taken."""
     with context.phases.running("reading a checkpoint"):
         restored = training_state.restore_checkpoint(context.directory, trainer.engines)
     if not restored:
@@ -141,9 +141,9 @@ def resume_or_seed(trainer: Trainer, context: StageContext) -> int:
 
 @contextmanager
 def measure_step(trainer: Trainer, context: StageContext, index: int) -> Iterator[Metrics]:
-    """Measure step `index`, which the block takes and whose metrics it adds to the dictionary that is yielded.
+    """Measure step `index`, which the block takes; the block adds the step's metrics to the yielded dictionary.
 
-    After the block the dictionary also has the step's duration, rates and memory.
+    After the block, the dictionary also has the step's duration, rates and memory.
 
     Raises:
         DivergedError: a metric is not finite, or fp16 cannot hold the gradients at any loss scale.
@@ -170,7 +170,7 @@ def measure_step(trainer: Trainer, context: StageContext, index: int) -> Iterato
 
 
 def save_checkpoint(trainer: Trainer, context: StageContext, done: int) -> None:
-    """Write the checkpoint of a stage that has done `done` steps."""
+    """Write the checkpoint after `done` steps."""
     state = {
         "stage": trainer.state_dict(),
         "rng": context.accelerator.rng_state(),
@@ -184,7 +184,7 @@ def save_checkpoint(trainer: Trainer, context: StageContext, done: int) -> None:
 
 @contextmanager
 def collect_signals() -> Iterator[list[int]]:
-    """Yield the list of interrupting signals that have arrived; a second, impatient one interrupts at once."""
+    """Yield the list of received signals; a second request to end raises `KeyboardInterrupt` at once."""
     received: list[int] = []
 
     def receive(number: int) -> None:
@@ -209,12 +209,12 @@ def _skipped_steps(trainer: Trainer) -> int:
 
 
 def _rank_seed(context: StageContext) -> int:
-    """Return the rank's own seed, the same in every run with this configuration."""
+    """Return the seed of this rank, the same in every run with this configuration."""
     return context.config.seed * 100_003 + context.world.rank
 
 
 def _restore_generators(context: StageContext, state: dict[str, Any], step: int) -> None:
-    """Restore the checkpoint's random generators; if another accelerator wrote them, seed again and say so."""
+    """Restore the checkpoint's random generators; if they are those of another accelerator, seed again and log it."""
     current = context.accelerator.rng_state()
     try:
         if current.keys() != state.keys():
@@ -225,7 +225,7 @@ def _restore_generators(context: StageContext, state: dict[str, Any], step: int)
         fits = False
     if all(distributed.all_gather_objects(fits)):
         return
-    context.accelerator.seed((_rank_seed(context) + step * 1_000_003) % 2**32)  # not the first step's numbers again
+    context.accelerator.seed((_rank_seed(context) + step * 1_000_003) % 2**32)  # not those of the first step
     context.say(
         f"{context.directory.name}: the checkpoint's random numbers are of another accelerator; they continue from the "
         "seed, so this run will not equal an uninterrupted one"
@@ -262,9 +262,9 @@ def record_evaluation(context: StageContext, step: int, result: EvalResult) -> N
 class EvaluationSchedule:
     """The evaluations of a stage; every rank takes part.
 
-    A model that is the best so far is saved to a folder named by its step, then the result to `evaluations.json`, then
-    training continues. Neither is ever changed, so a stage that resumes takes from both what belongs to the steps of
-    its checkpoint, measures nothing twice, and saves what an uninterrupted stage would have saved.
+    If a model is the best so far, it is saved to a folder named by its step; then the result is written to
+    `evaluations.json`, and training continues. Neither is changed later. So a stage that resumes reads the results up
+    to its checkpoint, repeats no evaluation, and saves the same model as an uninterrupted stage.
     """
 
     def __init__(self, trainer: Trainer, context: StageContext) -> None:
@@ -287,7 +287,7 @@ class EvaluationSchedule:
         if not known:
             when = f"after step {step:,}" if 0 < step < self.trainer.total_steps else "after" if step else "before"
             state = accelerator.rng_state()
-            # One rank's numbers for all: if they write a model, they do it together.
+            # All ranks use the numbers of rank 0, so that all save a model or none does.
             self._results[step] = distributed.all_gather_objects(self.trainer.evaluate(when))[0]
             accelerator.set_rng_state(state)
             if self._best(step) == step:
@@ -343,9 +343,9 @@ class EvaluationSchedule:
             )
 
     def _best(self, until: int) -> int | None:
-        """Return the step of the best model up to step `until`, the earliest one of several as good.
+        """Return the step of the best model up to step `until`, the earliest in case of a tie.
 
-        None if the settings keep the last model, or no number is finite. The model as it was loaded does not count.
+        None if the settings keep the last model, or no number is finite. The model before training does not count.
         """
         if self._metric is None:
             return None
@@ -358,7 +358,7 @@ class EvaluationSchedule:
         return self.context.directory.best / f"step-{step:08d}"
 
     def _read_results(self) -> dict[int, EvalResult]:
-        """Read the results up to the checkpoint that the stage resumes from; rank 0 reads for all."""
+        """Read the results up to the checkpoint that the stage resumes from, on rank 0, and send them to all ranks."""
         latest = self.context.directory.latest_checkpoint
         resumes = self.context.world.is_main and latest and self._path.is_file()
         saved = read_json(self._path) if resumes else {}
@@ -366,7 +366,7 @@ class EvaluationSchedule:
         return {int(step): EvalResult(**result) for step, result in saved.items() if int(step) <= first}
 
     def _prune(self) -> None:
-        """Delete models that are no longer the best, now and for a stage that resumes from one of its checkpoints."""
+        """Delete models that are the best neither now nor at any checkpoint from which the stage may resume."""
         directory = self.context.directory
         if not self.context.world.is_main or not directory.best.is_dir():
             return

@@ -1,7 +1,6 @@
-"""The message of a stage that ran out of memory: the phase, bytes of each model, and settings that would help.
+"""The error of a stage that ran out of memory: the phase, the memory of each model, and settings that would help.
 
-The models of a stage and the error flow in; an `OutOfMemory` of one line comes out. `rlhf.memory.advice` knows the
-settings.
+It is an `OutOfMemory` of one line; `rlhf.memory.advice` provides the settings.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def translate_stage_errors(context: StageContext, output: Path | None = None) -> AbstractContextManager[None]:
-    """Return `translate_errors` for a block that runs a stage: a lack of memory is reported with what would help.
+    """Return `translate_errors` for a block that runs a stage: out of memory, the error suggests settings.
 
     With the run's folder as `output`, errors of disk and permissions are translated too.
     """
@@ -92,8 +91,8 @@ def measure_models(
 ) -> dict[str, int]:
     """Return the bytes of weights, gradients and optimizer state that only one of `models` has on this rank, by role.
 
-    And as `shared`, those that several models have: the base under their adapters. With `device`, only bytes that lie
-    there count.
+    Bytes that several models share, such as the base under their adapters, are listed as `shared`. If `device` is
+    given, only bytes on that device count.
     """
     storages = {role: _storages(model, device) for role, model in models.items()}
     owners = Counter(key for sizes in storages.values() for key in sizes)
@@ -114,7 +113,7 @@ def _storages(model: TrainingEngine | nn.Module, device: torch.device | None) ->
         base = getattr(optimizer, "optimizer", optimizer)
         tensors += _tensors([vars(optimizer), base.param_groups, dict(base.state)])
         tensors += model.ema.tensors if model.ema else []
-    # DeepSpeed replaces gradients that are on the host by tensors without memory.
+    # DeepSpeed replaces offloaded gradients by tensors without memory.
     present = [tensor for tensor in tensors if not tensor.is_meta and device in (None, tensor.device)]
     sizes = {id(tensor): tensor.nbytes for tensor in present if tensor.layout != torch.strided}  # a device's format
     strided = (tensor.untyped_storage() for tensor in present if tensor.layout == torch.strided)
@@ -133,6 +132,6 @@ def _tensors(value: Any) -> list[Tensor]:
 def _format_peak(accelerator: Accelerator) -> str:
     try:
         memory = accelerator.memory()
-    except Exception:  # the device may not answer any more; the rest of the message is worth printing
+    except Exception:  # the device may not respond any more; the rest of the message is still useful
         return ""
     return f"peak {format_bytes(memory.peak)} of {format_bytes(memory.total)}"

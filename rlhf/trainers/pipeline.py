@@ -1,4 +1,4 @@
-"""Runs stages one after the other, each from what earlier ones left in the run directory.
+"""Run stages one after the other, each from the models that earlier ones saved in the run directory.
 
 SFT, reward model and PPO, or SFT and DPO: `build_trainer` makes each stage's trainer, `rlhf.trainers.loop.fit` trains.
 """
@@ -49,14 +49,14 @@ def run(config: Config, accelerator: Accelerator, directory: RunDirectory, stage
     """Run the stages that are not complete yet.
 
     Raises:
-        RLHFError, AcceleratorError: anything the user can fix.
+        RLHFError, AcceleratorError: the user can fix it; the message says how.
     """
     for stage in stages:
         if not directory.stage(stage).done:
             with stage_context(stage, config, accelerator, directory) as context, translate_stage_errors(context):
                 plan = log_plan(context)
                 summary = loop.fit(build_trainer(context), context)
-                release_models(context)  # the next stage needs their memory
+                release_models(context)  # the next stage needs the memory
                 finish(context, summary | plan)
 
 

@@ -1,7 +1,7 @@
-"""What can be known before the first step, asked of the part that knows it: folder, batches, models, data, disk.
+"""Checks before the first step: the run's folder, batches, models, data, disk space.
 
-`check` loads nothing and runs in the launcher too; `examine` runs with the accelerator, on rank 0. Each question is
-answered by the part that would meet the problem later, with the same error.
+`check` loads nothing and runs in the launcher too; `examine` runs with the accelerator, on rank 0. Both call the
+functions that would fail during the run, so the errors are the same.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 class StagePlan:
     """The models that a stage starts from, and its rows.
 
-    `data` holds a sample of the rows, unless all were asked for. `parameters` counts those of the model that the
-    stage trains; None for the embedded one.
+    `data` has a sample of the rows, or all rows if they were requested. `parameters` is the number of parameters of the
+    model that the stage trains; None for the embedded one.
     """
 
     stage: Stage
@@ -58,7 +58,7 @@ class StagePlan:
     data: StageData
 
     def steps(self, config: Config) -> int:
-        """Optimizer steps of the stage, in PPO rollouts; a few too many if `data` is a sample."""
+        """Return the optimizer steps of the stage, in PPO its rollouts; slightly too many if `data` is a sample."""
         rows = len(self.data.train) + sum(report.unseen for report in self.data.reports)
         if self.stage == "ppo":
             return config.ppo.total_steps(rows)
@@ -78,14 +78,14 @@ class Findings:
 def check(
     config: Config, stages: Sequence[Stage], ranks: int, *, resume: bool = False, overwrite: bool = False
 ) -> list[Stage]:
-    """Find out what can be known without loading anything.
+    """Check everything that can be checked without loading anything.
 
     Returns:
-        Those of `stages` that are still to be run.
+        The stages that are still to be run.
 
     Raises:
-        RLHFError: the run's folder is not to be written to, a batch cannot be divided over `ranks`, or a model or
-            data that the stages name is not there, or is what `overwrite` replaces.
+        RLHFError: the run's folder must not be written to; a batch cannot be divided over `ranks`; or a model or data
+            set that the stages name does not exist, or would be replaced by `overwrite`.
     """
     directory = RunDirectory(config.output)
     if current_process().rank == 0:
@@ -131,11 +131,11 @@ def examine(
     overwrite: bool = False,
     whole: bool = False,
 ) -> Findings:
-    """Find out whether the stages still to be run can do with their models and rows. Writes nothing.
+    """Check that the stages still to be run can work with their models and rows; write nothing.
 
     Args:
-        overwrite: what is there of the stages will be replaced.
-        whole: all rows are tokenized, so that their numbers and lengths can be shown; else a sample is.
+        overwrite: existing results of the stages will be replaced.
+        whole: tokenize all rows, so that their number and lengths can be shown; False: a sample.
 
     Raises:
         RLHFError, AcceleratorError: a stage would fail on a model, its tokenizer, LoRA layers, rows or the disk.
@@ -152,7 +152,7 @@ def examine(
         accelerator.kernels.get("quantized_weights", required=True)
     deepspeed_config.check_deepspeed_keys(config)
     deepspeed_config.check_nvme(config, accelerator)
-    accelerator.memory()  # asked for at the end of a stage; a plugin's may fail
+    accelerator.memory()  # called at the end of a stage; a plugin's method may fail
     accelerator.kernels.get("attention", required=True)
     models = BaseModels(config, accelerator)
     bases = {stage: resolve_base_models(config, stage, pending, directory.finished_model) for stage in pending}
@@ -180,7 +180,7 @@ def examine(
 
 
 def look_at_data(config: Config, stages: Sequence[Stage], *, show: bool = False) -> Iterator[StagePlan]:
-    """Yield the data of each stage, all rows tokenized, without loading weights or looking at a run.
+    """Yield the data of each stage, with all rows tokenized, without loading weights or reading a run's folder.
 
     Raises:
         RLHFError: a source or a tokenizer cannot be read, or a stage would have no rows.
@@ -195,7 +195,7 @@ def look_at_data(config: Config, stages: Sequence[Stage], *, show: bool = False)
 def _read_data(
     caches: Mapping[Stage, StageCache], config: Config, *, whole: bool, show: bool
 ) -> tuple[Iterator[StageData], SourceReader]:
-    """Return the data of each stage, and the reader of the sources of stages whose rows were not tokenized before."""
+    """Return the data of each stage, and a reader of the sources for stages whose tokenized rows are not cached."""
     from rlhf.data.load_sources import read_sources
     from rlhf.data.stage_dataset import check_stage, load_stage
 
@@ -238,7 +238,7 @@ class BaseModels:
             raise ConfigError(
                 "model.eos_token: the embedded model has its own; remove this key, or set model.path to another model"
             )
-        if base.ref == REWARD_MODEL and not base.through:  # already trained: it cannot know a new token
+        if base.ref == REWARD_MODEL and not base.through:  # the model is already trained, so it cannot know a new token
             config = config.model_copy(update={"eos_token": None})
         key = path, config.eos_token
         if key not in self._tokenizers:
@@ -248,7 +248,7 @@ class BaseModels:
         return self._tokenizers[key]
 
     def cache(self, stage: Stage, base: ResolvedBaseModel) -> StageCache:
-        """Return the cache of the stage's examples, as tokenized for that model."""
+        """Return the cache of the stage's examples, tokenized for that model."""
         from rlhf.data.cache import StageCache
         from rlhf.models.compatibility import load_generation_config
         from rlhf.models.tokenizers import find_end_tokens
@@ -301,7 +301,7 @@ class BaseModels:
             self.attention[name] = choose_attention(self._accelerator, base.path, self._config.model)
         if base.path is None:
             return None
-        # A new head may be drawn, except for PPO's reward model, which a stage has trained.
+        # A new head may be initialized, except in PPO's reward model, which must be trained.
         trained = not base.ref.scalar_head or not (base.ref.new_head or base.through)
         key = base.path, base.ref.scalar_head, trained
         if key not in self._outlines:
@@ -315,7 +315,7 @@ class BaseModels:
         return self._outlines[key]
 
     def trained(self, stage: Stage, bases: Sequence[ResolvedBaseModel]) -> list[PreTrainedModel]:
-        """Return the models that the stage trains and reads from a folder or the hub."""
+        """Return the models that the stage trains, if they are read from a folder or the hub."""
         placements = model_placements(self._config, stage).values()
         refs = {placement.role.base for placement in placements if placement.role.trained}
         outlines = (self.outline(base) for base in bases if base.ref in refs)

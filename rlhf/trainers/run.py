@@ -1,6 +1,6 @@
-"""From a configuration to a running pipeline: what can be checked is checked, the accelerator chosen, stages run.
+"""Run a configuration: check everything that can be checked, select the accelerator, run the stages.
 
-`run` works in this process, alone or as one rank of those that a launcher (`rlhf.launchers.local`, torchrun) started.
+`run` works in this process, alone or as one of the ranks that a launcher (`rlhf.launchers.local`, torchrun) started.
 It may be called again, and from any thread.
 """
 
@@ -60,19 +60,19 @@ def run(
     Everything that can be known beforehand is checked before the first of them; see `rlhf.trainers.preflight`.
 
     Args:
-        accelerator: the command line's choice of backend, above that of `config`.
-        resume: continue stages that the run directory holds already.
+        accelerator: the backend named on the command line; it overrides that of `config`.
+        resume: resume stages that the run directory contains already.
         overwrite: replace them.
         dry_run: check, show what each stage would do, and write nothing.
-        ranks: how many there would be, for a dry run in one process.
-        recipe: the file that `config` comes from, to be shown.
+        ranks: number of ranks that a dry run in one process assumes.
+        recipe: the file that `config` comes from, for display.
 
     Raises:
         RLHFError, AcceleratorError: something that the user can fix; the message says how.
         Interrupted: SIGINT, SIGTERM or SIGHUP arrived.
         InternalError: anything else; its traceback is in the run directory.
     """
-    if accelerator:  # a later resume asks for the same
+    if accelerator:  # recorded, so that a later resume uses the same
         config = config.model_copy(update={"accelerator": accelerator})
     directory = RunDirectory(config.output)
     size = current_process().size if current_process().launcher else ranks or 1
@@ -82,17 +82,17 @@ def run(
             console.print(f"{config.output}: {', '.join(stages)} {'is' if len(stages) == 1 else 'are'} complete")
             print_summary([stage.summary() for stage in directory.stages if stage.done], console)
         return directory
-    ending = RunTermination(directory, stages)
+    termination = RunTermination(directory, stages)
     with _restore_environment(), signals.tolerate_closed_terminal(), signals.handle_signals(_interrupt):
         selection = select_accelerator(config, accelerator)
         if current_process().rank == 0:
             _announce(config, selection, stages, pending, recipe)
         request = Request(stages, resume, overwrite, dry_run)
-        with ending.report_errors(), _open(config, selection, request, pending) as opened:
+        with termination.report_errors(), _open(config, selection, request, pending) as (resolved, backend):
             if not dry_run:
-                from rlhf.trainers import pipeline  # imports DeepSpeed, which has been told about the device
+                from rlhf.trainers import pipeline  # imports DeepSpeed, which is configured for the device by now
 
-                pipeline.run(*opened, directory, stages)
+                pipeline.run(resolved, backend, directory, stages)
                 if current_process().rank == 0:
                     print_summary([stage.summary() for stage in directory.stages if stage.done], console)
     return directory
@@ -104,8 +104,8 @@ def open_run(
 ) -> Iterator[tuple[Config, Accelerator]]:
     """Prepare and lock a run for code that runs `stages` itself, as `rlhf.api.session` does.
 
-    While the block runs the folder is locked, and the environment is what the accelerator wants; signals are nobody's.
-    Gives the configuration with what the plan decided in it, and the accelerator.
+    While the block runs, the folder is locked and the accelerator's environment variables are set; signals are not
+    handled. Yields the configuration with each `auto` that the plan resolves, and the accelerator.
 
     Raises:
         RLHFError, AcceleratorError: as `run`; or the stages are complete.
@@ -119,7 +119,7 @@ def open_run(
 
 
 class Request(NamedTuple):
-    """The request for a run's folder."""
+    """The stages to run, and what to do with those that the run's folder contains."""
 
     stages: Sequence[Stage]
     resume: bool
@@ -131,7 +131,7 @@ class Request(NamedTuple):
 def _open(
     config: Config, selection: Selection, request: Request, pending: Sequence[Stage]
 ) -> Iterator[tuple[Config, Accelerator]]:
-    """Connect the ranks and open the run's folder, once it is clear that nothing will stop them."""
+    """Connect the ranks, check the run, and open its folder."""
     from rlhf.engine import distributed  # imports torch, which needs the environment that `select_accelerator` has set
 
     directory = RunDirectory(config.output)
@@ -147,7 +147,7 @@ def _open(
                 findings = preflight.examine(
                     config, pending, directory, accelerator, overwrite=request.overwrite, whole=request.dry_run
                 )
-                wishes: dict[str, Any] = {
+                arguments: dict[str, Any] = {
                     "stages": request.stages,
                     "resume": request.resume,
                     "overwrite": request.overwrite,
@@ -155,18 +155,18 @@ def _open(
                     "data": findings.data,
                 }
                 if request.dry_run:
-                    directory.check(config, **wishes)
+                    directory.check(config, **arguments)
                     _print_plans(config, findings, accelerator)
                 else:
-                    stack.enter_context(directory.open_for(config, **wishes))
-                del findings  # rows that nobody needs any more
+                    stack.enter_context(directory.open_for(config, **arguments))
+                del findings  # frees the rows
         if not request.dry_run:
             _check_shared(directory)
         yield config, accelerator
 
 
 def _resolve_auto(config: Config, pending: Sequence[Stage], accelerator: Accelerator) -> Config:
-    """Replace each `auto` of `engine` by what the plan decides, the same on all ranks."""
+    """Replace each `auto` of `engine` by the plan's choice, the same on all ranks."""
     from rlhf.engine import distributed
     from rlhf.memory.report import resolve_engine
 
@@ -174,9 +174,9 @@ def _resolve_auto(config: Config, pending: Sequence[Stage], accelerator: Acceler
     with distributed.on_main("planning the run") as main:
         if main:
             started = [stage for stage in pending if directory.stage(stage).started]
-            then = read_json(directory.description).get("stages", {}).get(started[0], {}) if started else {}
+            recorded = read_json(directory.description).get("stages", {}).get(started[0], {}) if started else {}
             local = current_process().count_local_ranks(ranks)
-            resolved, line = resolve_engine(config, pending, accelerator, ranks, local, then.get("engine", {}))
+            resolved, line = resolve_engine(config, pending, accelerator, ranks, local, recorded.get("engine", {}))
             if line:
                 console.print(line, markup=False, soft_wrap=True)
     return distributed.all_gather_objects(resolved)[0]
@@ -191,15 +191,15 @@ def _check_shared(directory: RunDirectory) -> None:
     owner = distributed.all_gather_objects(file_lock.read_owner(directory.path))[0]
     views = distributed.all_gather_objects((socket.gethostname(), file_lock.wait_for_owner(directory.path, owner)))
     with distributed.on_main("looking for the run's folder") as main:
-        if main and (blind := list(dict.fromkeys(host for host, sees in views if not sees))):
+        if main and (hosts := list(dict.fromkeys(host for host, shares in views if not shares))):
             raise RunError(
-                f"{directory.path}: {', '.join(blind)} has another folder there than {views[0][0]}; "
+                f"{directory.path}: {', '.join(hosts)} has another folder there than {views[0][0]}; "
                 "choose an --output that all machines share"
             )
 
 
 def _print_plans(config: Config, findings: preflight.Findings, accelerator: Accelerator) -> None:
-    """Print what each stage would do; the preview of a dry run."""
+    """Print what each stage would do in a dry run."""
     from rlhf.memory.report import plan_next_stage
 
     ranks = current_process().size
@@ -221,7 +221,7 @@ def _print_plans(config: Config, findings: preflight.Findings, accelerator: Acce
 def _announce(
     config: Config, selection: Selection, stages: Sequence[Stage], pending: Sequence[Stage], recipe: Path | None
 ) -> None:
-    """Say what is about to happen, before the first slow import."""
+    """Print the run's stages, models, data and accelerator before the first slow import."""
     sources = ", ".join(
         "world (embedded)" if source.path == "world" else source.path for source in config.data.datasets
     )
@@ -275,7 +275,7 @@ def _interrupt(number: int) -> None:
 
 
 def format_base_models(config: Config, pending: Sequence[Stage]) -> str:
-    """Return one line about the models that `pending` stages start from, except models that they train."""
+    """Return one line about the models that the `pending` stages start from, except those that these stages train."""
     models = []
     for ref in (ref for stage in pending for ref in base_models(config, stage)):
         if named := ref.named_in(config):
@@ -288,7 +288,7 @@ def format_base_models(config: Config, pending: Sequence[Stage]) -> str:
 
 
 def print_stage(plan: StagePlan, config: Config, memory: Sequence[str], console: Console) -> None:
-    """Print what a stage will do; `plan` has all of its rows, and `memory` lines about the memory that it will take."""
+    """Print what a stage will do; `plan` has all of its rows, `memory` the lines about its memory."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")

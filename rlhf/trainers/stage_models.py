@@ -1,4 +1,4 @@
-"""Loads the models of a stage by their roles, each in the form of its placement, and saves the one that it trained."""
+"""Load the models of a stage by role, in the form of their placements, and save the one that the stage trained."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ModelFactory:
     """The models of a stage, loaded when asked for, and the tokenizer that they share.
 
     Attributes:
-        tokenizer: that of the model which the stage trains.
+        tokenizer: the tokenizer of the model that the stage trains.
     """
 
     def __init__(self, context: StageContext) -> None:
@@ -101,7 +101,7 @@ class ModelFactory:
         )
 
     def _say_once(self, line: str) -> None:
-        """Log a line; the critic and the reward model may start as one model, and have the same to say."""
+        """Log a line once; critic and reward model may start from the same model and produce the same line."""
         if line not in self._lines:
             self._lines.add(line)
             self.context.say(line)
@@ -109,7 +109,8 @@ class ModelFactory:
     def _load_tokenizer(self) -> PreTrainedTokenizerBase:
         if self.path is None:
             return build_world_tokenizer()
-        # `model.tokenizer` belongs to the model that fine-tuning starts from; other stages find one next to theirs.
+        # `model.tokenizer` belongs to the model that fine-tuning starts from; the models of other stages have a
+        # tokenizer next to them.
         path = None if self.context.directory.name == "sft" else self.path
         tokenizer, notes = load_model_tokenizer(self.context.config.model, path)
         for line in notes:
@@ -127,7 +128,7 @@ class ModelFactory:
         return {ref: choices[path].name for ref, path in self._paths.items()}
 
     def _parameter_maker(self, placement: ModelPlacement) -> PlaceParameter:
-        """Return what makes a role's parameters: in the compute precision, and where its engine will have them."""
+        """Return the function that creates a role's parameters, in the compute precision and its engine's placement."""
         accelerator, precision = self.context.accelerator, self.context.precision
         if placement.zero_stage == 3:
             return place_sharded(build_deepspeed_config(placement, accelerator, precision, 1, 1), precision.dtype)
@@ -140,7 +141,7 @@ class ModelFactory:
 
 
 def resolve_stage_bases(context: StageContext) -> tuple[ResolvedBaseModel, ...]:
-    """Return the models that a stage starts from, first that of the model which it trains; earlier stages are done."""
+    """Return the models that a stage starts from, first the one that it trains; earlier stages must be complete."""
     return resolve_base_models(context.config, context.directory.name, (), context.run.finished_model)
 
 
@@ -149,7 +150,7 @@ def _short_name(path: str | None) -> str:
     return "/".join(Path(path).parts[-2 if path.endswith("/model") else -1 :]) if path else EMBEDDED_MODEL
 
 
-_LAST = ("dpo", "ppo")  # stages from which no other starts by default
+_LAST = ("dpo", "ppo")  # stages from which no other stage starts by default
 
 
 def save_outputs(
@@ -159,11 +160,11 @@ def save_outputs(
     folder: Path,
     critic: TrainingEngine | None = None,
 ) -> None:
-    """Write what `lora.save` asks for into `folder`, each part complete or not at all; every rank calls it.
+    """Write model, adapter or both (`lora.save`) into `folder`, each complete or not at all; every rank calls it.
 
-    A model that other stages start from is always saved, and so is the reward model's adapter: with it PPO's models
-    can share one base. The moving average of the weights, if there is one, is saved in the same forms, and the critic
-    if `ppo.save_critic` is set.
+    Models that other stages start from are always saved, and so is the reward model's adapter, with which PPO's models
+    can share one base. A moving average of the weights is saved in the same forms, and the critic if `ppo.save_critic`
+    is set.
     """
     with context.phases.running("saving"):
         if critic and context.config.ppo.save_critic:
@@ -187,7 +188,7 @@ def _write(
 
 
 def log_outputs(context: StageContext, engine: TrainingEngine) -> None:
-    """Log what `save_outputs` wrote in addition to what `lora.save` asks for."""
+    """Log the outputs that `save_outputs` wrote in addition to those of `lora.save`."""
     stage = context.directory.name
     if engine.ema:
         folders = " and ".join(f"{context.directory.path / name}" for name in context.directory.averages)

@@ -1,6 +1,6 @@
-"""Fine-tuning and the reward model, and what all trainers share whose rows say what is right.
+"""Trainers of SFT and the reward model, and the base of all trainers that learn from labelled rows.
 
-`SupervisedTrainer` has their batches, step, checkpoints and results; each stage adds its loss and its evaluation.
+`SupervisedTrainer` has the batches, the step, checkpoints and results; each stage adds its loss and its evaluation.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from rlhf.trainers.stage_models import ModelFactory, log_outputs, save_outputs
 class SupervisedTrainer:
     """A model that learns from rows; a `rlhf.trainers.loop.Trainer`.
 
-    A stage defines `count`, `loss` and `evaluate`, and if it needs them `average` and `prepare`.
+    Subclasses define `count`, `loss` and `evaluate`, and if necessary `average` and `prepare`.
     """
 
     unit: str
     displayed: tuple[str, ...]
 
     def __init__(self, context: StageContext, load: ModelLoader, tokenizer: Any, collate: Any, data: StageData) -> None:
-        """Load the model and prepare the batches; `collate` makes a micro-batch, see `rlhf.data.batches`.
+        """Load the model and prepare the batches; `collate` creates a micro-batch (`rlhf.data.batches`).
 
-        It is also given the padding token and the shape policy.
+        It also receives the padding token and the shape policy.
         """
         name = context.directory.name
         self.context, self.tokenizer, self._data = context, tokenizer, data
@@ -75,7 +75,7 @@ class SupervisedTrainer:
         return sums
 
     def prepare(self, batches: Sequence[Batch]) -> Sequence[Batch]:
-        """Add to a step's micro-batches, on the device, what `loss` needs from other models."""
+        """Add the outputs of other models that `loss` needs to a step's micro-batches, on the device."""
         return batches
 
     def evaluate(self, when: str) -> EvalResult:
@@ -184,7 +184,7 @@ class SFTTrainer(SupervisedTrainer):
 def negative_log_likelihood(model: nn.Module, batch: Batch) -> Tensor:
     """Return the sum over the target tokens of a batch (`loss_mask` [B, T] marks them): a scalar, in nats.
 
-    If the batch names their places (`targets`), only the positions that predict them have logits.
+    If the batch has the targets' indices (`targets`), only the positions that predict them have logits.
     """
     ids, mask, targets = batch["input_ids"], batch["attention_mask"], batch.get("targets")
     if targets is None:

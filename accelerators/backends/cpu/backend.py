@@ -1,6 +1,6 @@
-"""The CPU backend: overrides of the interface's defaults if the device is the processor itself.
+"""The CPU backend: overrides of the interface's defaults for the host's processor.
 
-bf16 is used if the processor multiplies it natively; memory figures are those of the process.
+bf16 is used if the processor has bf16 instructions; memory figures are those of the process.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ class CPU(Accelerator):
 
 
 def _keep_freed_memory() -> None:
-    """Let freed blocks stay with the process for the next tensor, until `empty_cache`.
+    """Have the process keep freed blocks for the next tensor, until `empty_cache`.
 
-    By default glibc maps every large block separately and unmaps it when it is freed. Each tensor of a step then
-    consists of pages that the system clears first, which takes longer than most operators on it.
+    By default, glibc maps every large block separately and unmaps it when it is freed. Each new tensor then consists of
+    pages that the kernel must clear first, which takes longer than most operators on it.
     """
     library = _glibc()
     if library:
@@ -89,7 +89,7 @@ def _keep_freed_memory() -> None:
 
 @functools.cache
 def _glibc() -> ctypes.CDLL | None:
-    """Return the C library; None if it is another one, which stays unchanged."""
+    """Return the C library; None if it is not glibc."""
     glibc = sys.platform.startswith("linux") and platform.libc_ver()[0] == "glibc"
     return ctypes.CDLL(None) if glibc else None
 

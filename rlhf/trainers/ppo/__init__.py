@@ -1,1 +1,1 @@
-"""Reinforcement learning of a policy: a rollout, what the models make of it, advantages, and the updates."""
+"""Reinforcement learning of a policy: rollouts, their scores, advantages, and updates."""

@@ -1,12 +1,12 @@
-"""The data of one PPO step: what the policy drew, how it was scored, and what is learned from it.
+"""The data of one PPO step: the sampled completions, their scores, and the inputs of the updates.
 
 B rows of T = P + A tokens: a prompt is padded left to P columns, its completion starts at column P and is padded right
 to A columns. `action_mask` is 1 on the completion's tokens, the end-of-sequence token included; rows that only fill up
 the batch have none.
 
 Rows are cut into micro-batches once, when they are drawn: rows of similar length together, without the columns that
-hold only padding. Lengths are read from the device once a rollout; under a static shape policy they are not read, and
-rows and columns stay as they are.
+hold only padding. Lengths are read from the device once per rollout. Under a static shape policy they are not read, and
+no rows or columns are removed.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class MicroBatcher:
     shapes: ShapePolicy
 
     def lengths(self, prompt_mask: Tensor, completion_mask: Tensor) -> Tensor | None:
-        """Return the tokens of each prompt and completion, [B, 2] on the host; None if padding must be kept."""
+        """Return the tokens of each prompt and completion, [B, 2] on the host; None if padding must stay."""
         if self.shapes.kind == "static":
             return None
         return torch.tensor(torch.stack([prompt_mask.sum(1), completion_mask.sum(1)], 1).tolist())
@@ -79,7 +79,7 @@ class MicroBatcher:
     def cut(self, lengths: Tensor | None, *, rows: int, prompt: int, completion: int) -> tuple[MicroBatch, ...]:
         """Cut `rows` rows of `prompt` + `completion` columns, the longest rows first.
 
-        Equal `lengths`, from the method of that name, give equal cuts; None keeps rows and columns.
+        `lengths` come from the method of that name; None keeps all rows and columns.
         """
         order = torch.arange(rows)
         if lengths is not None:
@@ -155,7 +155,7 @@ class Rollout:
 
 
 class ForwardPass(NamedTuple):
-    """One micro-batch's outputs with their autograd graphs, whose backward passes are to come."""
+    """The outputs of one micro-batch with their autograd graphs, for a later backward pass."""
 
     policy: LogProbs  # [n, a] each
     values: Tensor | None  # [n, a]; None without a critic
@@ -163,7 +163,7 @@ class ForwardPass(NamedTuple):
 
 @dataclass(frozen=True)
 class Scores:
-    """The models' and reward functions' view of a rollout; all float32 and without gradients."""
+    """The scores of a rollout by the models and reward functions; all float32 and without gradients."""
 
     # of each token; arbitrary where `action_mask` is 0
     log_probs: Tensor  # [B, A] of the policy that drew the tokens
@@ -176,25 +176,25 @@ class Scores:
     reward_parts: Mapping[str, Tensor] = field(default_factory=dict)  # [B] each, by the name that is recorded
 
     passes: tuple[ForwardPass, ...] = ()
-    """If the update is to reuse them, the training passes behind `log_probs` and `values`, by micro-batch."""
+    """The training passes behind `log_probs` and `values`, by micro-batch; empty if the update does not reuse them."""
 
 
 @dataclass(frozen=True)
 class Experience:
-    """Sequences and what to learn from them; every tensor but the ids and masks is 0 where `action_mask` is 0."""
+    """Sequences with the inputs of the updates; all tensors except ids and masks are 0 where `action_mask` is 0."""
 
     # the sequences
     input_ids: Tensor  # [B, T]
     attention_mask: Tensor  # [B, T]
     action_mask: Tensor  # [B, A] float32
 
-    # what the policy, its reference and the critic gave when they were drawn; values are 0 without a critic
+    # outputs of policy, reference and critic at the time of sampling; values are 0 without a critic
     log_probs: Tensor  # [B, A] float32
     ref_log_probs: Tensor  # [B, A] float32
     values: Tensor  # [B, A] float32
     reward: Tensor  # [B] float32, as reported: not clipped
 
-    # what to learn from them
+    # targets of the updates
     advantages: Tensor  # [B, A] float32
     returns: Tensor  # [B, A] float32
 
@@ -216,7 +216,7 @@ class Experience:
     ) -> list[Experience]:
         """Split into parts of `size` rows, in an order drawn from `generator`; None keeps the order.
 
-        One part of all rows keeps the cut into micro-batches, and the passes that belong to it.
+        If one part has all rows, it keeps the micro-batches and their forward passes.
         """
         if generator is None and size == len(self):
             return [self]

@@ -1,6 +1,7 @@
-"""Decides if the update can differentiate the passes that scored its rollout (`ppo.reuse_forward`).
+"""Decide if the update can differentiate the passes that scored its rollout (`ppo.reuse_forward`).
 
-With one update the scored policy is the one that is trained: its ratio is 1, with the same gradient. The activations of
+With one update per rollout, the policy that is scored is also the one that is trained: the ratio is 1, and has the same
+    gradient. The activations of
 the passes stay in memory until advantages are known, for all micro-batches of both models at one time.
 """
 

@@ -1,7 +1,7 @@
-"""The record of a PPO step: reward, drift from the reference, lengths, arithmetic of its phases, and samples to read.
+"""The metrics of a PPO step: reward, KL to the reference, lengths, arithmetic of its phases, and samples.
 
-Samples are lines above the progress bar and texts among the records. Whole tensors are read on the host, which adds no
-shapes to the device.
+Samples are lines above the progress bar and texts among the records. Tensors are read on the host as a whole, which
+adds no shapes on the device.
 """
 
 from __future__ import annotations
@@ -110,12 +110,12 @@ def record_arithmetic(
     *,
     reused: bool = False,
 ) -> None:
-    """Record the tokens that a step's phases worked on, and the operations that this takes, in `context.phases`.
+    """Record the tokens and operations of a step's phases in `context.phases`.
 
     Args:
         sums: those of `rollout_sums`, over all ranks.
         pretraining: raw text of each update, in addition to the rollout's.
-        reused: the update differentiates the passes that scored policy and critic, and makes no others.
+        reused: the update differentiates the passes that scored policy and critic, and makes no other passes.
     """
     settings, model_flops = context.config.ppo, context.model_flops
     texts = TextLengths(sums["text_tokens"], sums["text_pairs"], sums["tokens"])
@@ -196,7 +196,7 @@ def select_samples(experience: Experience, tokenizer: Any, count: int, host: Any
 
 
 def render_sample(sample: RolloutSample, title: str) -> RenderableType:
-    """Return a sample as the terminal shows it, with nothing in its texts interpreted."""
+    """Return a sample as text for the terminal, without interpreting markup in its texts."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True, style="dim")
     grid.add_column(overflow="fold")
@@ -207,7 +207,7 @@ def render_sample(sample: RolloutSample, title: str) -> RenderableType:
 
 
 def escape_text(text: str, most: int) -> str:
-    """Escape what a terminal would obey in `text`, and leave its middle out if it has more than `most` characters."""
+    """Escape control characters in `text`, and omit its middle if it has more than `most` characters."""
     text = re.sub(r"\n{3,}", "\n\n", text)
     if len(text) > most:
         half = most // 2

@@ -1,4 +1,4 @@
-"""The pre-training loss of PPO-ptx: raw text that the policy continues to model while it learns from rewards.
+"""The pretraining loss of PPO-ptx: language modelling on raw text in the policy's updates.
 
 Each update has some micro-batches of this text; their loss enters the same gradient and the same optimizer step as
 the policy's (arXiv:2203.02155, equation 2).
@@ -33,7 +33,7 @@ class PretrainingLoss:
         self._to_device = context.accelerator.to_device
         self._coefficient = settings.ptx_coef
         self._targets = self.texts.outputs
-        # A row's first token is predicted from nothing, and no target.
+        # The first token of a row has no context and is no target.
         self.batches = context.batches(
             rows,
             _collate,

@@ -1,8 +1,8 @@
-"""From completions to rewards of tokens: scores by model and functions, scaling, clipping, the KL penalty.
+"""Rewards of a rollout's tokens: scores by model and functions, scaling, clipping, the KL penalty.
 
 A score is scaled (`ppo.normalize_scores`), then clipped (`ppo.score_clip`), then `ppo.missing_eos_penalty` is
 subtracted if the completion has no end token. So clip and penalty are in standard deviations if scores are scaled, and
-the penalty tells apart two completions whose scores are clipped alike.
+the penalty still distinguishes completions whose scores are clipped to the same value.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FUNCTION = "reward/"
 class WeightedRewards:
     """The `RewardFunction` of the settings: the reward model's score and those of the user's functions, weighted.
 
-    It starts the process in which the functions run, and keeps it.
+    It starts the process in which the functions run.
 
     Raises:
         RewardError: a function cannot be imported or called.
@@ -78,10 +78,10 @@ class WeightedRewards:
 
 
 class RewardShaping:
-    """Turns scores of completions into rewards of tokens, and keeps what this needs from step to step.
+    """Computes rewards of tokens from scores of completions.
 
-    That is the coefficient of the KL penalty, the mean and deviation of all scores so far, and a moving mean of the
-    recorded `reward`; checkpoints hold them.
+    Its state is the coefficient of the KL penalty, the mean and standard deviation of all scores so far, and a moving
+    mean of the recorded `reward`; checkpoints contain it.
     """
 
     def __init__(self, settings: PPOConfig) -> None:
@@ -121,11 +121,11 @@ class RewardShaping:
         return recorded
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds."""
+        """Return the state for a checkpoint."""
         return {"kl_coef": self.kl_coef, "scores": self._moments.state.tolist(), "reward_ema": self._mean_reward.state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`; values that an earlier version did not save start again."""
+        """Restore `state_dict`; values that an earlier version did not save restart."""
         self.kl_coef = state["kl_coef"]
         if "scores" in state:
             self._moments.state = torch.tensor(state["scores"])
@@ -159,8 +159,8 @@ class RunningMoments:
 class MovingMean:
     """Mean of a number over steps, each weighted 0.9 times the one after it; `state`: weighted sum, and the weights'.
 
-    Divided by the sum of the weights, as Adam's moments are (arXiv:1412.6980, section 3), the first steps count as
-    later ones do.
+    Like Adam's moments (arXiv:1412.6980, section 3), it is divided by the sum of the weights, so it is unbiased from
+    the first step on.
     """
 
     def __init__(self) -> None:

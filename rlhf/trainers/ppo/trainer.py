@@ -75,10 +75,10 @@ class PPOTrainer:
     """PPO's models, prompts and step; a `rlhf.trainers.loop.Trainer`.
 
     Attributes:
-        actor, critic: the models that are trained; an estimator may need no critic.
-        reference, reward: those that only score. With LoRA the reference is None: it is the actor without its
-            adapters. A reward that functions alone give needs no reward model.
-        experience: the latest, without its passes; None before the first step.
+        actor, critic: the models that are trained; critic is None if the estimator needs none.
+        reference, reward: the models that only score. With LoRA, reference is None: the actor without its adapters
+            replaces it. If only functions compute the reward, `reward` is None.
+        experience: that of the latest step, without its passes; None before the first step.
     """
 
     unit = "tokens"
@@ -97,7 +97,7 @@ class PPOTrainer:
         self.context, self.tokenizer, self.data, self._judge = context, tokenizer, data, judge
         self.accelerator = context.accelerator
         self.settings = settings = context.config.ppo
-        self.reward_fn: RewardFunction = WeightedRewards(settings, tokenizer)  # before the models, which take longer
+        self.reward_fn: RewardFunction = WeightedRewards(settings, tokenizer)  # before the models, which load slowly
         self.shaping = RewardShaping(settings)
         self._estimate: estimators.Estimate = getattr(estimators, settings.method.function)
         self.total_steps = settings.total_steps(len(data.train))
@@ -161,7 +161,7 @@ class PPOTrainer:
         return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
 
     def step(self, index: int, reward_fn: RewardFunction | None = None) -> Metrics:
-        """Take step `index`: one rollout, and the updates that follow from it.
+        """Take step `index`: one rollout and its updates.
 
         `reward_fn` scores the completions in place of the settings' reward model and functions.
         """
@@ -247,7 +247,7 @@ class PPOTrainer:
             completions = self.decoder.generate(
                 model, prompts["prompt_ids"], prompts["prompt_mask"], self.settings.sampling
             )
-            if self.actor.zero_stage == 3:  # weights will be gathered to other places, which a recording cannot follow
+            if self.actor.zero_stage == 3:  # the next gather may use other addresses, which a recorded step cannot
                 self.decoder.release()
         self.accelerator.step_boundary("rollout/end")
         return Rollout.join(
@@ -288,7 +288,8 @@ class PPOTrainer:
             if for_update:
                 for engine in self.engines.values():
                     engine.train()
-            # Last, and the critic first, which has no logits: from here on, activations of training passes are kept.
+            # Policy and critic come last, because the activations of training passes are kept; the critic first, since
+            # it has no logits.
             with torch.set_grad_enabled(for_update):
                 values = [self._score_values(*part) if self.critic else None for part in inputs]
                 passes = [ForwardPass(self._score_policy(*part), value) for part, value in zip(inputs, values)]
@@ -334,7 +335,7 @@ class PPOTrainer:
     def _log_probs(
         self, model: nn.Module, input_ids: Tensor, attention_mask: Tensor, length: int, *, entropy: bool = False
     ) -> LogProbs:
-        """Return a policy's log-probabilities of the last `length` tokens, at the temperature they are drawn with."""
+        """Return a policy's log-probabilities of the last `length` tokens, at the sampling temperature."""
         temperature = self.settings.sampling.temperature
         return completion_log_probs(model, input_ids, attention_mask, length, temperature=temperature, entropy=entropy)
 
@@ -350,10 +351,10 @@ class PPOTrainer:
     # --- update: from an Experience to new weights
 
     def update(self, experience: Experience, index: int, sums: MetricSums) -> tuple[int, dict[str, float]]:
-        """Pass over the rollout of step `index`, up to the update that exceeds `ppo.kl_stop`; add metrics to `sums`.
+        """Update on the rollout of step `index`, up to the update that exceeds `ppo.kl_stop`; add metrics to `sums`.
 
         Returns:
-            The number of updates, and the policy's learning rates in the first.
+            The number of updates, and the policy's learning rates in the first one.
         """
         settings, updates = self.settings, 0
         kl_coef = torch.tensor(self.shaping.kl_coef, device=experience.action_mask.device)
@@ -379,7 +380,7 @@ class PPOTrainer:
                 if self.context.precision.loss_scaling and len(steps) > 1:
                     for step_sums in synchronized_step(steps):
                         update_sums.extend(step_sums, *_UPDATE_METRICS)
-                else:  # the gradients of one model are in memory at a time
+                else:  # one model after the other, so that the gradients of only one are in memory
                     for engine, parts, loss in steps:
                         update_sums.extend(engine.step(parts, loss), *_UPDATE_METRICS)
                 sums.extend(update_sums, *_UPDATE_METRICS)
@@ -391,7 +392,7 @@ class PPOTrainer:
     def _actor_loss(
         self, model: nn.Module, part: Experience, *, total: Tensor, rows: Tensor, kl_coef: Tensor
     ) -> tuple[Tensor, Batch]:
-        """Return the policy's loss on a part of a minibatch with `total` actions in `rows` sequences; a `Loss`."""
+        """Return the policy's loss on a micro-batch; its global minibatch has `total` actions in `rows` sequences."""
         settings, method, mask = self.settings, self.settings.method, part.action_mask
         longest = self.context.config.data.max_completion_length
         weights = token_weights(mask, method.loss_mean, tokens=total, sequences=rows, longest=longest)
@@ -417,7 +418,7 @@ class PPOTrainer:
         return loss, metrics
 
     def _critic_loss(self, model: nn.Module, part: Experience, *, total: Tensor) -> tuple[Tensor, Batch]:
-        """Return the critic's loss, as `_actor_loss`."""
+        """Return the critic's loss on a micro-batch; see `_actor_loss`."""
         settings, mask = self.settings, part.action_mask
         values = part.passes[0].values if part.passes else None
         if values is None:
@@ -427,7 +428,7 @@ class PPOTrainer:
         return loss, {"value_loss": loss, "value_clip_fraction": clipped.sum() / total}
 
     def row_order(self, index: int, epoch: int) -> torch.Generator | None:
-        """Return what draws the order of the rows in one pass; None if one minibatch holds them all."""
+        """Return the generator for the order of rows in one pass; None if one minibatch has all rows."""
         if self._minibatch_rows == self.batch_rows:
             return None
         seed = (self.context.config.seed * 1_000_003 + index) * 1_009 + epoch
@@ -436,7 +437,7 @@ class PPOTrainer:
     # --- evaluation, checkpoints and results
 
     def evaluate(self, when: str) -> EvalResult:
-        """Complete the held-out prompts, and again with the moving average of the weights if there is one."""
+        """Evaluate the policy on the held-out prompts, then the moving average of its weights if there is one."""
         result = self._evaluate_policy(when)
         if not self.actor.ema or when == "before":  # the average starts at the same weights
             return result
@@ -445,7 +446,7 @@ class PPOTrainer:
         return result._replace(numbers=result.numbers | {f"ema_{key}": value for key, value in average.numbers.items()})
 
     def _evaluate_policy(self, when: str) -> EvalResult:
-        """Complete the held-out prompts, the same ones with the same random numbers each time."""
+        """Evaluate completions of the held-out prompts, sampled with the same random numbers each time."""
         context = self.context
         examples = [example for example in self.data.heldout if isinstance(example, Prompt)][: self.settings.eval_rows]
         state = context.accelerator.rng_state()
@@ -460,7 +461,7 @@ class PPOTrainer:
 
         numbers = rollout_means(sums.read())
         del numbers["tokens"]
-        # Rank r holds the r-th share of each batch; put the rows back into the order of the examples.
+        # Rank r has the r-th share of each batch; restore the order of the examples.
         shares, rows = distributed.all_gather_objects(ids), self.batch_rows
         completions = [
             row for start in range(0, len(ids), rows) for share in shares for row in share[start : start + rows]
@@ -495,5 +496,5 @@ class PPOTrainer:
 
 
 def action_values(token_values: Tensor, completion_length: int) -> Tensor:
-    """Return the values [B, A] of the states in which completion tokens were drawn, one column before them."""
+    """Return the values [B, A] of the states before each completion token, which are one column to the left of it."""
     return token_values[:, -completion_length - 1 : -1]
