@@ -51,7 +51,7 @@ class KernelSet:
         backend = self._accelerator.name
         if name not in supports:
             known = ", ".join(supports) or "nothing"
-            raise AcceleratorError(f"{operation}: {backend} has no implementation {name}; there is: {known}")
+            raise AcceleratorError(f"{operation}: {backend} has no implementation {name}; use one of: {known}")
         if not supports[name].ok:
             raise AcceleratorError(f"{operation}: {name} cannot be used on {backend}: {supports[name].reason}")
         self._choices[operation] = name
@@ -99,7 +99,7 @@ class KernelSet:
             return one_line(expect(implementation.refuses(model), str))
         except (Exception, SystemExit) as error:
             plugin = self._plugin(implementation)
-            return f"{CHECK_OF_A_MODEL} failed ({describe_error(error)}), which is for the authors of {plugin}"
+            return f"{CHECK_OF_A_MODEL} failed ({describe_error(error)}); report it to the authors of {plugin}"
 
     def _backend_implementations(self) -> list[KernelImpl]:
         """Return the backend's implementations, without those of other plugins."""
@@ -126,7 +126,7 @@ class KernelSet:
             if not is_built_in(implementation.factory):
                 _check_kernel(implementation, kernel)
         except (Exception, SystemExit) as error:
-            failure = f"its factory failed ({describe_error(error)}), which is for the authors of {plugin}"
+            failure = f"its factory failed ({describe_error(error)}); report it to the authors of {plugin}"
             self._failures[_key(implementation)] = failure
             logger.warning("%s: %s is not used: %s", implementation.operation, implementation.name, failure)
             return None

@@ -237,7 +237,9 @@ def _best(reports: list[Report]) -> tuple[Report, str]:
     broken = [report for report in reports if report.error]
     if not usable:
         reasons = "; ".join(f"{report.name}: {report.reason}" for report in reports) or "no plugin is installed"
-        raise AcceleratorError(f"no accelerator is available ({reasons}); reinstall rlhf, which brings the cpu backend")
+        raise AcceleratorError(
+            f"no accelerator is available ({reasons}); reinstall rlhf, which contains the cpu backend"
+        )
     best = usable[0]
     tied = [report for report in usable if report.priority == best.priority]
     if len(tied) > 1:
@@ -254,14 +256,14 @@ def _best(reports: list[Report]) -> tuple[Report, str]:
     if best.name == CPU and broken:
         listed = "; ".join(f"{report.provider} is {report.reason}" for report in broken)
         raise AcceleratorError(
-            f"only the cpu is left, while a plugin could not be used: {listed}; "
-            f"repair or uninstall it, or ask for the CPU with --accelerator {CPU}"
+            f"only the cpu is available, and a plugin could not be used: {listed}; "
+            f"repair or uninstall it, or select the CPU with --accelerator {CPU}"
         )
     if best.name == CPU and (idle := [report for report in reports if report.probe and report.probe.present]):
         listed = "; ".join(f"{report.name} ({report.devices}): {report.reason}" for report in idle)
         raise AcceleratorError(
-            f"only the cpu is left, while a device is there that cannot be used: {listed}; "
-            f"or ask for the CPU with --accelerator {CPU}"
+            f"only the cpu is available, and a device that is present cannot be used: {listed}; "
+            f"or select the CPU with --accelerator {CPU}"
         )
     others = [
         f"{report.name} has priority {report.priority}" if report.available else f"{report.name}: {report.reason}"

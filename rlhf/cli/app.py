@@ -112,9 +112,7 @@ def run(
     elif stages is None:
         context.obj = options
     else:
-        raise ConfigError(
-            f"--stages {stages}: is for `rlhf` without a command; leave `{context.invoked_subcommand}` out"
-        )
+        raise ConfigError(f"--stages {stages}: not allowed with a command; leave out `{context.invoked_subcommand}`")
 
 
 @report_interruption()

@@ -189,7 +189,7 @@ def _parse_sizes(text: str | None) -> list[int]:
         return []
     parts = [part.strip() for part in text.split(",")]
     if wrong := [part for part in parts if not (part.isdecimal() and int(part))]:
-        raise ConfigError(f"--best-of {text}: {wrong[0]!r} is no number of samples; write 1,4,16")
+        raise ConfigError(f"--best-of {text}: {wrong[0]!r} is not a number of samples; write 1,4,16")
     return sorted({int(part) for part in parts})
 
 
@@ -202,11 +202,11 @@ def _check(
 ) -> None:
     """Check the command line before anything slow is imported."""
     if len(models) == 1 and not sizes:
-        raise ConfigError(f"{models[0]}: one model alone has nothing to be compared with; name two or more")
+        raise ConfigError(f"{models[0]}: expected two or more models, got one; name two or more")
     if sizes and not reward_model:
         raise ConfigError("--best-of: no reward model says which sample is the best; name one with --reward-model")
     if sizes and temperature == 0:
-        raise ConfigError("--best-of: at --temperature 0 all samples are the same; leave that out")
+        raise ConfigError("--best-of: all samples are equal at --temperature 0; omit --temperature")
     if output and output.exists() and not output.is_file():
         raise RunError(f"{output}: is a {'folder' if output.is_dir() else 'device'}; name a file with --output")
     if output:

@@ -119,9 +119,9 @@ def evaluate(
     if len(modes) > 1:
         raise ConfigError(f"{modes[0]} and {modes[1]}: one thing is measured at a time; give one of them")
     if bool(prompt) != bool(reply):
-        raise ConfigError("--prompt and --reply: belong together; give both")
+        raise ConfigError("--prompt and --reply: need each other; give both")
     if rows and not as_json:
-        raise ConfigError("--rows: adds to JSON; give --json too")
+        raise ConfigError("--rows: needs --json; add it")
     if twice := next((name for name in models if models.count(name) > 1), None):
         raise ConfigError(f"{twice}: is named twice; name each model once")
     source, option = (pairs, "--pairs") if pairs else (text, "--text")

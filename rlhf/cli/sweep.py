@@ -91,7 +91,7 @@ def sweep(
         loaded = replace(loaded, memory=parse_bytes(memory, "--memory"))
     folder = SweepDirectory(loaded.output)
     if report and not folder.description.is_file():
-        raise RunError(f"{folder.path}: holds no sweep to report; leave --report out to start it")
+        raise RunError(f"{folder.path}: contains no sweep to report; omit --report to start it")
     if not report:
         folder.check(loaded)
     if options.dry_run:

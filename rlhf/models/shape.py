@@ -138,7 +138,7 @@ def shape_of(model: str) -> Shape:
         return shape_from(known[name], name)
     close = difflib.get_close_matches(name, known, n=1)
     remedy = f"did you mean {close[0]}?" if close else f"name a folder with a config.json, or one of {', '.join(known)}"
-    raise ConfigError(f"{model}: is no folder, and no known model has this name; {remedy}")
+    raise ConfigError(f"{model}: not a folder, and no known model has this name; {remedy}")
 
 
 @cache

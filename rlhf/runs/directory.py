@@ -107,7 +107,7 @@ class RunDirectory:
                 that started from one to be replaced; there is nothing to resume; or the run has other settings or rows.
         """
         if resume and overwrite:
-            raise RunError("--resume and --overwrite: one continues a run, the other replaces it; give one of them")
+            raise RunError("--resume and --overwrite: exclude each other; give one of them")
         holds_run = self._holds_run()
         if overwrite or not all(self.stage(stage).done for stage in stages):
             check_writable(self.path)
@@ -212,7 +212,7 @@ class RunDirectory:
         if changed := find_changed_data(recorded, config, data):
             raise RunError(
                 f"{self.path}: this run was made with other rows: {', '.join(changed)}; "
-                "bring back the data of then or choose another --output"
+                "restore the original data, or choose another --output"
             )
 
     def describe_saved(self) -> str | None:
@@ -284,8 +284,8 @@ class RunDirectory:
         only_complete = len(complete) == len(stages)
         if differences := find_differences_in_complete(recorded, config, complete, only_complete=only_complete):
             raise RunError(
-                f"{self.path}: what is complete was trained with other settings: {', '.join(differences)}; "
-                "ask for these, train again with --overwrite, or choose another --output"
+                f"{self.path}: complete stages were trained with other settings: {', '.join(differences)}; "
+                "use these, train again with --overwrite, or choose another --output"
             )
 
     def _begin(

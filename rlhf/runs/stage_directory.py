@@ -119,8 +119,8 @@ class StageDirectory:
         path = self.latest_checkpoint
         if path and (step := parse_step(path)) > steps:
             raise RunError(
-                f"{path}: {step} steps of {self.name} are done, and {steps} are asked for; "
-                f"ask for {step} or more, or train again with --overwrite"
+                f"{path}: {step} steps of {self.name} are done, but {steps} are requested; "
+                f"request {step} or more, or train again with --overwrite"
             )
 
     def finish(self, summary: dict[str, Any]) -> None:

@@ -193,7 +193,7 @@ def _check_shared(directory: RunDirectory) -> None:
     with distributed.on_main("looking for the run's folder") as main:
         if main and (hosts := list(dict.fromkeys(host for host, shares in views if not shares))):
             raise RunError(
-                f"{directory.path}: {', '.join(hosts)} has another folder there than {views[0][0]}; "
+                f"{directory.path}: {', '.join(hosts)} sees a different folder than {views[0][0]}; "
                 "choose an --output that all machines share"
             )
 
@@ -234,7 +234,9 @@ def _announce(
         "output": str(config.output),
     }
     if "ppo" in stages and "reward" in pending and not config.ppo.reward_weight:
-        facts["note"] = "ppo.reward_weight is 0: PPO makes no use of the reward model (`rlhf sft`, `rlhf ppo`: none)"
+        facts["note"] = (
+            "ppo.reward_weight is 0: PPO does not use the reward model; `rlhf sft` and `rlhf ppo` train none"
+        )
     console.print(f"[bold]rlhf {__version__}[/]")
     for name, value in facts.items():
         console.print(Text.assemble((f"{name:13}", "dim"), value), soft_wrap=True)

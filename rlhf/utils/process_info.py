@@ -253,7 +253,7 @@ def _meeting(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
     """Return the rendezvous address and port that users may set for any launcher."""
     port = _number(environ, "MASTER_PORT")
     if port is not None and not 0 < port < 2**16:
-        raise ConfigError(f"MASTER_PORT is {port}, which is no port; set it to one from 1024 to 65535")
+        raise ConfigError(f"MASTER_PORT is {port}, not a port; set it to a number from 1024 to 65535")
     return environ.get("MASTER_ADDR"), port
 
 

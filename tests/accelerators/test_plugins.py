@@ -63,7 +63,7 @@ def idle_gpus(tmp_path: Path) -> dict[str, str]:
 def test_auto_refuses_the_cpu_next_to_idle_gpus(refusal, rlhf, run_python, idle_gpus):
     line = refusal(env=idle_gpus)
     assert "cuda (2 x NVIDIA A100-SXM4-80GB): torch 2.13.0+cpu is built without CUDA" in line
-    assert line.endswith("; or ask for the CPU with --accelerator cpu\n")
+    assert line.endswith("; or select the CPU with --accelerator cpu\n")
     assert choice(run_python, "auto", env={**idle_gpus, "RLHF_ACCELERATOR": "cpu"}) == "cpu"
     assert choice(run_python, "auto", env={**idle_gpus, "CUDA_VISIBLE_DEVICES": ""}) == "cpu"  # the user's wish
     (line,) = [line for line in rlhf("accelerators", "list", env=idle_gpus).stdout.splitlines() if "cuda" in line]

@@ -168,7 +168,7 @@ def test_config_prints_absolute_paths_of_a_recipe(tmp_path: Path) -> None:
         (["--stages", "sft,pp"], "--stages sft,pp: no stage 'pp'; use some of sft, reward, dpo, ppo"),
         (["--stages", "ppo,sft"], "--stages ppo,sft: each stage runs once, and in this order: sft,ppo; write that"),
         (["--stages", "sft,sft"], "--stages sft,sft: each stage runs once, and in this order: sft; write that"),
-        (["--stages", "sft", "ppo"], "--stages sft: is for `rlhf` without a command; leave `ppo` out"),
+        (["--stages", "sft", "ppo"], "--stages sft: not allowed with a command; leave out `ppo`"),
         (["sft", "--set", "model.path=./absent", "--output", "run"], "./absent: no such model folder"),
         (["config", "--example", "--config", "absent.yaml"], "--example and --config"),
         (["config", "--devices", "8"], "--devices: is for --from-deepspeed-chat"),

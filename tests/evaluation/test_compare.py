@@ -297,7 +297,7 @@ def test_standard_input_has_prompts_and_a_pipe_gets_tabs(run: Run, models: dict[
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["a"], "a: one model alone has nothing to be compared with"),
+        (["a"], "a: expected two or more models, got one"),
         (["a", "a"], "a: is the same model as {a}"),
         (["a", "b", "--best-of", "4"], "--best-of: no reward model"),
         (["a", "b", "-R", "judge", "--best-of", "4,x"], "--best-of 4,x: 'x'"),

@@ -85,7 +85,7 @@ def test_machines_with_folders_of_their_own_are_refused(
     if not machines.namespaces:
         pytest.skip("network namespaces are not allowed here, and two loopback addresses see one file system")
     found = ends(start(machines, launcher, 1, rlhf.recipe, "--output", machines.own / "run"))
-    refusal = f"{machines.own}/run: machine-1 has another folder there than machine-0; choose an --output that all"
+    refusal = f"{machines.own}/run: machine-1 sees a different folder than machine-0; choose an --output that all"
     for code, _, line in found:
         assert refusal in line
         assert launcher == "torchrun" or code == 2

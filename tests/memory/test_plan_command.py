@@ -97,7 +97,7 @@ def test_measured_run_gives_its_pace(forks: Forks, tmp_path: Path) -> None:
         (["--memory", "lots"], "--memory: must be a size, got lots"),
         (["--memory", "1TB", "--host-memory", "64"], "--host-memory: needs a unit, got 64"),
         (["--memory", "1TB", "--set", "ppo.generation_weights=layerwise"], "ppo.generation_weights: layerwise"),
-        (["--memory", "1TB", "--set", "model.path=opt-13"], "opt-13: is no folder, .* did you mean opt-13b"),
+        (["--memory", "1TB", "--set", "model.path=opt-13"], "opt-13: not a folder, .* did you mean opt-13b"),
         (["--memory", "1TB", "--accelerator", "cpu"], "--memory and --accelerator: "),
         (["--memory", "1TB", "--stage", "kto"], "--stage: no stage 'kto'"),
         (["--memory", "1TB", "--devices", "3"], "sft.batch_size: 32 rows cannot be divided among 3 ranks"),

@@ -176,7 +176,7 @@ def fail(model: Any) -> str:
     ("refuses", "reason"),
     [
         (refuse_windows, "no sliding windows"),
-        (fail, "its check of the model failed (KeyError: 'model_type'), which is for the authors of rlhf-fast 1.0"),
+        (fail, "its check of the model failed (KeyError: 'model_type'); report it to the authors of rlhf-fast 1.0"),
         (lambda model: None, "its check of the model failed (TypeError: a NoneType instead of str)"),
     ],
 )

@@ -178,7 +178,7 @@ MISTAKES: dict[str, tuple[Arguments | Callable[[Bench], Arguments], list[str]]] 
     ),
     "a_kernel_that_is_not_there": (
         {"engine.kernels": "{adamw: torch-foreach, clip_grad_norm: quick}"},
-        ["engine.kernels.clip_grad_norm: cpu has no implementation quick; there is: torch"],
+        ["engine.kernels.clip_grad_norm: cpu has no implementation quick; use one of: torch"],
     ),
     # Placement and rollouts
     "an_optimizer_on_the_host_without_zero": (

@@ -128,7 +128,7 @@ def test_only_the_rank_whose_function_fails_reports(
 def test_dry_run_notes_a_reward_model_without_use(rlhf: Callable[..., Any], rewards: Path, tmp_path: Path) -> None:
     keys = settings(ppo__reward_weight=0, ppo__reward_functions=f"{rewards}:words")
     shown = " ".join(rlhf("--dry-run", *keys, "--output", tmp_path / "run").stdout.split())
-    assert "ppo.reward_weight is 0: PPO makes no use of the reward model" in shown
+    assert "ppo.reward_weight is 0: PPO does not use the reward model" in shown
     assert "ppo.reward_model" not in shown and "ppo.critic" in shown
 
 

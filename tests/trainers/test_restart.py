@@ -149,7 +149,7 @@ def test_nonfinite_loss_stops_at_the_last_good_checkpoint(rlhf, tmp_path):
     ("arguments", "message"),
     [
         (["--ranks", "2"], r"resume with --ranks 1"),
-        (["--set", "ppo.steps=1"], r"step-\d+: \d+ steps of ppo are done, and 1 are asked for; ask for \d+ or more"),
+        (["--set", "ppo.steps=1"], r"step-\d+: \d+ steps of ppo are done, but 1 are requested; request \d+ or more"),
     ],
 )
 def test_a_refused_resume_changes_nothing(rlhf, killed, arguments, message):

@@ -156,7 +156,7 @@ def test_the_first_host_of_a_list(hosts: str, first: str) -> None:
         (TORCHRUN | {"RANK": "-1"}, r"torchrun says rank -1 of 8"),
         (TORCHRUN | {"LOCAL_RANK": "4"}, r"local rank 4 of 4, which is inconsistent"),
         (TORCHRUN | {"RANK": "one"}, r"RANK is 'one', not a whole number"),
-        (TORCHRUN | {"MASTER_PORT": "70000"}, r"MASTER_PORT is 70000, which is no port"),
+        (TORCHRUN | {"MASTER_PORT": "70000"}, r"MASTER_PORT is 70000, not a port"),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, r"the environment says that there are 2 processes"),
         (
             SRUN | {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0"},

@@ -147,7 +147,7 @@ def test_point_with_other_settings_is_refused_and_unchanged(rlhf: Any, swept: An
     path, _ = swept
     before = contents(path.parent / "out")
     line = error_of(rlhf("sweep", path, "--set", "reward.margin=2", recipe=None, check=False))
-    assert "out/center0: what is complete was trained with other settings: reward.margin (0.0 there, 2.0 now); " in line
+    assert "out/center0: complete stages were trained with other settings: reward.margin (0.0 there, 2.0 now); " in line
     assert line.endswith("/center0 to train this point again, or choose another --output")
     assert contents(path.parent / "out") == before
 
@@ -184,7 +184,7 @@ def test_other_folders_and_launchers_are_refused(forks: Any, rlhf: Any, tmp_path
     file = error_of(rlhf("sweep", path, "--output", tmp_path / "out/letter.txt", recipe=None, check=False))
     assert "letter.txt: expected a folder, got a file" in file
     report = error_of(rlhf("sweep", path, "--report", "--output", tmp_path / "absent", recipe=None, check=False))
-    assert report.endswith("absent: holds no sweep to report; leave --report out to start it")
+    assert report.endswith("absent: contains no sweep to report; omit --report to start it")
     environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     launched = error_of(forks.run("sweep", str(path), timeout=60, environment=environment))
     assert launched.startswith("rlhf sweep starts the processes of each point itself; start it without ")
