@@ -133,6 +133,19 @@ def test_the_same_kernels_win_on_every_chip(on, chip):
     assert "in the order that they are trained in" in cuda.kernels.capabilities()["inference_weights"].reason
 
 
+@pytest.mark.parametrize(
+    ("chip", "operation", "reason"),
+    [
+        ("V100", "attention", "flash attention needs sm_80; found sm_70 (Tesla V100-SXM2-32GB)"),
+        ("A100", "attention", "batches are padded to fixed shapes: it takes no mask"),
+        ("A100", "quantized_weights", "no tensor cores"),
+    ],
+)
+def test_kernel_that_is_never_used_says_why(on, chip, operation, reason):
+    *_, (_, support) = on(chip).kernels.candidates(operation)
+    assert not support.ok and reason in support.reason
+
+
 # placement
 
 
