@@ -117,7 +117,7 @@ def dying(function):
             os.kill(os.getpid(), 9)
         return function(*arguments, **options)
     return call
-counts = [1, 1, 0] if moment == "rename" else [0]  # run.json, then sft, then reward
+counts = [1, 1, 1, 0] if moment == "rename" else [0]  # two files and sft are moved, reward is not
 if moment == "atomic_write_json":
     rlhf.runs.directory.atomic_write_json = dying(rlhf.runs.directory.atomic_write_json)
 elif moment == "copy2":
