@@ -143,6 +143,32 @@ def test_minus_infinity_hides_keys_and_all_leave_their_mean(monkeypatch, kind, d
         torch.testing.assert_close(own.double(), truth.double(), **tolerance | {"rtol": 1e-2})
 
 
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float64])
+def test_mask_of_another_dtype_hides_the_same_keys(kind):
+    torch.manual_seed(0)
+    query, key, value = drawn(2, 4, 6, 8), drawn(2, 2, 6, 8), drawn(2, 2, 6, 8)
+    visible = torch.rand(2, 1, 6, 6) < 0.5
+    visible[..., 0] = True
+    added = torch.zeros(visible.shape, dtype=kind).masked_fill_(~visible, torch.finfo(kind).min)
+    outputs = [cpu_attention.attend(SimpleNamespace(), query, key, value, mask)[0] for mask in (added, visible)]
+    torch.testing.assert_close(*outputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("queries", [1, 6])
+def test_query_that_sees_nothing_has_finite_gradients(dtype, queries):
+    torch.manual_seed(0)
+    inputs = [drawn(2, heads, tokens, 8, dtype=dtype) for heads, tokens in ((4, queries), (2, 6), (2, 6))]
+    inputs = [tensor.contiguous().requires_grad_() for tensor in inputs]
+    visible = torch.zeros(2, 1, queries, 6, dtype=torch.bool)
+    visible[1] = True
+    output = cpu_attention.attend(SimpleNamespace(), *inputs, visible)[0]
+    output.sum().backward()
+    assert all(torch.isfinite(tensor).all() for tensor in (output, *(tensor.grad for tensor in inputs)))
+    mean = inputs[2][0].float().mean(1).repeat_interleave(2, 0).expand(queries, 4, 8)
+    torch.testing.assert_close(output[0].float(), mean, atol=2e-2, rtol=0)
+
+
 def test_torchs_attention_takes_long_rows_and_dropout(monkeypatch, delegated):
     monkeypatch.setitem(cpu_attention.SQUARES, torch.float32, 8)
     module = SimpleNamespace(is_causal=True, num_key_value_groups=2)
