@@ -1,1 +1,1 @@
-"""DeepSpeed behind a small surface: processes, training engines, frozen models, checkpoints."""
+"""The interface to DeepSpeed: processes, training engines, frozen models, checkpoints."""

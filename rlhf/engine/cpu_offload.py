@@ -1,6 +1,6 @@
-"""Offload frozen models: their weights stay in the host's memory and come to the device for the block that uses them.
+"""Offload frozen models: their weights stay in the host's memory, and are copied to the device for each use.
 
-Weights on the host never change, so leaving the device means to release the copy there.
+Weights on the host never change, so the copy on the device is simply released.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def describe_offload(placements: Iterable[ModelPlacement], accelerator: Accelera
 
 
 def offload(model: Model, accelerator: Accelerator) -> Model:
-    """Keep the weights of a model on the host, where they are, between its uses; do nothing if that is the device.
+    """Keep the weights of a model on the host between its uses; do nothing if the host is the device.
 
     Each forward pass copies them to the device and releases the copy. In a block of `on_device` the first of several
     passes copies them, and the end of the block releases them.
@@ -49,7 +49,7 @@ def offload(model: Model, accelerator: Accelerator) -> Model:
 
 @contextmanager
 def on_device(*models: nn.Module | None) -> Iterator[None]:
-    """Keep the weights of those of `models` that are offloaded on the device, once copied, until the block ends."""
+    """Keep the weights of offloaded `models` on the device, once they are copied there, until the block ends."""
     candidates = [getattr(model, "offloaded", None) for model in models]
     offloaded = [weights for weights in candidates if isinstance(weights, OffloadedModel)]
     for weights in offloaded:
@@ -94,7 +94,7 @@ class OffloadedModel:
             tensors[name] = copies[id(tensor)]
 
     def release(self) -> None:
-        """Release the copy on the device, unless a block of `on_device` continues."""
+        """Release the copy on the device, unless a block of `on_device` is running."""
         if not self.blocks:
             for tensors, name, tensor in self._entries:
                 tensors[name] = tensor

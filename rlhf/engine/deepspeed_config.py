@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration of one model: its ZeRO stage, what is offloaded, and the user's own settings.
+"""DeepSpeed's configuration of one model: its ZeRO stage, offload, and the user's settings.
 
 Settings of `engine.deepspeed` replace rlhf's defaults (sizes of buffers), but not values that follow from other keys of
 the recipe: top-level keys of that kind are rejected before a run, and those of ZeRO are ignored with a warning.
@@ -36,7 +36,7 @@ _RECIPE_KEYS = {
     "STAGE.checkpoint_every": ("checkpoint",),
     "model.gradient_checkpointing": ("activation_checkpointing",),
 }
-"""Keys of a recipe, each with the top-level keys of DeepSpeed that it takes the place of."""
+"""Keys of a recipe, each with the top-level keys of DeepSpeed that it replaces."""
 
 _ZERO_KEYS = {
     "stage": "engine.zero_stage",
@@ -47,7 +47,7 @@ _ZERO_KEYS = {
         for key in ("device", "nvme_path", "pin_memory")
     },
 }
-"""Settings of `zero_optimization` that rlhf writes itself, each with the keys that decide it."""
+"""Settings of `zero_optimization` that rlhf sets, each with the keys that determine it."""
 
 
 class _AsyncIO(BaseModel):
@@ -85,7 +85,7 @@ def check_deepspeed_keys(config: Config) -> None:
     """Check `engine.deepspeed`; warn of each setting of ZeRO that another key of the recipe overrides.
 
     Raises:
-        ConfigError: it sets what other keys of the recipe decide, or what DeepSpeed does not know.
+        ConfigError: a setting belongs to another key of the recipe, or is unknown to DeepSpeed.
     """
     settings = config.engine.deepspeed
     for recipe_key, keys in _RECIPE_KEYS.items():
@@ -106,7 +106,7 @@ def check_nvme(config: Config, accelerator: Accelerator) -> None:
     """Raise `ConfigError` if `engine.nvme` is set and DeepSpeed's asynchronous I/O cannot be built."""
     if config.engine.nvme is None:
         return
-    with verbosity.suppress_stdout():  # it compiles a program, and its compiler writes to stdout
+    with verbosity.suppress_stdout():  # the check compiles a program, and the compiler writes to stdout
         ready = accelerator.deepspeed_operator("AsyncIOBuilder")
     if not ready:
         raise ConfigError(
@@ -146,7 +146,7 @@ def build_deepspeed_config(
     }
     settings = _use_aliases(placement.engine.deepspeed)
     _pop_managed(settings)
-    for section in ("offload_optimizer", "offload_param"):  # a section alone would turn offloading on
+    for section in ("offload_optimizer", "offload_param"):  # an empty section would turn offloading on
         if section not in ours["zero_optimization"]:
             settings.get("zero_optimization", {}).pop(section, None)
     return _merge(ours, settings)
@@ -168,7 +168,7 @@ def _build_zero_section(placement: ModelPlacement, accelerator: Accelerator, tra
     if placement.offloads_parameters:
         zero["offload_param"] = dict(device)
     threshold = zero["stage3_param_persistence_threshold"] = placement.engine.zero_persistence_threshold
-    if threshold == 0:  # shard all of a small model: keep nothing gathered
+    if threshold == 0:  # for a small model, shard everything and keep nothing gathered
         names = ("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size")
         zero |= {f"stage3_{name}": 0 for name in names}
     return zero

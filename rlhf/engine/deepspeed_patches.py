@@ -2,7 +2,7 @@
 
 Each function names the upstream code, as DeepSpeed 0.19.8 has it, and the issue if there is one.
 `tests/engine/test_deepspeed_patches.py` runs DeepSpeed without each of them and expects the fault, so that a release
-which fixes it is noticed; the patch then goes.
+that fixes it is noticed and the patch can be removed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KNOWN = (0, 19)  # the release series that these patches were written for and ar
 
 
 def check_version(version: str) -> None:
-    """Refuse a DeepSpeed whose internals nobody has compared with these patches.
+    """Refuse a DeepSpeed whose internals have not been compared with these patches.
 
     Raises:
         DependencyError: another release series than `KNOWN`.
@@ -53,7 +53,7 @@ def clear_process_groups() -> None:
 
 
 def round_linear_once() -> None:
-    """Round linear layers with a bias as they are rounded below ZeRO-3: the sum of product and bias, once.
+    """Round the output of linear layers with a bias once, after adding the bias, as below ZeRO-3.
 
     At ZeRO-3 DeepSpeed replaces `torch.nn.functional.linear` in the whole process by a function that adds the bias to
     a product already rounded to 16 bits (`LinearFunctionForZeroStage3.forward`). It saves the same tensors for the
@@ -136,7 +136,7 @@ def missing_loss_scale(engine: Any, *, loss_scaling: bool, zero_stage: int) -> f
 
 
 def begin_micro_batch(engine: Any) -> None:
-    """Have ZeRO count the backward pass that follows as a new micro-batch's.
+    """Make ZeRO count the next backward pass as that of a new micro-batch.
 
     DeepSpeed resets this count in the forward pass (`DeepSpeedEngine.forward`), but that of this micro-batch may have
     come before the backward pass of the last one.
@@ -190,7 +190,7 @@ def override_overflow(optimizer: Any, *, skip: bool, lower: bool) -> Iterator[No
 
 
 def restart_trace(engine: Any) -> None:
-    """Have ZeRO-3 record the order in which layers need their weights from the next pass on.
+    """Make ZeRO-3 record the order in which layers need their weights, from the next pass on.
 
     It records whichever pass comes first, and gathers weights ahead in that order. A scoring pass tells it nothing
     about backward: every training pass would end the recording, and the next one would make the ranks compare their

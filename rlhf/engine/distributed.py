@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 _SCHEME = "rlhf"  # of the URL by which torch finds `_rendezvous`
-_SECONDS_TO_NAME = 20.0  # to find the rank that is late, before a collective fails without naming it
+_SECONDS_TO_NAME = 20.0  # to name the late rank, before a collective fails without naming it
 
 
 @dataclass
@@ -43,8 +43,8 @@ class _Process:
 
     Attributes:
         client: the connection with the other ranks; None without a group, or with one rank.
-        waits: numbers of waits, the same on all ranks, which wait for the same things.
-        groups: numbers of groups, so that no group reads what an earlier one left in the store.
+        waits: counter of waits, equal on all ranks. groups: counter of groups, so that no group reads entries of an
+        earlier one in the store.
     """
 
     client: WorkerClient | None = None
@@ -73,7 +73,7 @@ class World:
 
 @contextmanager
 def start_process_group(selection: Selection, *, timeout: float = 1800.0) -> Iterator[Accelerator]:
-    """Bind this process to its device and start the process group; end it after the block.
+    """Bind this process to its device, start the process group, and end it after the block.
 
     Args:
         selection: the backend that was chosen.
@@ -135,14 +135,14 @@ def _rank_environment(process: ProcessInfo) -> Iterator[None]:
     try:
         yield
     finally:
-        # Collectives of a failed rank may be pending; the group ends with the process either way.
+        # Collectives of a failed rank may be pending; the group ends with the process in any case.
         _process.client = None
         if dist.is_initialized():
             dist.destroy_process_group()
             from rlhf.engine.deepspeed_patches import clear_process_groups
 
             clear_process_groups()
-        for name in variables.keys() - before.keys():  # a process that this one starts is not one of its ranks
+        for name in variables.keys() - before.keys():  # child processes are not ranks of the run
             os.environ.pop(name, None)
 
 
@@ -172,14 +172,14 @@ def all_gather_objects(value: T) -> list[T]:
 
 
 def _count_collective() -> None:
-    """Note that this rank has reached a collective; if it hangs, the counts show which rank is behind."""
+    """Count a collective of this rank; if it hangs, the counts show which rank is behind."""
     if _process.client:
         _process.client.progress += 1
 
 
 @contextmanager
 def _waiting() -> Iterator[None]:
-    """Note that in this block this rank waits for another one that may take long."""
+    """Mark this rank as waiting for another one, which may take long, during the block."""
     client = _process.client
     if client:
         client.is_waiting = True
@@ -207,7 +207,7 @@ def on_all_ranks(what: str) -> Iterator[None]:
         error = caught
     try:
         failures = all_gather_objects(repr(error) if error else None)
-    except Exception as lost:  # another rank died; the failure here is no consequence of that
+    except Exception as lost:  # another rank ended; the failure here is not its consequence
         if error:
             raise error from lost
         raise
@@ -224,7 +224,8 @@ def on_main(what: str, *, takes_long: bool = False) -> Iterator[bool]:
 
     Args:
         what: as in `on_all_ranks`.
-        takes_long: it may take longer than a collective waits (downloads, reading); the others wait while rank 0 lives.
+        takes_long: the action may take longer than the timeout of a collective (downloads, reading); the others wait as
+            long as rank 0 is alive.
     """
     with _on_ranks([0], what, takes_long=takes_long) as acts:
         yield acts

@@ -42,8 +42,8 @@ Loss = Callable[[nn.Module, Any], tuple[Tensor, dict[str, Tensor]]]
 """(model, micro-batch) -> (its part of the global loss, statistics that are summed over micro-batches and ranks)."""
 
 ADAPTERS_FACTOR = 10.0
-"""Adapters learn at this multiple of the stage's rate, unless `lora.learning_rate` is set: they start at zero, and must
-make alone the change that full fine-tuning spreads over all weights."""
+"""Adapters learn at this multiple of the stage's rate, unless `lora.learning_rate` is set: they start at zero, and
+their few parameters must produce the change that full fine-tuning spreads over all weights."""
 
 # DeepSpeed 0.19 calls collectives by their names from before torch 2.13, hundreds of times a step.
 warnings.filterwarnings("ignore", message=".*(reduce_scatter|all_gather).* is deprecated", category=FutureWarning)
@@ -72,7 +72,7 @@ class MetricSums:
 
 
 def padding_share(sums: Metrics) -> float:
-    """Return the share of the computed `positions` that hold no token of a real row (`present` counts those)."""
+    """Return the share of the computed `positions` without a token of a real row (`present` counts those with one)."""
     return 1 - sums["present"] / max(sums["positions"], 1)
 
 
@@ -147,7 +147,7 @@ class TrainingEngine:
         if self.zero_stage == 0:
             patches.replace_step(self.engine, ranks=distributed.world().size, loss_scaling=precision.loss_scaling)
         restore_precision(self.engine)
-        accelerator.step_boundary(f"{name}/set-up")  # keeps the setup out of the first batch's graph
+        accelerator.step_boundary(f"{name}/set-up")  # separates the setup from the first batch's graph
 
     @property
     def module(self) -> nn.Module:
@@ -183,7 +183,7 @@ class TrainingEngine:
         return {"learning_rate": rate} | adapters
 
     def train(self) -> None:
-        """Make the forward passes from here on training passes; `step` does so too."""
+        """Switch to training passes; `step` does so too."""
         self.engine.train()
         if self.zero_stage == 3 and not self._trained:
             patches.restart_trace(self.engine)
@@ -230,7 +230,7 @@ class TrainingEngine:
         return sums
 
     def apply(self) -> None:
-        """Change the weights by the gradients of the last `step`, unless they overflowed."""
+        """Update the weights with the gradients of the last `step`, unless they overflowed."""
         if self._clips_itself:
             clip = self.accelerator.kernels.get("clip_grad_norm", required=True)
             trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
@@ -251,7 +251,7 @@ class TrainingEngine:
         return float(norm) / self._scale
 
     def loss_scale(self) -> float:
-        """Return the factor on the next step's loss that keeps its gradients in the range of fp16."""
+        """Return the loss scale of the next step, which keeps its gradients in the range of fp16."""
         return float(self.engine.optimizer.loss_scale)
 
     @contextlib.contextmanager
@@ -275,10 +275,10 @@ EngineStep = tuple[TrainingEngine, Sequence[Any], Loss]
 def synchronized_step(steps: Sequence[EngineStep]) -> list[MetricSums]:
     """Take one optimizer step of each engine, or of none if the gradients of one overflow in fp16.
 
-    A policy that moves while its critic stands still is an update that no algorithm has (DeepSpeed-Chat's
-    `--align_overflow`). Each engine lowers only its own loss scale: halving that of an engine whose gradients fitted
-    would round away gradients for the thousand steps until it rises again. For engines with loss scaling only: the
-    gradients of all models are in memory at one time.
+    Otherwise a policy could be updated without its critic, which no algorithm does (DeepSpeed-Chat:
+    `--align_overflow`). Each engine lowers only its own loss scale: if no gradients overflowed, a lower scale would
+    round small gradients to zero for the thousand steps until it rises again. Only for engines with loss scaling,
+    because the gradients of all models are in memory at the same time.
 
     Returns:
         The result of `TrainingEngine.step` for each engine.
@@ -307,7 +307,7 @@ def freeze_model(
     if placement.zero_stage < 3:
         place_model(model, accelerator.device(), precision.dtype)
         if not shared and (prepare := accelerator.kernels.get("inference_weights")):
-            # Except the output layer, whose product may be computed in parts and fused with the loss.
+            # The output layer is excluded: its product may be computed in parts and fused with the loss.
             prepare(getattr(model, "base_model", model), keep=False)
         return model
     place_buffers(model, accelerator.device())
@@ -327,7 +327,7 @@ def fuse_layers(model: nn.Module, accelerator: Accelerator) -> None:
 
 
 def _count_parameters(model: nn.Module) -> dict[str, int]:
-    """Return how many numbers of a model are `trainable`, and how many `all` are."""
+    """Return the number of a model's parameters that are `trainable`, and of `all`."""
     parameters = list(model.parameters())
     # `ds_numel` counts a sharded parameter whole.
     sizes = [getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters]

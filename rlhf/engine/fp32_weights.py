@@ -1,8 +1,8 @@
-"""The float32 weights that an optimizer updates: as the checkpoint has them, and their moving average.
+"""The float32 weights that an optimizer updates: restored from the checkpoint, and their moving average.
 
-DeepSpeed makes the float32 weights from those that the model computes with, which are rounded to 16 bits.
-`restore_precision` replaces them by the numbers of the checkpoint if those have more digits. It reads one parameter at
-a time, and of each only this rank's part.
+DeepSpeed creates the float32 weights from the model's weights, which are rounded to 16 bits. If the checkpoint has more
+digits, `restore_precision` replaces them by its numbers. It reads one parameter at a time, and only this rank's part of
+it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def keep_precision(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def restore_precision(engine: Any) -> None:
-    """Set the float32 weights of a new DeepSpeed engine from the sources of its parameters, and release those."""
+    """Set the float32 weights of a new DeepSpeed engine from the sources of its parameters, and release the sources."""
     whole = {id(parameter): weight for parameter, weight in _pair_weights(engine.optimizer)}
     for parameter in engine.module.parameters():
         source = get_source(parameter)
@@ -61,7 +61,7 @@ def get_fp32_weights(optimizer: Any) -> list[Tensor]:
 
 @torch.no_grad()
 def round_fp32_weights(optimizer: Any) -> None:
-    """Set the weights that the model computes with to the rounded float32 weights; every rank calls it.
+    """Set the model's weights to the rounded float32 weights; every rank calls it.
 
     It calls the methods that a step of DeepSpeed 0.19.8 calls.
     """
@@ -80,8 +80,8 @@ def round_fp32_weights(optimizer: Any) -> None:
 class EMA:
     """An exponential moving average of the float32 weights (arXiv:1412.6980, section 7.2), starting at the weights.
 
-    average := decay * average + (1 - decay) * weights. For saving and evaluating it changes places with the weights. A
-    rank holds the average of its float32 weights: at ZeRO 1 to 3 its share, and with LoRA that of the adapters.
+    average := decay * average + (1 - decay) * weights. For saving and evaluation, it is swapped with the weights. Each
+    rank stores the average of its float32 weights: at ZeRO 1 to 3 its share, with LoRA those of the adapters.
 
     Attributes:
         tensors: this rank's part of the average.
@@ -114,7 +114,7 @@ class EMA:
     def in_place(self) -> Iterator[None]:
         """Compute with the average in this block; afterwards the weights are bit for bit the same as before.
 
-        Every rank enters it, and takes no step in it.
+        Every rank must enter it, and must not take a step in it.
         """
         self._exchange()
         try:

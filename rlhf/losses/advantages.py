@@ -21,7 +21,7 @@ of the rewards from each action on. Columns after the last action may hold anyth
 `rlhf.config.estimators.ESTIMATORS` names the function.
 """
 
-_LEAST_STD = 1e-4  # added, so that rewards that differ only by rounding do not differ by standard deviations
+_LEAST_STD = 1e-4  # added, so that rounding differences between rewards are not scaled to standard deviations
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, settings: PPOConfig) -> tuple[Tensor, Tensor]:
@@ -102,7 +102,7 @@ def _to_go(rewards: Tensor, decay: float) -> Tensor:
 def whiten(values: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] = lambda part: part) -> Tensor:
     """Scale masked values to mean 0 and standard deviation 1; masked-out positions become 0.
 
-    The mean is subtracted before the squares are summed: if it is large, E[x^2] - E[x]^2 has no digits left.
+    The mean is subtracted before the squares are summed: if it is large, E[x^2] - E[x]^2 loses all precision.
 
     Args:
         values: [B, A].

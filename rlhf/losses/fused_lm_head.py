@@ -1,7 +1,7 @@
 """Log-probabilities and entropies of tokens from hidden states, fused with the projection to the vocabulary.
 
-Logits are computed for one part of the vocabulary at a time, in the forward pass and again in the backward pass: those
-of a whole batch never exist at one time, nor does their gradient.
+Logits are computed for one part of the vocabulary at a time, in the forward pass and again in the backward pass:
+neither the logits of a whole batch nor their gradient ever exist at the same time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from rlhf.losses import log_probs as tokens
 from rlhf.losses.log_probs import exponentials_, gradient_, tempered_
 
-_FEWEST_COLUMNS = 256  # of a part of the vocabulary: smaller matrix products are slow
+_FEWEST_COLUMNS = 256  # per part of the vocabulary, because smaller matrix products are slow
 
 
 class _Projected(torch.autograd.Function):
@@ -59,7 +59,7 @@ class _Projected(torch.autograd.Function):
             gradient_(part.values.sub_(normalizers), g, part.second, entropies, h)
             part.values.scatter_add_(-1, part.column, torch.where(part.here, g, 0))
             logits = part.logits.copy_(part.values)  # to the type of the products; in float32 they are one tensor
-            if of_weight is not None:  # each row is computed at once: no sums in few digits
+            if of_weight is not None:  # each row is computed in one product, without partial sums in low precision
                 torch.mm(logits.t(), hidden, out=of_weight[part.columns])
             if of_bias is not None:
                 of_bias[part.columns] = part.values.sum(0)

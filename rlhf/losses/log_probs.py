@@ -18,9 +18,9 @@ _LOWEST = -1e30  # a finite stand-in for the logarithm of 0
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """log p(label) and, where asked for, the entropy of p = softmax(logits / temperature), a few rows at a time.
+    """log p(label) and optionally the entropy of p = softmax(logits / temperature), a few rows at a time.
 
-    No float32 copy of all logits exists; one gradient of them serves both.
+    There is no float32 copy of all logits, and one gradient tensor for both results.
     """
 
     @staticmethod

@@ -1,1 +1,1 @@
-"""Models and tokenizers: loading, the embedded default, the two forward passes, and export."""
+"""Models and tokenizers: loading, the embedded model, forward passes, LoRA and quantization."""

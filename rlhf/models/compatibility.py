@@ -1,6 +1,6 @@
-"""Check what a model must be able to do, and choose its attention, from its folder and configuration alone.
+"""Check that a model is supported, and choose its attention, from its folder and configuration alone.
 
-A model that a stage would fail on, or train wrongly, is an error of one line. Importing this module loads neither torch
+If a stage would fail on a model or train it wrongly, the error is one line. Importing this module loads neither torch
 nor transformers.
 """
 
@@ -29,7 +29,7 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequ
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """transformers' name of a model's attention, and the better ones that it does not get, with the reasons."""
+    """transformers' name of the chosen attention, and the preferred ones that the model cannot use, with reasons."""
 
     name: str
     refused: Mapping[str, str]

@@ -1,7 +1,7 @@
-"""Set the dropout of a model: one rate for all of its layers, under whatever names an architecture has it.
+"""Set the dropout of a model: one rate for all of its layers, whatever names an architecture uses.
 
-The model's configuration, which is saved with it, keeps the rates that it was loaded with: the rate of one stage is no
-default for the next.
+The configuration that is saved with the model keeps its original rates, so the rate of one stage is not the default of
+the next.
 """
 
 from __future__ import annotations

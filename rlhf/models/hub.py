@@ -1,7 +1,7 @@
-"""Check once if a hub has a model or data set, and turn Hugging Face's errors about a model into one sentence.
+"""Check once if the hub has a model or data set, and turn Hugging Face's errors about a model into one sentence.
 
-If the hub cannot be reached and this machine has a copy, libraries use the copy and do not contact the hub, until it is
-asked for another name or `restore_offline_flags` ends. A hub that is switched off is not asked, and never switched on.
+If the hub cannot be reached and this machine has a copy, libraries use the copy and do not contact the hub, until
+another name is requested or `restore_offline_flags` ends. If the user has switched the hub off, it is never contacted.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _switched_off: set[str] = set()  # those of `_MODULES` whose flag this module ha
 
 
 class _UnreachableError(Exception):
-    """The hub gives no answer; the message says why."""
+    """The hub does not respond; the message says why."""
 
 
 @cache
@@ -95,7 +95,7 @@ def describe_availability(name: str, kind: Kind) -> str | None:
 
 @contextmanager
 def restore_offline_flags() -> Iterator[None]:
-    """Forget the hub's answers after this block, and restore the offline flags of the libraries."""
+    """Clear the cached responses of the hub after this block, and restore the offline flags of the libraries."""
     try:
         yield
     finally:

@@ -1,7 +1,8 @@
 """Shapes of models, read from transformers' model on torch's meta device, and the arithmetic of passes over texts.
 
-A folder's config.json, a name that people know (`known.yaml`) or the values of a configuration flow in; a `Shape` flows
-out, which memory and time are computed from. Only the configuration is read: a model on the meta device has no weights.
+`shape_of` takes a folder or a known name (`known.yaml`), `shape_from` the values of a config.json; both return a
+`Shape`, from which memory and time are computed. Only the configuration is read: a model on the meta device has no
+weights.
 
 Operations are counted as for the model FLOPs utilization of arXiv:2204.02311, appendix B: a product takes two for each
 number of its matrix and token (arXiv:2001.08361, section 2.1), attention 4 x T x S x width for T queries that each meet
@@ -36,7 +37,7 @@ class LinearShape(NamedTuple):
 
     @property
     def numbers(self) -> int:
-        """Numbers in its matrix and its bias."""
+        """The number of elements in its matrix and its bias."""
         return self.inputs * self.outputs + (self.outputs if self.bias else 0)
 
 
@@ -109,7 +110,7 @@ class Shape:
 
     @property
     def cached(self) -> int:
-        """Numbers that the key-value cache holds of one token."""
+        """Elements of the key-value cache per token."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
 
@@ -154,8 +155,8 @@ def shape_from(values: Mapping[str, Any], name: str) -> Shape:
         name: names the model in messages.
 
     Raises:
-        ConfigError: transformers knows no such language model, or its parts are not those of a plain decoder: layers
-            that differ, experts, recurrent layers.
+        ConfigError: transformers has no such language model, or it is not a plain decoder, but has layers that differ,
+            experts or recurrent layers.
     """
     return _shape(json.dumps(dict(values), sort_keys=True, default=str), name)
 
@@ -211,7 +212,7 @@ def _shape(values: str, name: str) -> Shape:
         outside=everything - head - tokens.numel() - len(layers) * in_layer,
         gated=widenings == 2,
         rms="LayerNorm" not in kinds,
-        # ReLU needs its result alone, GELU its input too, and GELU in Python what each operation is given.
+        # ReLU keeps only its result, GELU also its input, and GELU in Python the inputs of each operation.
         saved_ffn=(1 if "ReLU" in kinds else 6 if "NewGELUActivation" in kinds else 2) + (2 if widenings == 2 else 0),
         plain_logits=can_be_fused(model),
     )
@@ -310,8 +311,8 @@ class ModelFlops:
 def generation_lengths(rows: float, prompts: TextLengths, whole: TextLengths) -> TextLengths:
     """Return the sums of generating `rows` texts with a key-value cache, from their prompts until they are `whole`.
 
-    A prompt is read at once, then each drawn token but a text's last, which meets all tokens before it and itself:
-    queries p + 1 ... t - 1 of a text of t tokens after a prompt of p. Each drawn token takes an output.
+    A prompt is read in one pass, then each sampled token except a text's last, which attends to itself and all tokens
+    before it: queries p + 1 ... t - 1 of a text of t tokens with a prompt of p. Each sampled token needs one output.
     """
     drawn = whole.tokens - prompts.tokens
     pairs = prompts.pairs + (whole.pairs - whole.tokens - prompts.pairs - prompts.tokens) / 2

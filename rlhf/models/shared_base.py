@@ -1,4 +1,4 @@
-"""Models on one frozen base: each a separate module tree, whose frozen leaves are the same tensors.
+"""Models on one frozen base: separate module trees that share their frozen tensors.
 
 `SharedBase` holds the weights of a model that is trained with LoRA; `build_on_base` builds another model on them, whose
 scalar head, adapters and other trained parameters alone take memory. Engines, checkpoints and exports see a model like

@@ -2,7 +2,7 @@
 
 Each item names the upstream code, as transformers 5.17 to 5.23 have it, and the issue if there is one.
 `tests/models/test_transformers_patches.py` runs transformers without each of them and expects the fault, so that a
-release which fixes it is noticed; the patch then goes. transformers itself is imported only if a patch needs it.
+release that fixes it is noticed and the patch can be removed. transformers itself is imported only if a patch needs it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ That flag is about `torch.compile`; the one about static caches is gone
 
 
 def check_version(version: str) -> None:
-    """Refuse a transformers whose internals nobody has compared with these patches.
+    """Refuse a transformers whose internals have not been compared with these patches.
 
     Raises:
         DependencyError: it is older than `OLDEST`, or not before `TOO_NEW`.
@@ -44,7 +44,7 @@ def check_version(version: str) -> None:
 
 
 def forget_key_mapping(model: Any) -> None:
-    """Have a model that was loaded with a `key_mapping` saved under its own names.
+    """Save a model that was loaded with a `key_mapping` under its current names.
 
     `PreTrainedModel.save_pretrained` would reverse the mapping (`core_model_loading.revert_weight_conversion`,
     https://github.com/huggingface/transformers/pull/42396).
@@ -88,7 +88,7 @@ class GPTNeoLocalAttention:
 
     @contextmanager
     def replace_tables(self) -> Iterator[None]:
-        """Have the layers read the masks of the current step in this block."""
+        """Let the layers read the masks of the current step in this block."""
         try:
             for layer, mask in zip(self._layers, self._masks):
                 layer.bias = mask

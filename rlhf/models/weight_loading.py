@@ -1,4 +1,4 @@
-"""A checkpoint's weights under the names that its model has for them, and filling a model with them one by one.
+"""Map a checkpoint's weights to a model's names, and load them into the model one by one.
 
 `prepare_parameters` takes a model on torch's meta device and the tensors of its checkpoint, notes the source of each
 parameter, and computes what no checkpoint holds (a new head, buffers). `fill_parameters` then puts real parameters in

@@ -1,7 +1,7 @@
-"""Progress of long work: a live bar on a terminal, few plain lines elsewhere, nothing on other ranks than 0.
+"""Progress of long work: a live bar on a terminal, a few plain lines elsewhere, nothing on ranks other than 0.
 
-A total and a description flow in, then counts and the latest metrics; rates and remaining time are shown. Text that is
-printed through `console` appears above a bar. A copy of the terminal gets the plain lines (`rlhf.reporting.console`).
+It shows counts, rates, the remaining time and the latest metrics. Text that is printed through `console` appears above
+a bar. A copy of the terminal gets the plain lines (`rlhf.reporting.console`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Permanent records of a stage: `metrics.jsonl` for programs, TensorBoard events for people.
 
-Metrics and texts of steps flow in; each is on disk before the call returns, so that a crash loses none.
+Each record is on disk before the call returns, so that a crash loses none.
 """
 
 from __future__ import annotations

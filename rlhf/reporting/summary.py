@@ -1,6 +1,6 @@
-"""The closing table of a run: what each stage changed and cost, and answers before and after PPO.
+"""The closing table of a run: each stage's results and costs, and completions before and after PPO.
 
-The stages' summaries (the contents of `stage.json`) flow in; a text for the terminal flows out.
+Its functions take the stages' summaries (the contents of `stage.json`) and print or return text for the terminal.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _costs(summary: dict[str, Any]) -> list[str]:
 
 
 def format_value(name: str, value: float | None) -> str:
-    """Return a number as people read it, shares as percentages; empty for None."""
+    """Return a number as text for people, shares as percentages; empty for None."""
     if value is None:
         return ""
     return f"{100 * value:.1f}%" if name.endswith(_SHARES) else format_number(value)

@@ -1,8 +1,8 @@
-"""Phases of a stage: which one is running, how long those of a step take, and how much arithmetic and memory that is.
+"""Timers of a stage's phases: the running phase, the duration of each phase of a step, its arithmetic and memory.
 
-A stage marks its phases and says what was done in them; seconds, rates, shares and sums over all steps flow out. The
-device is waited for at the end of a step's phase and nowhere else. A profiler records each such phase as a range of its
-name, by which `profile_operators` assigns operators to phases.
+A stage marks its phases and counts their work; the timers compute seconds, rates, shares, and sums over all steps. They
+wait for the device only at the end of a step's phase. A profiler records each phase as a range with its name, by which
+`profile_operators` assigns operators to phases.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Phase = Literal[
     "writing a checkpoint",
     "saving",
 ]
-"""The work of a stage at a time, by its name in records, plans and messages."""
+"""The phases of a stage, by their names in records, plans and messages."""
 
 STEP_PHASES: tuple[Phase, ...] = ("generation", "scoring", "training")
 """Timed phases of a PPO step; steps of other stages are `training` only."""
@@ -45,7 +45,7 @@ _MACHINE_DEPENDENT = re.compile(
 
 
 def is_machine_dependent(key: str) -> bool:
-    """Return whether a recorded number measures speed or memory, and so differs between equal runs."""
+    """Return whether a recorded number measures speed or memory, and therefore differs between equal runs."""
     return _MACHINE_DEPENDENT.fullmatch(key) is not None
 
 
@@ -95,11 +95,11 @@ class PhaseTimers:
         """Record the running phase, for messages; phases may nest, and the innermost counts."""
         outer, self.current = self.current, phase
         yield
-        self.current = outer  # not after an error, whose message names the phase
+        self.current = outer  # not after an error, because its message names the phase
 
     @contextmanager
     def __call__(self, phase: Phase) -> Iterator[None]:
-        """Time a phase of the step, until the device has finished its work. Timed phases do not nest."""
+        """Time a phase of the step, until the device has finished. Timed phases cannot be nested."""
         start = time.perf_counter()
         with self.running(phase), _profiler_range(f"{_RANGE}{phase}"):
             yield
@@ -137,7 +137,7 @@ class PhaseTimers:
         return {name: PhaseTime(seconds[name], self._tokens.get(name), flops.get(name)) for name in seconds}
 
     def metrics(self) -> dict[str, float]:
-        """Return what is recorded of the latest step; docs/metrics.md defines the keys."""
+        """Return the recorded metrics of the latest step; docs/metrics.md defines the keys."""
         metrics = {"seconds": self.seconds, "peak_memory": float(self._accelerator.memory().peak)}
         if len(self._seconds) > 1:
             for name, phase in self.phase_times().items():
@@ -148,7 +148,7 @@ class PhaseTimers:
         return metrics | self._speed(sum(self._flops.values()) / self._ranks, self.seconds)
 
     def summary(self) -> dict[str, Any]:
-        """Return what a stage's summary says of all its steps."""
+        """Return the summary's entries about all steps of the stage."""
         totals = self.totals
         if not totals:
             return {}
@@ -194,7 +194,7 @@ class StepProfile(NamedTuple):
 def profile_operators(events: Iterable[Any]) -> StepProfile:
     """Return the operators of one step by phase.
 
-    If a device works next to the processor, its kernels are counted, as the processor only hands them over.
+    If there is a device in addition to the CPU, its kernels are counted, because the CPU only launches them.
 
     Args:
         events: of `torch.profiler.profile.events()`, times in microseconds, with the ranges of `PhaseTimers`.
@@ -210,7 +210,8 @@ def profile_operators(events: Iterable[Any]) -> StepProfile:
         start = event.time_range.start
         if event.name.startswith(_RANGE) or event.is_user_annotation or not step.start <= start <= step.end:
             continue
-        # A phase ends when the device is done, so all that starts within it is part of it, on any thread or stream.
+        # A phase ends when the device is done, so all operators that start within it belong to it, on any thread or
+        # stream.
         key = event.name, next((name for name, span in phases if span.start <= start <= span.end), OTHER)
         microseconds = event.self_device_time_total if device else event.self_cpu_time_total
         seconds[key] += microseconds / 1e6

@@ -1,4 +1,4 @@
-"""Keep the messages of libraries off the terminal; a user cannot act on them. Their errors are still shown.
+"""Keep messages of libraries off the terminal, because users cannot act on them; errors are still shown.
 
 `configure_logging` is for the process of a command, before anything slow is imported; `quiet_libraries` for a host
 program that asks for it; `quiet_imported_libraries` for libraries imported since; `suppress_stdout` for code that

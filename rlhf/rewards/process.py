@@ -30,7 +30,7 @@ from rlhf.config.types import short_repr
 from rlhf.errors import ConfigError, RewardError
 from rlhf.rewards import worker
 
-_POLL_SECONDS = 0.2  # between checks whether the process has exited while others hold its connection open
+_POLL_SECONDS = 0.2  # between checks if the process has exited, because other processes may keep its connection open
 
 
 class Sample(NamedTuple):
@@ -100,7 +100,7 @@ class RewardProcess:
         self._exchange(([os.getcwd(), *sys.path], [function.function for function in self._functions]), ())
 
     def __call__(self, samples: Sequence[Sample]) -> list[list[float]]:
-        """Return, for each function, its value for each sample.
+        """Return the values of each function, one for each sample.
 
         Raises:
             RewardError: a function raised, took too long, returned no finite number, or ended its process.
@@ -109,7 +109,7 @@ class RewardProcess:
             self._start()
         try:
             values: list[list[float]] = self._exchange([tuple(sample) for sample in samples], samples)
-        except BaseException:  # Ctrl-C in a notebook: a late reply would be taken for the next one
+        except BaseException:  # after Ctrl-C in a notebook, a late reply would be mistaken for the next one
             self.close()
             raise
         return values
@@ -166,7 +166,7 @@ class RewardProcess:
 
 
 def _describe_exit(process: subprocess.Popen[bytes]) -> str:
-    """Return how a process ended that sent no more messages."""
+    """Return a description of how the process ended."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(_POLL_SECONDS)
     code = process.returncode

@@ -1,7 +1,7 @@
 """The process that runs reward functions: it imports them, then scores one batch after the other.
 
-`rlhf.rewards.process` starts this file as a script. It receives Python's path and the functions, then samples. It
-sends ("at", function, sample) before each call, and ("done", result) or ("failed", reason). It imports only the
+`rlhf.rewards.process` starts this file as a script. It receives Python's path and the functions' names, then samples.
+It sends ("at", function, sample) before each call, and ("done", result) or ("failed", reason). It imports only the
 standard library, to start at once.
 """
 

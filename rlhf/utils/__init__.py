@@ -1,1 +1,1 @@
-"""Helpers that know nothing of training."""
+"""Helpers that are independent of training."""

@@ -16,7 +16,7 @@ PARTIAL = ".partial"
 """The suffix of unfinished files and folders; after a crash they can be deleted."""
 
 CONSOLE = "console.log"
-"""The output of a run, in its folder, if its starter (`rlhf sweep`) keeps it."""
+"""The file with a run's output in its folder, if its caller (`rlhf sweep`) stores it."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -49,12 +49,12 @@ def check_writable(folder: Path) -> None:
 
 
 def atomic_write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write `value` so that `path` holds all of it or what it held before."""
+    """Write `value` as JSON; `path` has either all of it or its previous contents."""
     atomic_write(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def atomic_write(path: Path, text: str) -> None:
-    """Write `text` so that `path` holds all of it or what it held before."""
+    """Write `text`; `path` has either all of it or its previous contents."""
     temporary = path.with_name(path.name + PARTIAL)
     try:
         with temporary.open("w", encoding="utf-8") as file:
@@ -63,7 +63,7 @@ def atomic_write(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)  # on a full disk it takes the room of what matters
+        temporary.unlink(missing_ok=True)  # on a full disk it would take needed space
         raise
     sync(path.parent)
 

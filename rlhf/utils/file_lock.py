@@ -1,7 +1,7 @@
 """One writer per folder: a lock that ends with the process that holds it, however that process ends.
 
-`filelock` locks a file in the folder, and a second file names the owner for processes that are refused. A dead owner
-holds nothing, so neither file has to be removed by hand. On file systems without locks the lock file itself is the
+`filelock` locks a file in the folder, and a second file names the owner for processes that are refused. The lock of a
+dead owner is free, so neither file has to be removed by hand. On file systems without locks the lock file itself is the
 lock: `filelock` then reads its owner from it, and removes that of a process that has ended on the same host.
 """
 

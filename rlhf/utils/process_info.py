@@ -1,9 +1,9 @@
-"""The rank of this process among those of a run, whichever launcher started it; and its command line.
+"""The rank of this process in its run, for any launcher, and its command line.
 
-The environment flows in: what torchrun and the deepspeed launcher set (RANK, ...), what `srun` (SLURM_*) and `mpirun`
-(OMPI_*, PMI_*) tell the processes that they start, or nothing. Out comes one `ProcessInfo`, which everything that asks
-for a rank reads, and the variables that libraries want. Incomplete or contradicting variables are refused: a process
-that wrongly believes that it is alone would write to the folder of the others.
+`current_process` reads the variables of torchrun and the deepspeed launcher (RANK, ...), of `srun` (SLURM_*) or of
+`mpirun` (OMPI_*, PMI_*), and returns a `ProcessInfo`. All code takes its rank from there, and libraries read the
+variables that it returns. Incomplete or contradictory variables are an error: a process that wrongly assumes to be
+alone would write to the folder of the others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlhf.errors import ConfigError
 STATUS_FOLDER_VARIABLE = "RLHF_OUTCOMES"
 """Environment variable that names the folder in which a rank that rlhf started leaves its exit status."""
 RENDEZVOUS_VARIABLE = "RLHF_RENDEZVOUS"
-"""Environment variable that says where our launchers on several machines met."""
+"""Environment variable with the address at which our launchers on several machines met."""
 
 _TORCH = {
     "rank": ("RANK",),
@@ -43,11 +43,11 @@ _SRUN = {
     "local_size": ("SLURM_NTASKS_PER_NODE",),
     "node": ("SLURM_NODEID",),
 }
-"""For each number of a process, the variables that may hold it."""
+"""The variables that may contain each of a process's numbers."""
 _MARKS = {STATUS_FOLDER_VARIABLE: "rlhf", "TORCHELASTIC_RUN_ID": "torchrun", "CROSS_RANK": "deepspeed"}
-_SOMEBODY = "the environment"  # sets RANK and is no launcher that we know
-_PORT = 29500  # where torch meets by default
-_NO_STEP = 0xFFFFFFF0  # steps from here on are SLURM's for the shell of a job, which `srun` did not start
+_UNKNOWN_LAUNCHER = "the environment"  # a launcher that sets RANK and is otherwise unknown
+_PORT = 29500  # torch's default port
+_NO_STEP = 0xFFFFFFF0  # step numbers from here on are SLURM's for the shell of a job, which `srun` did not start
 
 _arguments: list[str] | None = None  # of the `rlhf` command; as `sys.argv`, there is one in a process
 
@@ -56,22 +56,22 @@ Numbers = dict[str, int | None]
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """A process among those of a run; alone where no launcher started it."""
+    """A process of a run; the only one if no launcher started it."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int | None = None
-    """Processes on this machine, where the launcher says."""
+    """Number of processes on this machine; None if the launcher does not state it."""
     node: int | None = None
     """Number of the machine, if the launcher states it."""
     address: str | None = None
     port: int | None = None
-    """The port where all ranks meet, on the machine of rank 0."""
+    """The port on the machine of rank 0 at which all ranks connect."""
     launcher: str | None = None
 
     def count_local_ranks(self, ranks: int | None = None) -> int:
-        """Return how many of `ranks` (default: `size`) run on this machine; all, if the launcher does not say."""
+        """Return the number of `ranks` (default: `size`) on this machine; all, if the launcher does not state it."""
         return self.local_size or (self.size if ranks is None else ranks)
 
     def launcher_options(self) -> list[str]:
@@ -109,8 +109,8 @@ def current_process(environ: Mapping[str, str] | None = None) -> ProcessInfo:
             )
         return ProcessInfo()
     process = processes[0]
-    if process.launcher == _SOMEBODY:
-        for outer in processes[1:2]:  # a script may set RANK to what it says
+    if process.launcher == _UNKNOWN_LAUNCHER:
+        for outer in processes[1:2]:  # a script may have set RANK from these variables
             if (process.rank, process.size) != (outer.rank, outer.size):
                 raise ConfigError(
                     f"RANK and WORLD_SIZE say rank {process.rank} of {process.size}, {outer.launcher} says rank "
@@ -170,15 +170,15 @@ def parse_first_host(hosts: str) -> str:
 
 
 def _from_torch(environ: Mapping[str, str]) -> ProcessInfo | None:
-    """From the variables of torchrun, the deepspeed launcher and our own, and of scripts that set the same."""
+    """Read the variables of torchrun, the deepspeed launcher, our launcher, and scripts that set the same."""
     if "RANK" not in environ:
         return None
-    launcher = next((name for mark, name in _MARKS.items() if mark in environ), _SOMEBODY)
+    launcher = next((name for mark, name in _MARKS.items() if mark in environ), _UNKNOWN_LAUNCHER)
     return _build_process(environ, launcher, _TORCH, {}, *_meeting(environ))
 
 
 def _from_mpirun(environ: Mapping[str, str]) -> ProcessInfo | None:
-    """From Open MPI, or from what starts processes as it does (MPICH, Intel, PMIx)."""
+    """Read the variables of Open MPI, or of similar launchers (MPICH, Intel, PMIx)."""
     numbers = _numbers(environ, _MPIRUN)
     # srun sets PMI_RANK or PMIX_RANK too, for programs that use MPI
     if numbers["rank"] is None or numbers["size"] == 1 or (numbers["local_rank"] is None and _is_task(environ)):
@@ -207,8 +207,9 @@ def _from_srun(environ: Mapping[str, str]) -> ProcessInfo | None:
 def _is_task(environ: Mapping[str, str]) -> bool:
     """Return whether `srun` started this process as one of several.
 
-    The shell of a job (sbatch, salloc) is none, though SLURM_NTASKS may be 8 there and SLURM_PROCID 0: no step is
-    named, or one of SLURM's own. A step of one task is a shell too (`srun --pty`), or this process alone.
+    The shell of a job (sbatch, salloc) is not such a task, although SLURM_NTASKS may be 8 and SLURM_PROCID 0 there: it
+    has no step, or a step with one of SLURM's reserved numbers. A step with one task is a shell (`srun --pty`), or this
+    process alone.
     """
     step = _number(environ, "SLURM_STEP_ID", "SLURM_STEPID")
     of_srun = step is not None and 0 <= step < _NO_STEP
@@ -244,13 +245,13 @@ def _number(environ: Mapping[str, str], *names: str) -> int | None:
     try:
         return int(environ[name])
     except ValueError:
-        if name == "SLURM_NTASKS_PER_NODE":  # a limit, in another notation
+        if name == "SLURM_NTASKS_PER_NODE":  # a limit, which SLURM may write in another notation
             return None
         raise ConfigError(f"{name} is {environ[name]!r}, not a whole number; fix or unset it") from None
 
 
 def _meeting(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
-    """Return the rendezvous address and port that users may set for any launcher."""
+    """Return the rendezvous address and port that users can set for any launcher."""
     port = _number(environ, "MASTER_PORT")
     if port is not None and not 0 < port < 2**16:
         raise ConfigError(f"MASTER_PORT is {port}, not a port; set it to a number from 1024 to 65535")
@@ -258,5 +259,5 @@ def _meeting(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
 
 
 def _port_of(job: str) -> int:
-    """Return a port that all processes of a job derive alike, below the ephemeral range."""
+    """Return a port below the ephemeral range, the same in all processes of a job."""
     return 10_000 + zlib.crc32(job.encode()) % 20_000

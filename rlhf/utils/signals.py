@@ -40,7 +40,7 @@ def handle_signals(receive: Callable[[int], None]) -> Iterator[None]:
 
 
 def ends_at_once(signals_seen: list[int], number: int) -> bool:
-    """Return whether another signal asks to end at once; a terminal that closes may send SIGHUP more than once."""
+    """Return whether another signal ends the process at once; a closing terminal may send SIGHUP more than once."""
     return bool(signals_seen) and number != signal.SIGHUP
 
 
@@ -48,7 +48,7 @@ def ends_at_once(signals_seen: list[int], number: int) -> bool:
 def tolerate_closed_terminal() -> Iterator[None]:
     """Drop what this block prints to a closed terminal, instead of failing in the middle of a step.
 
-    The terminal may be written to before SIGHUP arrives.
+    A write may come before SIGHUP arrives.
     """
     streams = sys.stdout, sys.stderr
     if _TERMINAL_FDS:

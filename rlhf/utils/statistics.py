@@ -1,6 +1,6 @@
-"""Numbers that judge models, and how sure they are: means, shares, wins, best of n, variety. Plain Python, no tensors.
+"""Statistics for comparing models: means, shares, win rates, best of n and diversity, with 95 % intervals.
 
-Intervals are of 95 %. What was drawn for the same prompt is compared with one another, prompt by prompt (paired).
+Plain Python, without tensors. Completions of the same prompt are compared with each other (paired).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ CONFIDENCE = 0.95
 
 
 class Interval(NamedTuple):
-    """The bounds between which a number is expected."""
+    """The bounds of a confidence interval."""
 
     low: float
     high: float
 
 
 class Estimate(NamedTuple):
-    """A mean, its standard error and its interval; these are None where one value alone says nothing of its spread."""
+    """A mean, its standard error and its interval; both are None for a single value."""
 
     mean: float
     error: float | None
@@ -41,8 +41,8 @@ def estimate(values: Sequence[float]) -> Estimate:
 def wilson(successes: float, count: int) -> Interval:
     """Return the interval of a share, `successes` of `count`: E. B. Wilson (1927), the score interval.
 
-    A success may count in part, as a tie counts half. Values between 0 and 1 of mean p vary by p (1 - p) at most, which
-    is what shares of whole ones vary by; so with ties the interval is wider than it need be, and never too narrow.
+    A success may count in part: a tie counts half. Values between 0 and 1 with mean p have a variance of at most p (1 -
+    p), the variance of a Bernoulli variable, so with ties the interval is too wide rather than too narrow.
     """
     z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
     share, spread = successes / count, z**2 / count
@@ -54,16 +54,17 @@ def wilson(successes: float, count: int) -> Interval:
 def student_quantile(degrees: int) -> float:
     """Return the two-sided quantile of Student's distribution at `CONFIDENCE`.
 
-    Its distribution function has a closed form (Abramowitz and Stegun, 26.7.3 and 26.7.4), which is halved towards.
+    Its distribution function has a closed form (Abramowitz and Stegun, 26.7.3 and 26.7.4), which is inverted by
+    bisection.
     """
-    low, high = 0.0, math.pi / 2  # of the angle of which t / sqrt(degrees) is the tangent
+    low, high = 0.0, math.pi / 2  # bounds of the angle whose tangent is t / sqrt(degrees)
     while (angle := (low + high) / 2) not in (low, high):
         low, high = (angle, high) if _within(angle, degrees) < CONFIDENCE else (low, angle)
     return math.sqrt(degrees) * math.tan(angle)
 
 
 def win_share(own: Sequence[float], other: Sequence[float]) -> float:
-    """Return the share of pairs (own, other) in which the own score is higher; a tie counts half."""
+    """Return the share of pairs (own, other) in which `own` is higher; a tie counts half."""
     return fmean((mine > theirs) + (mine == theirs) / 2 for mine in own for theirs in other)
 
 
@@ -78,9 +79,9 @@ def expected_best(scores: Sequence[float], best_of: int) -> float:
 
 
 def best_of_kl(best_of: int) -> float:
-    """Nats of KL(best of n || one sample), at most: log n - (n - 1) / n.
+    """Return an upper bound of KL(best of n || one sample) in nats: log n - (n - 1) / n.
 
-    arXiv:2009.01325 gives it as the value; arXiv:2401.01879 shows that it is an upper bound.
+    arXiv:2009.01325 states it as the value; arXiv:2401.01879 shows that it is an upper bound.
     """
     return math.log(best_of) - (best_of - 1) / best_of
 
@@ -97,9 +98,9 @@ def best_of_at(kl: float) -> int:
 
 
 def distinct(completions: Sequence[Sequence[int]], length: int) -> float:
-    """Different runs of `length` tokens, as a part of all such runs, over all completions together (arXiv:1510.03055).
+    """Return distinct n-grams of `length` tokens / all of them, over all completions together (arXiv:1510.03055).
 
-    0 where there is no run so long.
+    0 if there is no such n-gram.
     """
     runs = [tuple(ids[start : start + length]) for ids in completions for start in range(len(ids) - length + 1)]
     return len(set(runs)) / max(len(runs), 1)
@@ -111,7 +112,7 @@ def repeated(texts: Sequence[str]) -> float:
 
 
 def _within(angle: float, degrees: int) -> float:
-    """P(|T| < sqrt(degrees) tan(angle)), T of Student's distribution."""
+    """Return P(|T| < sqrt(degrees) tan(angle)) for Student's T."""
     cosine, total = math.cos(angle), 0.0
     term = cosine if degrees % 2 else 1.0
     for power in range(degrees % 2, degrees - 1, 2):

@@ -1,4 +1,4 @@
-"""Numbers as people read and write them: bytes in binary units, durations, four significant digits."""
+"""Format and parse numbers for people: bytes in binary units, durations, four significant digits."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def format_bytes(count: float) -> str:
 
 
 def parse_bytes(text: str, option: str) -> int:
-    """Return the bytes of a size as people write it: `80GiB`, `80GB`, `24g`.
+    """Return the bytes of a size such as `80GiB`, `80GB` or `24g`.
 
     Args:
         option: names the place of `text` in messages.
 
     Raises:
-        ConfigError: the text is no size, or has no unit.
+        ConfigError: the text is not a size, or has no unit.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
     if not match or not float(match[1]):
