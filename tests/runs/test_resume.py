@@ -219,7 +219,7 @@ def test_complete_run_with_other_settings_is_refused(tmp_path: Path, override: s
     with pytest.raises(RunError) as caught:
         check(config, resume=True)
     key = override.partition("=")[0]
-    assert f"complete was trained with other settings: {key} ({there!r} there, {now!r} now)" in str(caught.value)
+    assert f"trained with other settings: {key} ({there!r} there, {now!r} now)" in str(caught.value)
     assert contents(run.path) == before
 
 
