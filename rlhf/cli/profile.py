@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlhf.cli.options import Options, shared
+from rlhf.cli.options import Options, shared, sort_stages
 from rlhf.cli.tables import print_json, print_line, print_table, route_notes_to_stderr
 from rlhf.config.schema import EVERY_STAGE, Config, Stage
 from rlhf.errors import ConfigError, RunError
@@ -47,7 +47,7 @@ _EXTRA_STEPS = 2
 def profile(
     context: typer.Context,
     options: Options,
-    stage: Annotated[Stage, typer.Option(metavar="STAGE", help="sft, reward, dpo or ppo.")] = "ppo",
+    stage: Annotated[str, typer.Option(metavar="STAGE", help="sft, reward, dpo or ppo.")] = "ppo",
     steps: Annotated[int, typer.Option(help="Number of steps to measure.", min=1, metavar="N")] = 3,
     trace: Annotated[Path, typer.Option(help="File for the trace of one more step.", metavar="FILE")] = Path(
         "trace.json.gz"
@@ -70,11 +70,12 @@ def profile(
     Seconds are of steps without the profiler; the shares of operators are of the recorded step. TFLOP/s count only
     the models' matrix products over real tokens (docs/metrics.md). Exit code 2: an error that you can fix.
     """
-    config = options.with_run_recipe((stage,)).load()
+    (name,) = sort_stages([stage], "--stage")
+    config = options.with_run_recipe((name,)).load()
     if options.accelerator:
         config = config.model_copy(update={"accelerator": options.accelerator})
     with route_notes_to_stderr(as_json):
-        report = profile_stage(config, stage, steps=steps, trace=trace)
+        report = profile_stage(config, name, steps=steps, trace=trace)
     if as_json:
         print_json(report)
     else:

@@ -166,6 +166,8 @@ def test_config_prints_absolute_paths_of_a_recipe(tmp_path: Path) -> None:
         (["--set", "sft.batch_size=9", "--ranks", "2"], "sft.batch_size: 9 rows cannot be divided among 2 ranks"),
         (["--resume", "--overwrite"], "--resume and --overwrite"),
         (["--stages", "sft,pp"], "--stages sft,pp: no stage 'pp'; use some of sft, reward, dpo, ppo"),
+        (["profile", "--stage", "pp"], "--stage: no stage 'pp'; use some of sft, reward, dpo, ppo"),
+        (["plan", "--stage", "pp"], "--stage: no stage 'pp'; use some of sft, reward, dpo, ppo"),
         (["--stages", "ppo,sft"], "--stages ppo,sft: each stage runs once, and in this order: sft,ppo; write that"),
         (["--stages", "sft,sft"], "--stages sft,sft: each stage runs once, and in this order: sft; write that"),
         (["--stages", "sft", "ppo"], "--stages sft: not allowed with a command; leave out `ppo`"),
