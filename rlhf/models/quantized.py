@@ -120,12 +120,6 @@ def find_quantized_layers(model: nn.Module) -> dict[str, Quantized]:
     return {path: layer for path, layer in model.named_modules() if isinstance(layer, Quantized)}
 
 
-def unpack_weight(layer: Quantized) -> Tensor:
-    """Return the weight that a layer multiplies with, in float32 and in the shape before packing."""
-    weight = layer.packing.unpack({name: buffer for name, buffer in layer._buffers.items() if buffer is not None})
-    return weight.T if isinstance(layer, Conv1D) else weight
-
-
 def compute_export_weight(model: Any, path: str) -> Tensor:
     """Return the weight of the quantized layer at `path` for an export: unpacked, plus its adapters, in float32."""
     layer = model.get_submodule(path)

@@ -25,7 +25,7 @@ from rlhf.models.lora import (
     find_adapted_layers,
     find_adapter_targets,
 )
-from rlhf.models.quantized import count_quantized, find_quantized_layers, quantize, quantize_on_load, unpack_weight
+from rlhf.models.quantized import count_quantized, find_quantized_layers, quantize, quantize_on_load
 from rlhf.models.weight_loading import place_in_memory
 from tests.families.table import BY_NAME
 from tests.helpers import build_tokenizer, llama, weights
@@ -54,7 +54,9 @@ def packed(model, kind="int8", **options):
 def same_in_float(model, float_model):
     """`float_model` with the weights that the layers of `model` multiply with."""
     for path, layer in find_quantized_layers(model).items():
-        float_model.get_submodule(path).weight.data = unpack_weight(layer).contiguous()
+        weight = layer.packing.unpack(dict(layer.named_buffers(recurse=False)))
+        transposed = isinstance(layer, Conv1D)
+        float_model.get_submodule(path).weight.data = (weight.T if transposed else weight).contiguous()
     return float_model
 
 
