@@ -301,7 +301,7 @@ def test_standard_input_has_prompts_and_a_pipe_gets_tabs(run: Run, models: dict[
         (["a", "a"], "a: is the same model as {a}"),
         (["a", "b", "--best-of", "4"], "--best-of: no reward model"),
         (["a", "b", "-R", "judge", "--best-of", "4,x"], "--best-of 4,x: 'x'"),
-        (["a", "b", "-R", "judge", "--best-of", "2", "--temperature", "0"], "--best-of: at --temperature 0"),
+        (["a", "b", "-R", "judge", "--best-of", "2", "--temperature", "0"], "--best-of: all samples are equal"),
         (["a", "judge"], "judge: is a reward model"),
         (["a", "b", "-R", "a"], "a: its weights lack score.weight"),
         (["a", "b", "--output", "b"], "b: is a folder"),

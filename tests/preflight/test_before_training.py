@@ -85,7 +85,7 @@ def test_changed_data_stop_what_goes_on(rlhf: Any, bench: Bench) -> None:
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:150]))
     found = rlhf("reward", "--output", bench.output, *source, check=False)
     assert found.returncode == 2
-    assert f"made with other rows: {path} (200 rows there, 150 now); bring back" in found.stderr
+    assert f"made with other rows: {path} (200 rows there, 150 now); restore the original data" in found.stderr
     assert {file: file.read_bytes() for file in files(bench.output)} == before
 
 

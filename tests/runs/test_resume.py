@@ -238,7 +238,9 @@ def test_changed_source_is_named_and_nothing_is_written(tmp_path: Path) -> None:
     changed = {"a.jsonl": {"rows": 57, "digest": "34"}, "b.jsonl": {"rows": 1, "digest": "5"}}
     for stages, wishes in ((("sft",), {"resume": True}), (("reward",), {})):
         with (
-            pytest.raises(RunError, match=r"made with other rows: a\.jsonl \(76 rows there, 57 now\); bring back"),
+            pytest.raises(
+                RunError, match=r"made with other rows: a\.jsonl \(76 rows there, 57 now\); restore the original data"
+            ),
             run.open_for(config, stages=stages, data=changed, **wishes),
         ):
             pass
