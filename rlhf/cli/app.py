@@ -14,6 +14,7 @@ from rlhf.cli.options import (
     RUN,
     Options,
     collect_options,
+    join_lines,
     parse_stages,
     report_interruption,
     shared,
@@ -40,25 +41,28 @@ app = typer.Typer(
 
 _EXAMPLES = {
     "rlhf": "train the embedded example",
-    "rlhf --config recipe.yaml --dry-run": "is everything there, does it fit?",
+    "rlhf --config recipe.yaml --dry-run": "check files, data, settings and memory",
     "rlhf --config recipe.yaml --output runs/a": "train your recipe",
-    "rlhf sft --set sft.epochs=2 --set seed=1": "one stage, two keys changed",
-    "rlhf --output runs/a --resume": "resume, with the run's own settings",
-    "rlhf --stages sft,dpo --output runs/b": "these stages, one after the other",
-    "rlhf dpo --output runs/a": "DPO on the run's pairs, from its SFT model",
-    "rlhf ppo --output runs/a --ranks 2": "with two processes",
-    "rlhf --nodes 2 --node-rank 0 --rendezvous a:29400": "on the first of two machines",
+    "rlhf sft --set sft.epochs=2 --set seed=1": "train one stage, with two keys changed",
+    "rlhf --output runs/a --resume": "resume with the run's settings",
+    "rlhf --stages sft,dpo --output runs/b": "train these stages, one after the other",
+    "rlhf dpo --output runs/a": "train with DPO, from the run's SFT model",
+    "rlhf ppo --output runs/a --ranks 2": "train in two processes",
+    "rlhf --nodes 2 --node-rank 0 --rendezvous a:29400": "start on the first of two machines",
     "rlhf chat runs/a": "talk to the trained model",
-    "rlhf compare runs/a/sft runs/a -R runs/a": "what PPO has changed, in numbers",
-    "rlhf evaluate runs/a --pairs heldout": "is its reward model accurate and calibrated?",
-    "rlhf data --config recipe.yaml": "how your rows are read, with an example of each",
-    "rlhf plan --config recipe.yaml --memory 80GiB": "the memory it needs, and what to change",
-    "rlhf profile --config recipe.yaml": "where the time of a PPO step goes",
+    "rlhf compare runs/a/sft runs/a -R runs/a": "measure what PPO has changed",
+    "rlhf evaluate runs/a --pairs heldout": "measure accuracy and calibration of the reward model",
+    "rlhf data --config recipe.yaml": "show how your rows are read, with examples",
+    "rlhf plan --config recipe.yaml --memory 80GiB": "predict the memory, and what to change",
+    "rlhf profile --config recipe.yaml": "measure where the time of a PPO step goes",
     "rlhf sweep grid.yaml": "train a recipe at every point of a grid",
-    "rlhf config > recipe.yaml": "a recipe to edit: every key, with its default",
-    "rlhf config --from-deepspeed-chat run_1.3b.sh": "a DeepSpeed-Chat script as a recipe",
-    "rlhf config --example": "the embedded example's recipe",
+    "rlhf config > recipe.yaml": "print a recipe to edit: every key with its default",
+    "rlhf config --from-deepspeed-chat run_1.3b.sh": "translate a DeepSpeed-Chat script into a recipe",
+    "rlhf config --example": "print the embedded example's recipe",
 }
+_HELP = """Train a language model with human feedback: SFT, then a reward model, then PPO.
+
+Without a command, these three stages run, or those of [bold]--stages[/]. Options may come before or after a command."""
 _EPILOG = "[bold]Examples[/]\n" + "\n".join(
     f"  [cyan]{command:51}[/]{meaning}" for command, meaning in _EXAMPLES.items()
 )
@@ -88,7 +92,7 @@ def _print_version(requested: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(invoke_without_command=True, epilog=_EPILOG)
+@app.callback(invoke_without_command=True, epilog=_EPILOG, help=_HELP)
 @shared(*RUN)
 def run(
     context: typer.Context,
@@ -101,11 +105,7 @@ def run(
         bool, typer.Option("--version", help="Show the version.", metavar="", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Train a language model with human feedback: SFT, then a reward model, then PPO.
-
-    Without a command, these three stages run, or those of [bold]--stages[/]. Options may stand before or after a
-    command.
-    """
+    """Run the stages without a command, or keep the options for the command that follows."""
     selected = STAGES if stages is None else parse_stages(stages)
     if not context.invoked_subcommand:
         start(context, selected, **vars(options))
@@ -202,4 +202,6 @@ for _command in (
     sweep.sweep,
 ):
     app.command()(_command)
+for _command_info in (*app.registered_commands, *accelerators.app.registered_commands):
+    _command_info.help = join_lines(_command_info.help or _command_info.callback.__doc__)
 app.add_typer(accelerators.app, name="accelerators", short_help="Show and check the installed accelerator backends.")

@@ -40,14 +40,17 @@ def chat(
         Literal["sft", "dpo", "ppo"] | None, typer.Option(help="Stage of a run. Default: the last finished one.")
     ] = None,
     ema: Annotated[
-        bool, typer.Option("--ema", help="Use the moving average of the policy's weights (ppo.ema), not the last ones.")
+        bool, typer.Option("--ema", metavar="", help="Use the moving average of the policy's weights (ppo.ema).")
     ] = False,
-    temperature: Annotated[float, typer.Option(min=0, help="0: always the most likely token.", metavar="T")] = 0.7,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Sampling temperature; 0: always the most likely token.", metavar="T")
+    ] = 0.7,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest completion, in tokens.", metavar="N")] = 256,
     memory: Annotated[
         bool | None,
         typer.Option(
-            help="Show the model the earlier turns of the conversation. Default: if it was trained on conversations."
+            metavar="",
+            help="Keep earlier turns in the context. Default: on if the model was trained on conversations.",
         ),
     ] = None,
 ) -> None:

@@ -79,14 +79,19 @@ def compare(
     ] = None,
     reward_model: Annotated[
         str | None,
-        typer.Option("--reward-model", "-R", help="Model that scores: a run, a folder or a hub name.", metavar="MODEL"),
+        typer.Option(
+            "--reward-model",
+            "-R",
+            help="Reward model that scores completions: a run, a folder or a hub name.",
+            metavar="MODEL",
+        ),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Number of prompts, drawn by the seed.", metavar="N")] = 100,
+    limit: Annotated[int, typer.Option(min=1, help="Number of prompts, sampled with the seed.", metavar="N")] = 100,
     temperature: Annotated[
         float | None,
         typer.Option(
             min=0,
-            help="0: always the most likely token. Default: 0, or 1 with --best-of.",
+            help="Sampling temperature; 0: always the most likely token. Default: 0, or 1 with --best-of.",
             metavar="T",
             show_default=False,
         ),
@@ -110,7 +115,8 @@ def compare(
     best_of: Annotated[
         str | None,
         typer.Option(
-            help="Report the score of the best of N samples, for each N: 1,4,16. The largest N is drawn.",
+            help="Report the score of the best of N samples, for each N: 1,4,16. "
+            "The largest N is the number of samples per prompt.",
             metavar="N,...",
         ),
     ] = None,

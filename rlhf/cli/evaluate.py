@@ -108,7 +108,7 @@ def evaluate(
 
     [bold]rlhf evaluate gpt2 runs/a/sft --text replies.jsonl[/]  ·  perplexity
 
-    A run stands for its reward model or its last policy; runs/a/sft for the model of that stage. A SOURCE is a path, a
+    A run means its reward model or its last policy; runs/a/sft means the model of that stage. A SOURCE is a path, a
     hub name, or an entry of data.datasets: [bold]--pairs '{path: rows.csv, columns: {chosen: good, rejected: bad}}'[/]
 
     The score of a reply is that of its last token, as in PPO. Calibration compares how often chosen replies score

@@ -42,9 +42,9 @@ class Options:
     precision: Annotated[str | None, typer.Option(help="auto, bf16, fp16 or fp32.", metavar="NAME")] = None
     output: Annotated[Path | None, typer.Option(help="Folder of the run.", metavar="DIR")] = None
     seed: Annotated[int | None, typer.Option(help="Seed of weights, data order and sampling.", metavar="N")] = None
-    resume: Annotated[
-        bool, typer.Option("--resume", metavar="", help="Continue the run in the folder of --output.")
-    ] = False
+    resume: Annotated[bool, typer.Option("--resume", metavar="", help="Resume the run in the folder of --output.")] = (
+        False
+    )
     overwrite: Annotated[
         bool, typer.Option("--overwrite", metavar="", help="Replace the stages in the folder of --output.")
     ] = False
@@ -147,6 +147,11 @@ def collect_options(context: typer.Context, names: Sequence[str], values: Mappin
     if before.overrides and "overrides" in given:
         given["overrides"] = [*before.overrides, *given["overrides"]]
     return replace(before, **given)
+
+
+def join_lines(text: str | None) -> str:
+    """Return help text with each paragraph on one line, since Typer keeps line breaks at any terminal width."""
+    return inspect.cleandoc(text or "").replace("\n\n", "\0").replace("\n", " ").replace("\0", "\n\n")
 
 
 @contextmanager

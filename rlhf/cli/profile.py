@@ -56,10 +56,10 @@ def profile(
 ) -> None:
     """Run a few steps of a stage in one process and report where the time went: by phase and by operator.
 
-    The first step compiles and allocates; the steps after it are measured, and one more is recorded: open its trace in
-    https://ui.perfetto.dev or chrome://tracing. The run in [bold]--output[/] is only read: PPO starts from its SFT and
-    reward model. If they are missing, each of these stages first takes one step in a temporary folder; the lengths of
-    completions are then those of an untrained model. Only the trace and the cache of tokenized rows stay.
+    The first step compiles and allocates and is not measured; the next ones are. One more is recorded: open its trace
+    in https://ui.perfetto.dev or chrome://tracing. The run in [bold]--output[/] is only read: PPO starts from its SFT
+    and reward model. If they are missing, each of these stages first takes one step in a temporary folder; the
+    lengths of completions are then those of an untrained model. Only the trace and the cache of tokenized rows stay.
 
     [bold]rlhf profile --config recipe.yaml[/]                    [dim]# a PPO step[/]
 

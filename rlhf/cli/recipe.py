@@ -133,7 +133,7 @@ def _print_recipe(text: str) -> None:
 
 @shared("config", "overrides", "seed", "debug")
 def data(context: typer.Context, options: Options, stage: _Stages = None, as_json: AsJSON = False) -> None:
-    """Show how the rows of a recipe are read, before you spend an hour training on them.
+    """Show how the rows of a recipe are read, before training on them.
 
     For each stage and source: how the columns are read, how many rows are used and why others are left out, how many
     tokens prompts and completions have, and one row as the model sees it: where the prompt ends and the completion

@@ -41,7 +41,7 @@ def sweep(
         bool, typer.Option("--report", metavar="", help="Update the table and the plots; train nothing.")
     ] = False,
     retry: Annotated[
-        bool, typer.Option("--retry", metavar="", help="Try points again that were refused or have failed.")
+        bool, typer.Option("--retry", metavar="", help="Retry points that were refused or have failed.")
     ] = False,
     memory: Annotated[
         str | None,

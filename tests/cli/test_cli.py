@@ -50,6 +50,7 @@ def test_every_command_and_option_is_explained() -> None:
         assert command.help, command.name
         for parameter in command.params:
             assert getattr(parameter, "help", ""), f"{command.name}: {parameter.name}"
+        assert "\n" not in command.help.replace("\n\n", ""), f"{command.name}: a line break within a paragraph"
     run_options = {field.name for field in fields(Options)}
     assert all(run_options <= {option.name for option in commands[stage].params} for stage in ("sft", "reward", "ppo"))
 
