@@ -62,6 +62,8 @@ def check_generation(config: Config, ranks: int) -> None:
         )
     if mode == "tensor_parallel" and ranks == 1:
         raise ConfigError("ppo.generation_weights: tensor_parallel needs two ranks or more, got 1; leave it at auto")
+    if size and ranks == 1:
+        raise ConfigError(f"ppo.tensor_parallel: {size} needs two ranks or more, got 1; remove it")
     # The plan resolves `auto` later, when it knows the accelerator.
     is_auto = config.roles.actor.zero_stage is None and str(config.engine.zero_stage) == "auto"
     if actor.zero_stage < 3 and not is_auto and (size or mode in ("layerwise", "tensor_parallel")):

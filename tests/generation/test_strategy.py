@@ -29,6 +29,7 @@ def refusal(function, *arguments):
         (2, 2, {"tensor_parallel": 2}, ["ppo.tensor_parallel: 2", "whole on every rank", "zero_stage=3"]),
         (3, 2, {"tensor_parallel": 2, "generation_weights": "whole"}, ["got whole", "change one of them"]),
         (2, 1, {"generation_weights": "tensor_parallel"}, ["two ranks or more", "leave it at auto"]),
+        (3, 1, {"tensor_parallel": 2}, ["ppo.tensor_parallel: 2 needs two ranks or more, got 1; remove it"]),
         (3, 8, {"tensor_parallel": 3}, ["8 ranks cannot be split into groups of 3; use 2"]),
         (3, 2, {"tensor_parallel": 4}, ["2 ranks cannot be split into groups of 4; use 2"]),
     ],
