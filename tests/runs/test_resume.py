@@ -153,6 +153,7 @@ def test_each_stage_is_compared_with_what_it_was_trained_with(tmp_path: Path) ->
         ("ppo.checkpoint_every=7", True, True),
         ("ppo.micro_batch_size=1", True, True),
         ("ppo.generation_batch_size=1", True, True),
+        ("ppo.ema=0.5", False, False),
         ("ppo.ema_on_host=true", True, True),
         ("model.gradient_checkpointing=true", True, True),
         ("accelerator=cpu", True, True),
