@@ -31,6 +31,16 @@ IMPORTS = (
     "transformers.models.llama.modeling_llama",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # DeepSpeed 0.19.8 takes a second for it, at ZeRO
     "torch.utils.tensorboard",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.ops.op_builder.all_ops",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "setuptools",  # DeepSpeed imports it when it is asked for an operator
+    "pandas",  # pyarrow imports it when it is handed a list
+    "pyarrow.compute",
+    "pyarrow.pandas_compat",
+    "rich.syntax",
+    "accelerators.backends.cpu.backend",
+    "rlhf.cli.app",
     "rlhf.trainers.pipeline",
 )
 RANKS = """
