@@ -94,16 +94,16 @@ class _Case:
 
         cache = StaticCache(config=self.config, max_cache_len=CACHE)
         real = torch.cat([self.real, torch.ones(len(LENGTHS), CACHE - TOKENS, dtype=torch.bool)], 1)
-        seen = [torch.empty(len(LENGTHS), self.groups, 0, WIDTH, dtype=self.precision.dtype) for _ in range(2)]
+        cached = [torch.empty(len(LENGTHS), self.groups, 0, WIDTH, dtype=self.precision.dtype) for _ in range(2)]
         for tokens in (TOKENS, *[1] * STEPS):
             query, *new_tensors = self._drawn(tokens)
-            seen = [torch.cat(pair, 2) for pair in zip(seen, new_tensors)]
-            columns = seen[0].shape[2]
+            cached = [torch.cat(pair, 2) for pair in zip(cached, new_tensors)]
+            columns = cached[0].shape[2]
             mask = self._mask(tokens, real, cache)
             keys, values = cache.update(*self.accelerator.to_device(new_tensors), 0)
             output = self._attended(self.accelerator.to_device(query), keys, values, mask).cpu()
             visible = real[:, None, :columns] & torch.ones(tokens, columns).tril(columns - tokens).bool()
-            expected, _ = self._exact((query, *seen), visible)
+            expected, _ = self._exact((query, *cached), visible)
             what = f"{self.what}, " + ("prompts" if tokens > 1 else f"token {columns - TOKENS} after them")
             what = f"{what}, static cache of {CACHE}"
             assert torch.isfinite(output).all(), f"{what}: outputs are not finite"
@@ -113,8 +113,8 @@ class _Case:
     def _drawn(self, tokens: int) -> tuple[Tensor, ...]:
         """Return queries, keys and values [B, heads, tokens, WIDTH], as views like those of projections."""
         shapes = [(len(LENGTHS), tokens, heads, WIDTH) for heads in (self.heads, self.groups, self.groups)]
-        drawn = [torch.randn(shape, generator=self.generator).to(self.precision.dtype) for shape in shapes]
-        return tuple(tensor.transpose(1, 2) for tensor in drawn)
+        tensors = [torch.randn(shape, generator=self.generator).to(self.precision.dtype) for shape in shapes]
+        return tuple(tensor.transpose(1, 2) for tensor in tensors)
 
     def _mask(self, tokens: int, real: Tensor, cache: Any = None) -> Any:
         """Return the mask in the form that transformers makes for this implementation."""

@@ -173,13 +173,13 @@ def _to_saved_form(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _groups(model: Any, outlines: dict[str, Tensor]) -> list[list[str]]:
     """Group names so that each group converts to saved tensors by itself: one tensor, one layer, or all."""
-    whole = {name: tensor.shape for name, tensor in _to_saved_form(model, dict(outlines)).items()}
+    shapes = {name: tensor.shape for name, tensor in _to_saved_form(model, dict(outlines)).items()}
     for get_key in (lambda name: name, lambda name: (re.match(r".*?\.\d+\.", name) or [name])[0], lambda name: ""):
         groups: dict[str, list[str]] = {}
         for name in outlines:
             groups.setdefault(get_key(name), []).append(name)
         parts = [_to_saved_form(model, {name: outlines[name] for name in names}) for names in groups.values()]
-        if {name: tensor.shape for part in parts for name, tensor in part.items()} == whole:
+        if {name: tensor.shape for part in parts for name, tensor in part.items()} == shapes:
             return list(groups.values())
     raise AssertionError("one group of all tensors converts to all")
 

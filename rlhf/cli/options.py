@@ -143,10 +143,10 @@ def collect_options(context: typer.Context, names: Sequence[str], values: Mappin
     """Return the options before the subcommand, overridden by those given after it (`values`)."""
     before: Options = context.obj or Options()
     # `is not False`: `--seed 0` is given.
-    given = {name: value for name in names if (value := values[name]) not in (None, []) and value is not False}
-    if before.overrides and "overrides" in given:
-        given["overrides"] = [*before.overrides, *given["overrides"]]
-    return replace(before, **given)
+    overriding = {name: value for name in names if (value := values[name]) not in (None, []) and value is not False}
+    if before.overrides and "overrides" in overriding:
+        overriding["overrides"] = [*before.overrides, *overriding["overrides"]]
+    return replace(before, **overriding)
 
 
 def join_lines(text: str | None) -> str:

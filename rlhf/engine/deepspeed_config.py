@@ -132,7 +132,7 @@ def build_deepspeed_config(
     precision_section, window = precision.deepspeed_config(), placement.engine.loss_scale_window
     if precision.loss_scaling and window is not None:
         precision_section[precision.name] = {**precision_section[precision.name], "loss_scale_window": window}
-    ours = {
+    managed_settings = {
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": accumulation,
         "zero_optimization": _build_zero_section(placement, accelerator, trained),
@@ -147,9 +147,9 @@ def build_deepspeed_config(
     settings = _use_aliases(placement.engine.deepspeed)
     _pop_managed(settings)
     for section in ("offload_optimizer", "offload_param"):  # an empty section would turn offloading on
-        if section not in ours["zero_optimization"]:
+        if section not in managed_settings["zero_optimization"]:
             settings.get("zero_optimization", {}).pop(section, None)
-    return _merge(ours, settings)
+    return _merge(managed_settings, settings)
 
 
 def _build_zero_section(placement: ModelPlacement, accelerator: Accelerator, trained: int) -> dict[str, Any]:

@@ -36,13 +36,13 @@ def keep_precision(model: nn.Module, dtype: torch.dtype) -> None:
 
 def restore_precision(engine: Any) -> None:
     """Set the float32 weights of a new DeepSpeed engine from the sources of its parameters, and release the sources."""
-    whole = {id(parameter): weight for parameter, weight in _pair_weights(engine.optimizer)}
+    weights_by_id = {id(parameter): weight for parameter, weight in _pair_weights(engine.optimizer)}
     for parameter in engine.module.parameters():
         source = get_source(parameter)
         if source is None:
             continue
         if parameter.requires_grad and _is_wider(source.dtype, parameter.dtype):
-            _set_fp32_weight(parameter, source, whole.get(id(parameter)))
+            _set_fp32_weight(parameter, source, weights_by_id.get(id(parameter)))
         if parameter.requires_grad or isinstance(source, lazy_tensors.InMemory):
             set_source(parameter, None)
 

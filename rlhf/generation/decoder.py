@@ -150,8 +150,8 @@ class Decoder:
         finally:
             state.cache.reset()
         length = self.shapes.length(state.step_count, self.max_new_tokens)
-        drawn = (self.rank_group.select_own(tensor)[:, :length].clone() for tensor in state.drawn())
-        return Completions(*drawn)
+        own_rows = (self.rank_group.select_own(tensor)[:, :length].clone() for tensor in state.drawn())
+        return Completions(*own_rows)
 
     def _takes_all_steps(self, state: DecodeState) -> bool:
         """Return True if a rollout takes all of its steps even if all rows have ended.

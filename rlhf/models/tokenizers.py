@@ -109,11 +109,11 @@ def _unused(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     qualify (<pad>, <|fim_pad|>, <|finetune_right_pad_id|>, <|reserved_special_token_0|>, <unused3>), and the
     unknown token if every text can be encoded without it. Other special tokens begin turns, or mark images or tools.
     """
-    taken = {tokenizer.eos_token, tokenizer.bos_token, tokenizer.unk_token}
+    used_tokens = {tokenizer.eos_token, tokenizer.bos_token, tokenizer.unk_token}
     tokens = [
         token
         for token in sorted(tokenizer.get_added_vocab(), key=lambda token: (len(token), token))
-        if token not in taken and token not in str(tokenizer.chat_template or "") and not _MEDIA.search(token)
+        if token not in used_tokens and token not in str(tokenizer.chat_template or "") and not _MEDIA.search(token)
     ]
     ordered = [token for kind in (_PADDING, _RESERVED) for token in tokens if kind.search(token)]
     unknown = tokenizer.unk_token

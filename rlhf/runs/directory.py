@@ -272,10 +272,10 @@ class RunDirectory:
     ) -> None:
         """Raise `RunError` if the run was made with other settings or other rows."""
         recorded = read_json(self.description)
-        kept = [stage.name for stage in remaining if stage.done or stage.name not in stages]
-        complete = [name for name in kept if name in stages]
-        resumed = [stage.name for stage in remaining if stage.name not in kept]
-        if differences := find_differences(recorded, config, resumed, precision, kept=kept):
+        kept_stages = [stage.name for stage in remaining if stage.done or stage.name not in stages]
+        complete = [name for name in kept_stages if name in stages]
+        resumed = [stage.name for stage in remaining if stage.name not in kept_stages]
+        if differences := find_differences(recorded, config, resumed, precision, kept=kept_stages):
             raise RunError(
                 f"{self.path}: this run was made with other settings: {', '.join(differences)}; "
                 "give the same settings or choose another --output"
@@ -309,12 +309,14 @@ class RunDirectory:
             self._remove_unstarted(stages)
             self._remove_partial()
             started = [stage for stage in self.stages if stage.started]
-            kept = [stage.name for stage in started if stage.done or stage.name not in stages]
+            kept_stages = [stage.name for stage in started if stage.done or stage.name not in stages]
             settings = config.model_dump(mode="json")
-            settings |= {name: value for name, value in recorded.get("config", {}).items() if name in kept}
-            of_stages = {name: value for name, value in recorded.get("stages", {}).items() if name in kept}
+            settings |= {name: value for name, value in recorded.get("config", {}).items() if name in kept_stages}
+            of_stages = {name: value for name, value in recorded.get("stages", {}).items() if name in kept_stages}
             of_stages |= {
-                name: stage_settings(config, name, _precision(accelerator)) for name in stages if name not in kept
+                name: stage_settings(config, name, _precision(accelerator))
+                for name in stages
+                if name not in kept_stages
             }
             invocation = {
                 "command": get_command_line(),

@@ -199,14 +199,16 @@ def _read_data(
     from rlhf.data.load_sources import read_sources
     from rlhf.data.stage_dataset import check_stage, load_stage
 
-    kept = {stage: data for stage, cache in caches.items() if (data := cache.find())}
-    sources = read_sources(config.data, [stage for stage in caches if stage not in kept], seed=config.seed, show=show)
+    cached_data = {stage: data for stage, cache in caches.items() if (data := cache.find())}
+    sources = read_sources(
+        config.data, [stage for stage in caches if stage not in cached_data], seed=config.seed, show=show
+    )
     load = load_stage if whole else check_stage
 
     def read(stage: Stage, cache: StageCache) -> StageData:
         return load(config.data, stage, cache.tokenizer, seed=config.seed, end_ids=cache.end_ids, sources=sources)
 
-    return (kept.get(stage) or read(stage, cache) for stage, cache in caches.items()), sources
+    return (cached_data.get(stage) or read(stage, cache) for stage, cache in caches.items()), sources
 
 
 class BaseModels:

@@ -63,12 +63,12 @@ def fused_adamw(accelerator: Accelerator) -> Any:
             groups = self.param_groups
             try:
                 for group in groups:
-                    given = [parameter for parameter in group["params"] if parameter.grad is not None]
-                    if given:
-                        group["step"] = int(self.state[given[0]].get("step", 0))
+                    with_gradients = [parameter for parameter in group["params"] if parameter.grad is not None]
+                    if with_gradients:
+                        group["step"] = int(self.state[with_gradients[0]].get("step", 0))
                         self.param_groups = [group]
                         super().step()
-                        for parameter in given:
+                        for parameter in with_gradients:
                             self.state[parameter]["step"] = torch.tensor(float(group["step"]))
             finally:
                 self.param_groups = groups

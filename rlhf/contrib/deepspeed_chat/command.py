@@ -254,12 +254,12 @@ def expand_script(command: Command, environment: Mapping[str, str], others: Sequ
     """
     script = load_scripts()[command.script]
     environment = {**environment, **command.variables}
-    given = {name: environment[name].strip() for name in read_variables(environment)}
+    values = {name: environment[name].strip() for name in read_variables(environment)}
     scripts = [load_scripts()[other.script] for other in (command, *others) if other.script]
     known = {name for other in scripts for name in other.defaults}
-    if unread := [name for name in given if name not in known]:
+    if unread := [name for name in values if name not in known]:
         raise ConfigError(f"{unread[0]}: not read by {script.name}; unset it")
-    given = {name: value for name, value in given.items() if name in script.defaults}
+    values = {name: value for name, value in values.items() if name in script.defaults}
     stages = {other.stage for other in others}
     trained = {
         f"{name}{suffix}"
@@ -269,7 +269,7 @@ def expand_script(command: Command, environment: Mapping[str, str], others: Sequ
     }
     texts: dict[str, tuple[str, ...]] = {}
     written: dict[str, str] = {}
-    for flag, value, why in _script_flags(script, given, trained):
+    for flag, value, why in _script_flags(script, values, trained):
         texts[flag] = tuple(shlex.split(value)) if flag == "--data_path" else (value,) if value else ()
         written[flag] = " ".join(filter(None, [flag, value])) + f" ({why})"
     return Command(script.stage, texts, written, script=script.name)

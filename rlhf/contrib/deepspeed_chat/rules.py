@@ -158,16 +158,16 @@ def translate_batches(flags: CommandFlags) -> Translation:
         yield _check_size(flags.setting(f"{flags.stage}.batch_size", size, *names, why=f"x {devices}"))
         yield flags.setting(f"{flags.stage}.micro_batch_size", flags[names[0]].value, names[0])
         return
-    drawn = ("per_device_generation_batch_size", "generation_batches")
+    rollout_flags = ("per_device_generation_batch_size", "generation_batches")
     learned = ("per_device_training_batch_size", "gradient_accumulation_steps")
     rollout, update = ppo_batches(flags)
     # Rollouts between two updates are one rollout here: DeepSpeed-Chat's policy does not change between them.
     why = f"x {devices}"
-    if (times := rollout // (math.prod(flags[name].value for name in drawn) * flags.devices)) > 1:
+    if (times := rollout // (math.prod(flags[name].value for name in rollout_flags) * flags.devices)) > 1:
         why += f" x {times}, for updates of {update}"
-    yield _check_size(flags.setting("ppo.batch_size", rollout, *drawn, why=why))
+    yield _check_size(flags.setting("ppo.batch_size", rollout, *rollout_flags, why=why))
     yield _check_size(flags.setting("ppo.minibatch_size", update, *learned, why=f"x {devices}"))
-    yield flags.setting("ppo.generation_batch_size", flags[drawn[0]].value, drawn[0])
+    yield flags.setting("ppo.generation_batch_size", flags[rollout_flags[0]].value, rollout_flags[0])
     yield flags.setting("ppo.micro_batch_size", flags[learned[0]].value, learned[0])
 
 

@@ -54,18 +54,20 @@ def read_variables(environment: Mapping[str, str]) -> dict[str, Any]:
         ConfigError: a variable is unknown, or its value is invalid.
     """
     table = load_variables()
-    given = {name: value for name, value in environment.items() if name.startswith(PREFIX) and value.strip()}
-    for name in given:
+    set_variables = {name: value for name, value in environment.items() if name.startswith(PREFIX) and value.strip()}
+    for name in set_variables:
         if name not in table:
             raise ConfigError(
                 f"{name}: unknown variable of the fork's scripts; {suggest(name, table, 'the variables')}"
             )
     values = {}
-    for name in filter(given.__contains__, table):
+    for name in filter(set_variables.__contains__, table):
         try:
-            values[name] = READERS[table[name].reader](given[name].strip())
+            values[name] = READERS[table[name].reader](set_variables[name].strip())
         except ValueError as error:
-            raise ConfigError(f"{name}: expected {error}, got {given[name]!r}; correct it, or unset it") from error
+            raise ConfigError(
+                f"{name}: expected {error}, got {set_variables[name]!r}; correct it, or unset it"
+            ) from error
     return values
 
 

@@ -50,10 +50,10 @@ def prepare(module: nn.Module, keep: bool, apart: Iterable[nn.Module] = ()) -> R
         apart: parts of the module to skip.
     """
     plain: Counter[str] = Counter()
-    seen = {id(part) for module_apart in apart for part in module_apart.modules()}
+    skipped_ids = {id(part) for module_apart in apart for part in module_apart.modules()}
     layers = products = 0
     with ExitStack() as undo, torch.no_grad():
-        for product in _products(module, keep, plain, seen):
+        for product in _products(module, keep, plain, skipped_ids):
             _pack(product, keep, undo)
             layers, products = layers + len(product), products + 1
         restore = undo.pop_all().close
