@@ -54,7 +54,7 @@ class DivergedError(RLHFError):
 
 
 class RemoteRankError(Exception):
-    """Another rank failed and reports why; this rank only ends with it."""
+    """Another rank failed; the message is its report, and this rank ends as a consequence."""
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
@@ -81,11 +81,11 @@ def summarize_error(error: BaseException, length: int = 300) -> str:
 def as_resource_error(
     error: BaseException, output: Path | None = None, command: Callable[[], str] | None = None
 ) -> RLHFError | None:
-    """Return what a user can do about a lack of memory, disk space or permissions; None for any other error.
+    """Return the error with a remedy for a lack of memory, disk space or permissions; None for any other error.
 
     Args:
         output: the folder of the run. Another `--output` is only advised for files in it.
-        command: returns the command that continues the run once there is room again.
+        command: returns the command that resumes the run when there is space again.
     """
     if command and isinstance(error, OutOfMemory):
         return OutOfMemory(f"{error}; run: {command()}")

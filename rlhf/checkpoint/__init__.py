@@ -1,1 +1,1 @@
-"""Files that training writes: its state, models for transformers, LoRA adapters."""
+"""The files of training: checkpoints, models for transformers, and LoRA adapters."""

@@ -1,7 +1,7 @@
 """Write a trained model in Hugging Face's format, or its LoRA adapters in peft's.
 
-Plain transformers loads the model, or a README says how. Its tensors are gathered, merged with their adapters and
-written one by one, so that no rank needs the whole model.
+Plain transformers can load the model, or a README next to it shows how. Its tensors are gathered, merged with their
+adapters and written one by one, so that no rank needs the whole model.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def _keep_error(errors: list[BaseException]) -> Any:
 
 def _write_the_rest(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write all files except the weights."""
-    model.config.use_cache = True  # the saved model should use a cache, in contrast to training
+    model.config.use_cache = True  # the saved model should use a cache, unlike in training
     try:
         model.save_pretrained(folder, state_dict={})
     finally:

@@ -1,4 +1,4 @@
-"""`rlhf accelerators`: which backends are installed, and what one of them can do here.
+"""`rlhf accelerators`: the installed backends, and what each can do on this machine.
 
 `list` reports on every plugin, broken ones too, and imports no torch; `explain` creates a backend and asks it;
 `check` runs the conformance kit.

@@ -1,7 +1,7 @@
-"""`rlhf profile`: where the time of a stage's steps goes, by phase and by operator, with a trace to look at.
+"""`rlhf profile`: the time of a stage's steps by phase and by operator, and a trace.
 
-The steps run in a temporary folder that is deleted afterwards; only the trace file stays. Seconds are those of steps
-without torch's profiler, which takes time itself; one more step is recorded with it.
+The steps run in a temporary folder that is deleted afterwards; only the trace file stays. Seconds are measured without
+torch's profiler, which takes time itself; one more step is recorded with it.
 """
 
 from __future__ import annotations

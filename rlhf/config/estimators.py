@@ -1,4 +1,4 @@
-"""The advantage estimators, and the defaults that each brings along. Needs no torch.
+"""The advantage estimators, and the defaults of each. Needs no torch.
 
 An estimator is a pure function in `rlhf.losses.advantages` and an entry here; rollouts and updates are the same for
 all. How to choose (`--set ppo.estimator=grpo`):

@@ -1,1 +1,1 @@
-"""Optional tools that nothing else imports."""
+"""Optional tools; only the command line imports them."""

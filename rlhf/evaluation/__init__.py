@@ -1,1 +1,1 @@
-"""Evaluate finished models: by a reward model, on pairs, on text, and against one another."""
+"""Evaluate finished models: on pairs, on text, and in comparison with each other."""

@@ -64,7 +64,7 @@ def check_generation(config: Config, ranks: int) -> None:
         raise ConfigError("ppo.generation_weights: tensor_parallel needs two ranks or more, got 1; leave it at auto")
     if size and ranks == 1:
         raise ConfigError(f"ppo.tensor_parallel: {size} needs two ranks or more, got 1; remove it")
-    # The plan resolves `auto` later, when it knows the accelerator.
+    # The plan resolves `auto` later, when the accelerator is known.
     is_auto = config.roles.actor.zero_stage is None and str(config.engine.zero_stage) == "auto"
     if actor.zero_stage < 3 and not is_auto and (size or mode in ("layerwise", "tensor_parallel")):
         key, value = ("ppo.tensor_parallel", size) if size else ("ppo.generation_weights", mode)
@@ -89,7 +89,7 @@ def check_generation_model(model: Any, ppo: PPOConfig, ranks: int) -> None:
 def choose_rank_group(engine: TrainingEngine, config: Config, *, say: Callable[[str], None]) -> SingleRank:
     """Return the ranks that generate together with this one; the same choice on all ranks.
 
-    It says so in a line if rollouts do not have the whole weights.
+    It logs a line if rollouts do not use whole weights.
 
     Raises:
         ConfigError: as `check_generation_model`.
@@ -100,7 +100,7 @@ def choose_rank_group(engine: TrainingEngine, config: Config, *, say: Callable[[
     mode, ranks = config.ppo.generation_weights, distributed.world().size
     if engine.zero_stage < 3 or mode == "whole":
         return SingleRank()
-    # All ranks use the numbers of the one with the least free memory, so that they choose the same.
+    # All ranks use the numbers of the rank with the least free memory, so that they make the same choice.
     memories = distributed.all_gather_objects(_estimate_memory(engine, config, ranks))
     memory = min(memories, key=lambda memory: memory.total - memory.used)
     if mode == "auto" and memory.fits():
@@ -126,8 +126,8 @@ def generation_mode(engine: TrainingEngine, rank_group: SingleRank | None = None
 
     A single rank has the weights whole, with LoRA adapters merged if there is memory for that. For lockstep ranks,
     ZeRO-3 gathers each layer when it is needed, with the adapters separate. A tensor-parallel group makes a second
-    model, of which each rank holds a part. If the device reads weights fastest in a special layout, they have it in
-    this block.
+    model, of which each rank holds a part. If the device has a faster layout for reading weights, they have this layout
+    during the block.
     """
     from rlhf.generation.rank_groups import LockstepRanks, TensorParallelGroup
     from rlhf.generation.tensor_parallel import split_model

@@ -102,9 +102,9 @@ class WindowedStaticLayer(StaticLayer):
 
 
 class WindowedStaticCache(StaticCache):
-    """transformers' static cache for rows of `length` tokens, with layers that can be seen in part.
+    """transformers' static cache for rows of `length` tokens, with layers that can be partly visible.
 
-    Layers with other states (recurrent ones, convolutions) are transformers' and always whole.
+    Layers with other states (recurrent layers, convolutions) are those of transformers, and are always whole.
 
     Attributes:
         can_narrow: columns can be hidden.

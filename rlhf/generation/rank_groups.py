@@ -1,4 +1,4 @@
-"""The ranks that generate together: each alone, all in lockstep, or a group with a part of every layer per rank.
+"""The ranks that generate together: each rank alone, all in lockstep, or a group with a part of every layer per rank.
 
 A rank group maps a rank's prompts to those that it generates for, and the completions back to the rank's prompts. If
 a forward pass is collective, the ranks must take the same number of steps, so the group decides when generation ends.
@@ -47,7 +47,7 @@ class SingleRank:
     """True if a step may be captured: it calls no other rank, and its weights stay at their addresses."""
 
     def gather_prompts(self, prompts: PromptBatch) -> PromptBatch:
-        """Return the prompts that this rank generates for, given its own."""
+        """Return the prompts that this rank generates for, given its prompts."""
         return prompts
 
     def select_own(self, rows: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class LockstepRanks(SingleRank):
 
 
 class TensorParallelGroup(SingleRank):
-    """Ranks that hold a part of every layer each, and generate for the prompts of all of them.
+    """A group in which each rank has a part of every layer, and all generate for the prompts of all.
 
     A step is not captured: devices differ in how they replay collectives.
     """

@@ -1,12 +1,10 @@
-"""Make a second model for the rollout, of which each rank of a group holds a part of every layer.
+"""Build a second model for rollouts, of which each rank of a group has a part of every layer.
 
 `split_model` takes a model in training, with whole weights or ZeRO-3's shards, and returns a read-only model of the
-same architecture. It is made layer by layer with adapters merged: no rank ever holds more than one whole layer, and the
-model in training does not change.
-
-A plan says how the layers of an architecture are split: transformers has plans, `_FAMILIES` adds missing ones. A plan
-names modules of the base model, `*` for the number of a layer. Modules that it does not name are whole on every rank
-and compute the same there.
+same architecture. It is built layer by layer with adapters merged: no rank ever has more than one whole layer, and the
+model in training does not change. A plan states how the layers of an architecture are split: transformers has plans,
+`_FAMILIES` adds missing ones. A plan names modules of the base model, `*` for the number of a layer. Modules that it
+does not name are whole on every rank and compute the same there.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from rlhf.utils.process_info import ProcessInfo
 # A process keeps its stores until it ends, because other ranks may start the next session while this one ends.
 _stores: dict[tuple[str, int], Store] = {}
 _SECONDS_TO_LEAVE = 5.0  # for the main thread to notice that another rank has ended
-# Messages of collectives if another rank is gone or late, by the libraries that raise a RuntimeError for it.
+# Messages of collectives if another rank has ended or is late, from libraries that raise a RuntimeError.
 _LOST = re.compile(r"connection (?:was )?(?:closed|reset|refused)|broken pipe|timed? ?out|peer|remote process", re.I)
 
 

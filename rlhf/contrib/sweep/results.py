@@ -1,7 +1,7 @@
 """A sweep's folder, the result of each point, and the report: a table, `sweep.json`, `sweep.csv` and plots.
 
-Runs record which points are complete. `sweep.json` records what no run's folder does: why a point was refused, or how
-it failed; this counts as long as the point's recipe stays the same. Plots need no display.
+Runs record which points are complete. `sweep.json` records facts that are in no run's folder: why a point was refused,
+or how it failed. They are valid as long as the point's recipe does not change. Plots need no display.
 """
 
 from __future__ import annotations
