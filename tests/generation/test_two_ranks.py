@@ -84,8 +84,8 @@ def test_first_rank_group_that_fits_on_all_ranks_is_chosen(results, case, rank_g
 
 
 @pytest.mark.slow
-def test_four_ranks_are_two_teams(alone, tmp_path):
-    for rank, found in enumerate(run("groups_of_two", 4, tmp_path)):
+def test_four_ranks_are_two_groups(alone, forks, tmp_path):
+    for rank, found in enumerate(run(forks, "groups_of_two", 4, tmp_path)):
         expected = alone("Llama 3, LoRA", rank, SAMPLED)
         length = expected.ids.shape[1]
         assert torch.equal(found.ids[:, :length], expected.ids), rank
