@@ -77,6 +77,7 @@ def run(copy: Path, *command: str, timeout: float = 300) -> str:
     return process.stdout
 
 
+@pytest.mark.slow
 def test_command_accepts_it_and_a_step_has_its_advantages(copy: Path, tmp_path: Path) -> None:
     (command,) = blocks("bash")
     program, stage, *options = command.split()

@@ -32,9 +32,10 @@ def whole(ppo_on_two_ranks):
     ("mode", "rows", "words"),
     [
         ("tensor_parallel", 1, "actor: in rollouts each of 2 ranks keeps its part of every layer (tensor_parallel)"),
-        pytest.param("layerwise", 2, "actor: in rollouts each layer is gathered", marks=pytest.mark.slow),
+        ("layerwise", 2, "actor: in rollouts each layer is gathered"),
     ],
 )
+@pytest.mark.slow  # tests/generation/test_two_ranks.py compares the tokens
 def test_a_run_is_the_same_however_its_rollouts_are_made(ppo_on_two_ranks, whole, mode, rows, words):
     """The five held-out prompts do not fill the last part of either rank."""
     output, said = ppo_on_two_ranks(

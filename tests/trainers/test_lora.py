@@ -147,7 +147,7 @@ def rollout(ppo):
     return sequences, ppo.score(sequences)
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+@pytest.mark.parametrize("zero_stage", [0, 1, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_reference_is_the_policy_that_training_began_with(build_ppo, lora_run, tokenizer, zero_stage):
     ppo = build_ppo(zero_stage)
     _, scores = rollout(ppo)

@@ -69,7 +69,7 @@ def steps_of_different_lengths(ppo: PPOTrainer) -> list[set[tuple]]:
     return found
 
 
-@pytest.mark.parametrize(("zero_stage", "rows"), [(0, None), (1, 4), (3, 1)])
+@pytest.mark.parametrize(("zero_stage", "rows"), [(0, None), (1, 4), pytest.param(3, 1, marks=pytest.mark.slow)])
 def test_static_shapes_add_no_operator_after_the_first_step(build, zero_stage, rows):
     first, *later = steps_of_different_lengths(build("static", zero_stage, generation_batch_size=rows))
     assert len(first) > 100
@@ -91,7 +91,7 @@ def comparisons_by_step(ppo: PPOTrainer, steps: int, monkeypatch: pytest.MonkeyP
     return found
 
 
-@pytest.mark.parametrize("weights", ["whole", "layerwise"])
+@pytest.mark.parametrize("weights", ["whole", pytest.param("layerwise", marks=pytest.mark.slow)])
 def test_zero_3_settles_the_order_of_weights_in_two_steps(build, monkeypatch, weights):
     first, _, *later = comparisons_by_step(build("static", 3, generation_weights=weights), 4, monkeypatch)
     assert first > 0
