@@ -99,6 +99,7 @@ class Options:
 
 
 RUN = tuple(field.name for field in fields(Options))
+_HINTS = get_type_hints(Options, include_extras=True)
 
 
 def shared(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -124,12 +125,11 @@ def with_signature(
 ) -> Callable[..., None]:
     """Set the signature that Typer reads: a context, the command's `parameters`, and the options `names`."""
     kind = inspect.Parameter.KEYWORD_ONLY
-    hints = get_type_hints(Options, include_extras=True)
     signature = [
         inspect.Parameter("context", kind, annotation=typer.Context),
         *(parameter.replace(kind=kind) for parameter in parameters),
         *(
-            inspect.Parameter(field.name, kind, default=field.default, annotation=hints[field.name])
+            inspect.Parameter(field.name, kind, default=field.default, annotation=_HINTS[field.name])
             for field in fields(Options)
             if field.name in names
         ),
