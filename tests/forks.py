@@ -41,7 +41,9 @@ IMPORTS = (
     "rich.syntax",
     "accelerators.backends.cpu.backend",
     "rlhf.cli.app",
+    "rlhf.contrib.sweep.runner",
     "rlhf.trainers.pipeline",
+    "rlhf.trainers.run",
 )
 RANKS = """
 import sys

@@ -26,8 +26,6 @@ from rlhf.errors import USER_ERRORS, ConfigError, RemoteRankError
 from rlhf.launchers import local, multinode
 from rlhf.launchers.exit_status import INTERRUPTED, ExitStatus
 from rlhf.runs.directory import RunDirectory
-from rlhf.trainers import preflight
-from rlhf.trainers import run as launch
 from rlhf.trainers.interruption import RunTermination
 from rlhf.version import __version__
 
@@ -118,6 +116,9 @@ def run(
 @report_interruption()
 def start(context: typer.Context, stages: tuple[Stage, ...], **values: Any) -> None:
     """Run `stages` with the options `values`: in this process, or in ranks that this process starts."""
+    from rlhf.trainers import preflight
+    from rlhf.trainers import run as launch
+
     options = collect_options(context, RUN, values)
     machine = multinode.resolve_node(options.nodes, options.node_rank, options.rendezvous)
     if machine and not options.dry_run:
@@ -150,6 +151,9 @@ def start(context: typer.Context, stages: tuple[Stage, ...], **values: Any) -> N
 
 def _start_on_machine(machine: multinode.NodeSpec, options: Options, stages: tuple[Stage, ...]) -> None:
     """Start this machine's ranks of a run on several machines. The first machine checks the run for all."""
+    from rlhf.trainers import preflight
+    from rlhf.trainers import run as launch
+
     first, count = machine.number == 0, options.ranks or 1
     options = options.with_run_recipe(stages) if first else options
     config = options.load()

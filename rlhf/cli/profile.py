@@ -19,14 +19,12 @@ from rlhf.cli.options import Options, shared, sort_stages
 from rlhf.cli.tables import print_json, print_line, print_table, route_notes_to_stderr
 from rlhf.config.schema import EVERY_STAGE, Config, Stage
 from rlhf.errors import ConfigError, RunError
-from rlhf.memory.advice import apply_settings
 from rlhf.reporting.console import console
 from rlhf.reporting.progress import progress
 from rlhf.reporting.summary import STAGE_NAMES
 from rlhf.reporting.timers import profile_operators
 from rlhf.roles.lineage import resolve_base_models
 from rlhf.runs.directory import RunDirectory
-from rlhf.trainers import run as launch
 from rlhf.utils import signals
 from rlhf.utils.atomic_io import PARTIAL
 from rlhf.utils.process_info import current_process
@@ -89,6 +87,9 @@ def profile_stage(config: Config, stage: Stage, *, steps: int, trace: Path) -> R
         RLHFError, AcceleratorError: the user can fix it.
         KeyboardInterrupt: a signal arrived; nothing is left behind.
     """
+    from rlhf.memory.advice import apply_settings
+    from rlhf.trainers import run as launch
+
     if launcher := current_process().launcher:
         raise ConfigError(f"rlhf profile measures one process; start it without {launcher}")
     _check_trace_file(trace)
@@ -137,6 +138,8 @@ def _check_trace_file(trace: Path) -> None:
 
 def _choose_base_models(config: Config, stage: Stage) -> tuple[Config, tuple[Stage, ...]]:
     """Return the settings with the run's finished models that `stage` starts from, and the stages still to run."""
+    from rlhf.memory.advice import apply_settings
+
     run = RunDirectory(config.output)
     pending = [name for name in EVERY_STAGE if not run.stage(name).done]
     bases = resolve_base_models(config, stage, pending, run.finished_model)
@@ -152,6 +155,8 @@ def _choose_base_models(config: Config, stage: Stage) -> tuple[Config, tuple[Sta
 
 def ensure_steps(config: Config, stage: Stage, steps: int) -> Config:
     """Return the settings with at least `steps` steps of `stage`, however few rows there are."""
+    from rlhf.memory.advice import apply_settings
+
     if stage == "ppo":
         enough = config.ppo.epochs is None and config.ppo.steps >= steps
         return config if enough else apply_settings(config, {"ppo.epochs": None, "ppo.steps": steps})

@@ -18,17 +18,11 @@ from rlhf.cli.options import Options, shared, sort_stages
 from rlhf.cli.tables import AsJSON, print_json, print_line, print_table
 from rlhf.config.dump import format_recipe
 from rlhf.config.schema import EMBEDDED_RECIPE, STAGES, Config
-from rlhf.contrib.deepspeed_chat.tables import load_scripts
-from rlhf.contrib.deepspeed_chat.translate import format_translation, translate_commands
-from rlhf.data.preview import describe_stage
 from rlhf.data.report import find_remedy
 from rlhf.engine.select import select_accelerator
 from rlhf.errors import ConfigError
-from rlhf.memory.environment import describe_environment, detect_environment
-from rlhf.memory.report import report_stage
 from rlhf.reporting.console import console
 from rlhf.reporting.summary import STAGE_NAMES
-from rlhf.trainers import preflight
 from rlhf.utils.units import format_bytes, parse_bytes
 
 _DEFAULTS = (
@@ -92,6 +86,8 @@ def config(
         others = (options.config, options.overrides, options.precision, options.output, options.seed)
         if example or any(value is not None for value in others):
             raise ConfigError("--from-deepspeed-chat: prints what the command means; give other options to rlhf later")
+        from rlhf.contrib.deepspeed_chat.translate import format_translation, translate_commands
+
         texts = [_read_command(command) for command in from_deepspeed_chat]
         _print_recipe(format_translation(translate_commands(texts, os.environ, devices)))
         return
@@ -112,6 +108,8 @@ def config(
 
 def _read_command(command: str) -> str:
     """Return a command given as text, on standard input or in a script; the fork's scripts are known by name."""
+    from rlhf.contrib.deepspeed_chat.tables import load_scripts
+
     if command == "-":
         return sys.stdin.read()
     path = Path(command)
@@ -143,6 +141,9 @@ def data(context: typer.Context, options: Options, stage: _Stages = None, as_jso
 
     The tokenizer is loaded, but no model; nothing is written. Exit code 2: a stage would have no rows to train on.
     """
+    from rlhf.data.preview import describe_stage
+    from rlhf.trainers import preflight
+
     config = options.load()
     descriptions = (
         describe_stage(plan.stage, plan.data, plan.tokenizer, config)
@@ -243,6 +244,9 @@ def plan(
     Memory is that of one rank, on its device and on the host. Nothing is loaded or written. Exit code 0: all stages
     fit; 1: a stage does not fit; 2: an error that you can fix.
     """
+    from rlhf.memory.environment import describe_environment, detect_environment
+    from rlhf.memory.report import report_stage
+
     stages = sort_stages(stage or STAGES, "--stage")
     config = options.load()
     host_bytes = parse_bytes(host_memory, "--host-memory") if host_memory else None

@@ -5,31 +5,22 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from rlhf.cli.options import Options, shared
 from rlhf.cli.tables import AsJSON, print_json, print_line, print_table
-from rlhf.contrib.sweep.grid import Grid, Point, load_grid
-from rlhf.contrib.sweep.results import (
-    PointOutcome,
-    PointResult,
-    SweepDirectory,
-    collect_results,
-    describe_result,
-    format_table,
-    to_document,
-    write_index,
-    write_report,
-)
-from rlhf.contrib.sweep.runner import SweepRunner
 from rlhf.errors import ConfigError, RunError
 from rlhf.reporting.console import console
 from rlhf.utils.file_lock import lock_folder
 from rlhf.utils.process_info import current_process
 from rlhf.utils.units import parse_bytes
+
+if TYPE_CHECKING:
+    from rlhf.contrib.sweep.grid import Grid, Point
+    from rlhf.contrib.sweep.results import PointOutcome, PointResult, SweepDirectory
 
 
 @shared("overrides", "accelerator", "precision", "output", "seed", "dry_run", "ranks", "debug")
@@ -83,6 +74,9 @@ def sweep(
     Exit code 0: every point is complete, refused, excluded, or out of memory; 1: a point failed; 2: an error that you
     can fix.
     """
+    from rlhf.contrib.sweep.grid import load_grid
+    from rlhf.contrib.sweep.results import SweepDirectory, to_document
+
     if launcher := current_process().launcher:
         raise ConfigError(f"rlhf sweep starts the processes of each point itself; start it without {launcher}")
     keys = {name: getattr(options, name) for name in ("accelerator", "precision", "output", "seed")}
@@ -110,6 +104,9 @@ def sweep(
 
 def _predict(grid: Grid, folder: SweepDirectory, as_json: bool) -> None:
     """Print what a sweep would do with each point."""
+    from rlhf.contrib.sweep.results import collect_results, to_document
+    from rlhf.contrib.sweep.runner import SweepRunner
+
     runner, points = SweepRunner(grid, folder), {point.name: point for point in grid.points}
     results = []
     for result in collect_results(grid, folder, folder.read_outcomes(grid)):
@@ -129,6 +126,9 @@ def _predict(grid: Grid, folder: SweepDirectory, as_json: bool) -> None:
 
 
 def _run(grid: Grid, folder: SweepDirectory, *, retry: bool, debug: bool) -> list[PointResult]:
+    from rlhf.contrib.sweep.results import collect_results, describe_result, write_index, write_report
+    from rlhf.contrib.sweep.runner import SweepRunner
+
     with lock_folder(folder.path):
         outcomes = {} if retry else folder.read_outcomes(grid)
         write_index(grid, folder, collect_results(grid, folder, outcomes))
@@ -150,6 +150,8 @@ def _run(grid: Grid, folder: SweepDirectory, *, retry: bool, debug: bool) -> lis
 
 def _update(grid: Grid, folder: SweepDirectory) -> list[PointResult]:
     """Return the present results; check and update the files, unless a running sweep does that itself."""
+    from rlhf.contrib.sweep.results import collect_results, write_report
+
     results = collect_results(grid, folder, folder.read_outcomes(grid))
     with ExitStack() as stack:
         try:
@@ -162,6 +164,8 @@ def _update(grid: Grid, folder: SweepDirectory) -> list[PointResult]:
 
 
 def _print_results(grid: Grid, folder: SweepDirectory, results: list[PointResult]) -> None:
+    from rlhf.contrib.sweep.results import format_table
+
     header, rows = format_table(grid, results, people=_has_terminal())
     print_table(f"{grid.file}: {', '.join(grid.stages)}", header, rows)
     if _has_terminal():
