@@ -24,11 +24,12 @@ def source(
     hook: str = "rlhf_accelerators",
     name: str = "chip",
     api_version: int = 2,
+    factory: str = FACTORY,
     probe: str = "Probe(True, 'found one')",
     priority: int = -10,
 ) -> str:
     """The module of a plugin with one backend."""
-    fields = {"name": name, "api_version": api_version, "factory": FACTORY, "priority": priority}
+    fields = {"name": name, "api_version": api_version, "factory": factory, "priority": priority}
     return f"""
 from accelerators import AcceleratorSpec, Probe, hookimpl
 {before}
@@ -44,6 +45,7 @@ SOURCES = {
     "absent": source(name="absent", probe="Probe(False, 'no file /dev/absent0')", priority=90),
     "early_torch": source("import torch", name="early-torch"),
     "future_api": source(name="future", api_version=99),
+    "halves": source(name="halves", factory="rlhf_halves_backend:Halves"),
     "hangs": "import time\ntime.sleep(600)\n",  # and holds the locks of what it is importing
     "import_fails": "import a_library_that_nobody_has\n",
     "misspelt_hook": source(hook="rlhf_acelerators"),

@@ -12,7 +12,6 @@ def rlhf_accelerators():
             factory="rlhf_good_backend:Good",
             probe=lambda: Probe(True, "found two", count=2, model="Good One"),
             priority=50,
-            env=lambda run: {"GOOD_SEED": str(run.get("seed", 0)), "GOOD_MODE": "eager"},
         )
     ]
 

@@ -1,8 +1,8 @@
-"""The least that a backend has to say: the abstract methods."""
+"""A backend of the abstract methods only."""
 
 import torch
 
-from accelerators import Accelerator, DeviceInfo, Memory, Precision
+from accelerators import Accelerator, DeviceInfo, Precision
 
 
 class Good(Accelerator):
@@ -15,11 +15,5 @@ class Good(Accelerator):
     def info(self):
         return DeviceInfo(model="Good One", count=2, software="none")
 
-    def synchronize(self):
-        pass
-
     def precision(self, wish="auto"):
         return Precision(torch.float32, "fp32", "the only one")
-
-    def memory(self):
-        return Memory(allocated=1, peak=2, total=3)

@@ -1,10 +1,10 @@
-"""DeepSpeed's CPU accelerator refuses fp16; one that accepts it trains with the loss scaling of any GPU."""
+"""A CPU in fp16 with dynamic loss scaling, as a GPU without bf16; DeepSpeed's CPU accelerator would refuse fp16."""
 
 import os
 
 import torch
 
-from accelerators import Accelerator, DeviceInfo, Memory, Precision
+from accelerators import Accelerator, DeviceInfo, Precision
 
 
 class FP16(Precision):
@@ -23,16 +23,10 @@ class Halves(Accelerator):
     def info(self):
         return DeviceInfo(model="Halves", count=1, software="none")
 
-    def synchronize(self):
-        pass
-
     def precision(self, wish="auto"):
         if wish == "fp32":
             return Precision(torch.float32, "fp32", "asked for")
         return FP16(torch.float16, "fp16", "the only one", loss_scaling=True)
-
-    def memory(self):
-        return Memory(allocated=1, peak=2, total=3)
 
     def deepspeed_accelerator(self):
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
