@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -36,21 +37,22 @@ def processor(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "wish", "name", "dtype"),
+    ("flags", "wish", "name", "reason"),
     [
-        ("avx512_bf16", "auto", "bf16", torch.bfloat16),
-        ("amx_bf16", "auto", "bf16", torch.bfloat16),
-        ("avx512_bf16", "bf16", "bf16", torch.bfloat16),
-        ("avx512_bf16", "fp32", "fp32", torch.float32),
-        ("avx512f", "auto", "fp32", torch.float32),
-        ("avx512f", "fp32", "fp32", torch.float32),
+        ("avx512_bf16", "auto", "bf16", r"native on this processor \(avx512_bf16\); .* fp16$"),
+        ("amx_bf16", "auto", "bf16", r"native on this processor \(amx_bf16\); .* fp16$"),
+        ("avx512_bf16", "bf16", "bf16", r"native on this processor \(avx512_bf16\); .* fp16$"),
+        ("avx512_bf16", "fp32", "fp32", "asked for"),
+        ("avx512f", "auto", "fp32", "this processor has no native bf16 .* fp16$"),
+        ("avx512f", "fp32", "fp32", "asked for"),
     ],
 )
-def test_bf16_where_the_processor_has_it_and_fp32_elsewhere(cpu, processor, flags, wish, name, dtype):
+def test_bf16_where_the_processor_has_it_and_fp32_elsewhere(cpu, processor, flags, wish, name, reason):
     processor(flags)
     precision = cpu.precision(wish)
+    dtype = torch.bfloat16 if name == "bf16" else torch.float32
     assert (precision.name, precision.dtype, precision.loss_scaling) == (name, dtype, False)
-    assert precision.reason
+    assert re.match(reason, precision.reason)
     assert precision.deepspeed_config() == ({} if name == "fp32" else {"bf16": {"enabled": True}})
 
 
@@ -158,6 +160,7 @@ def test_shapes_are_dynamic_and_processes_talk_over_gloo(cpu, processor):
     processor("avx2")
     assert cpu.shape_policy() == ShapePolicy("dynamic")
     assert cpu.dist_backend() == "gloo"
+    assert (cpu.is_lazy(), cpu.compilations()) == (False, None)
     assert cpu.info().model == "Example 9000"
     capabilities = cpu.kernels.capabilities()
     assert set(capabilities) == set(OPERATIONS)
@@ -176,3 +179,11 @@ def test_deepspeed_on_another_device_is_an_error(accelerator, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     with pytest.raises(AcceleratorError, match="DeepSpeed was set to 'other' earlier in this process"):
         accelerator.prepare_deepspeed()
+
+
+def test_deepspeed_compiles_no_collective_for_the_cpu(accelerator, monkeypatch):
+    from deepspeed.ops import __compatible_ops__
+
+    monkeypatch.setitem(__compatible_ops__, "deepspeed_shm_comm", True)
+    accelerator.prepare_deepspeed()
+    assert not __compatible_ops__["deepspeed_shm_comm"]

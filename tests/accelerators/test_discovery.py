@@ -110,10 +110,20 @@ def test_named_backend_of_a_broken_plugin_is_refused(misbehaved):
     assert errors == [None, "rlhf_accelerators offers this name twice"]
 
 
-def test_plugin_with_one_broken_probe_offers_the_others(misbehaved):
-    misbehaved(lambda: offers(lambda: GOOD, spec(probe=lambda: True), spec(name="good")))
+def test_plugin_with_one_broken_probe_offers_the_others(misbehaved, capfd):
+    idle = spec(name="idle", probe=lambda: Probe(False, "no software", present=True))
+    misbehaved(lambda: offers(lambda: GOOD, spec(probe=lambda: True), spec(name="good"), idle))
     states = {report.name: report.available for report in accelerators.available()}
-    assert states == {"cpu": True, "cuda": False, "hpu": False, "bad_entry": False, "npu": False, "good": True}
+    assert states == {
+        "cpu": True,
+        "cuda": False,
+        "hpu": False,
+        "bad_entry": False,
+        "npu": False,
+        "good": True,
+        "idle": False,
+    }
+    assert {entry["name"] for entry in list_as_json(capfd) if entry["present"]} == {"cpu", "good", "idle"}
 
 
 class Damaged:
@@ -136,7 +146,7 @@ def test_distribution_without_metadata_is_listed(misbehaved, capfd, monkeypatch,
 def test_unreadable_entry_points_break_one_plugin(monkeypatch, tmp_path):
     # rlhf itself, as where a checkout and an installed copy are on the path
     again = "builtin = accelerators.backends.plugin"
-    for name, line in (("damaged", "no value"), ("whole", "whole = nowhere"), ("rlhf", again)):
+    for name, line in (("damaged", "no value"), ("missing", "missing = no_such_module"), ("rlhf", again)):
         version = importlib.metadata.version(name) if name == "rlhf" else "1.0"
         folder = tmp_path / f"{name}-{version}.dist-info"
         folder.mkdir()
@@ -145,7 +155,7 @@ def test_unreadable_entry_points_break_one_plugin(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     reasons = {report.name: report.reason for report in accelerators.available({})}
     assert reasons["damaged"].startswith("broken: its entry points cannot be read (TypeError")
-    assert reasons["whole"].startswith("broken: its import failed (ModuleNotFoundError")
+    assert reasons["missing"].startswith("broken: its import failed (ModuleNotFoundError")
     assert "builtin" not in reasons
     assert "cores" in reasons["cpu"]
     assert select("cpu", environ={}).name == "cpu"
