@@ -179,10 +179,11 @@ def _check_decoding(accelerator: Accelerator, precision: Precision, prepare: Any
 def _llama(accelerator: Accelerator, precision: Precision) -> Any:
     """Return a Llama in evaluation mode, with the attention of trainers; sizes are multiples of 64."""
     kernels = accelerator.kernels
-    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 64, "vocab_size": WIDTH}
-    config = llama(**sizes).config
-    names = [name for kernel, name in kernels.usable("attention") if not kernels.refusal(kernel, config)]
-    network = llama(names[0], **sizes)
+    network = llama(hidden_size=128, intermediate_size=192, head_dim=64, vocab_size=WIDTH)
+    usable = kernels.usable("attention")
+    network.set_attn_implementation(
+        next(name for kernel, name in usable if not kernels.refusal(kernel, network.config))
+    )
     return network.to(accelerator.device(), precision.dtype).eval()
 
 
