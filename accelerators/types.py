@@ -211,10 +211,10 @@ class Backend(Protocol):
     provider: str
 
     def kernel_implementations(self) -> Iterable[KernelImpl]:
-        """Return the implementations that the backend brings."""
+        """Return the implementations of this backend."""
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Return whether an error says that memory was lacking."""
+        """Return whether an error means that the device is out of memory."""
 
 
 @dataclass(frozen=True)

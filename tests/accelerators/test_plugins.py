@@ -1,4 +1,4 @@
-"""What users see with good and bad plugins installed: the real command line in processes of its own."""
+"""What users see with good and bad plugins installed: the real command line, in separate processes."""
 
 from __future__ import annotations
 

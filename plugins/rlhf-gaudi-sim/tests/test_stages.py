@@ -141,14 +141,14 @@ def test_evaluate_is_one_graph_and_has_the_cpus_numbers(
     python: Run, finished: Runs, tmp_path: Path, option: str
 ) -> None:
     run = finished("hpu", zero_stage=2).folder
-    found: dict[str, Any] = {}
+    models: dict[str, Any] = {}
     for accelerator in ("hpu", "cpu"):
         command = ["-m", "rlhf", "evaluate", str(run), option, "heldout", "--json", "--accelerator", accelerator]
         env = {"RLHF_GAUDI_SIM_REPORT": str(tmp_path / "report.json")}
         done = python(*command, "--precision", "fp32", "--batch-size", "3", simulated=accelerator == "hpu", env=env)
         assert done.returncode == 0, done.stderr
-        (found[accelerator],) = json.loads(done.stdout)["models"]
-    numbers = {name: value for name, value in found["cpu"].items() if isinstance(value, float)}
-    assert {name: found["hpu"][name] for name in numbers} == pytest.approx(numbers, rel=1e-4, abs=1e-5)
+        (models[accelerator],) = json.loads(done.stdout)["models"]
+    numbers = {name: value for name, value in models["cpu"].items() if isinstance(value, float)}
+    assert {name: models["hpu"][name] for name in numbers} == pytest.approx(numbers, rel=1e-4, abs=1e-5)
     counts = json.loads((tmp_path / "report.json").read_text())["counts"]
     assert (counts["compilations"], counts["breaks"]) == (1, 0) and counts["hits"] >= 1
