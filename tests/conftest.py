@@ -30,6 +30,8 @@ LONG = {"accelerators", "engine", "families", "matrix", "optimum", "preflight", 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if missing := [folder for folder in sorted(LONG) if not Path(__file__).with_name(folder).is_dir()]:
+        raise pytest.UsageError(f"LONG of tests/conftest.py: no such folder, got {', '.join(missing)}; rename it there")
     items.sort(key=lambda item: item.path.parent.name not in LONG)
 
 

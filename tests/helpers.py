@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,22 @@ NAMES = [
     "ppo.reward_model",
 ]
 """Keys of the settings that name a model or data."""
+
+
+def mark_slow(cases: Mapping[str, Any], *, except_for: Collection[str]) -> list[Any]:
+    """Return the cases of a test by name, marked as slow except for some.
+
+    Raises:
+        ValueError: no case has a name of `except_for`.
+    """
+    import pytest
+
+    if unknown := set(except_for) - cases.keys():
+        raise ValueError(f"no cases are named {', '.join(sorted(unknown))}; the names are {', '.join(cases)}")
+    return [
+        pytest.param(case, id=name, marks=[] if name in except_for else [pytest.mark.slow])
+        for name, case in cases.items()
+    ]
 
 
 def user_environment() -> dict[str, str]:

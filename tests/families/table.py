@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import pytest
+from tests.helpers import mark_slow
 
 if TYPE_CHECKING:
     from accelerators import KernelImpl
@@ -149,10 +149,7 @@ FAMILIES = (
 BY_NAME = {family.name: family for family in FAMILIES}
 OFTEN = {"OPT", "GPT-2", "BLOOM", "CodeGen", "Llama 3", "Mistral", "Gemma 2", "Falcon"}
 """Those that the default suite trains: one of each kind."""
-EACH = [
-    pytest.param(family, id=family.name, marks=[] if family.name in OFTEN else [pytest.mark.slow])
-    for family in FAMILIES
-]
+EACH = mark_slow(BY_NAME, except_for=OFTEN)
 """The families as parameters of a test; those of the long tail only if all tests run."""
 
 

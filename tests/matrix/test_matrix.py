@@ -13,6 +13,7 @@ import torch
 
 from tests.families.table import BY_NAME
 from tests.forks import Forks
+from tests.helpers import mark_slow
 from tests.matrix import rehearsal
 from tests.matrix.points import OFTEN, POINTS, STEPS, Point
 from tests.matrix.two_ranks import of_plain_transformers
@@ -23,7 +24,7 @@ LOSSES = {"fp32": 2e-6, "fp16": 1e-4}
 NUMBERS = {"fp32": 1e-5, "fp16": 5e-3}
 
 
-EACH = [pytest.param(point, id=point.name, marks=[] if point in OFTEN else [pytest.mark.slow]) for point in POINTS]
+EACH = mark_slow({point.name: point for point in POINTS}, except_for=OFTEN)
 
 
 @pytest.fixture(scope="module")

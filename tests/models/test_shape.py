@@ -10,6 +10,7 @@ from rlhf.config.loader import parse_yaml
 from rlhf.errors import ConfigError
 from rlhf.models.shape import Shape, shape_from, shape_of
 from tests.families.table import BY_NAME, FAMILIES, Family
+from tests.helpers import mark_slow
 
 KNOWN: dict[str, dict[str, Any]] = parse_yaml(
     (Path(__file__).parents[2] / "rlhf" / "models" / "known.yaml").read_text()
@@ -56,9 +57,7 @@ OFTEN = set({(values["model_type"], *values): name for name, values in KNOWN.ite
 """One name of each architecture and set of keys; the values of the others are counted if all tests run."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in OFTEN else [pytest.mark.slow]) for name in KNOWN]
-)
+@pytest.mark.parametrize("name", mark_slow({name: name for name in KNOWN}, except_for=OFTEN))
 def test_shape_of_known_name_counts_the_models_numbers(name: str) -> None:
     from transformers import CONFIG_MAPPING
 

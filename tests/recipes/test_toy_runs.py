@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,14 @@ import pytest
 from rlhf.config.loader import parse_yaml
 from rlhf.config.schema import STAGES, Config, Stage, load_config
 from tests.forks import Forks
+from tests.helpers import mark_slow
 from tests.recipes import toys
 
-IN_DEFAULT_SUITE = {
+OFTEN = {
     "sft": ("opt/350m", "opt/6.7b-lora", "bloom/1b1-lora", "llama2-7b/quantized"),
     "dpo": ("opt/350m",),
 }
-"""All weights, LoRA, another family, and frozen weights in int8; the others run every night."""
+"""Recipes of the default suite: all weights, LoRA, another family, and frozen weights in int8."""
 
 
 @pytest.fixture(scope="session")
@@ -26,15 +26,15 @@ def toy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("toys")
 
 
-def parameters(stage: str) -> Iterator[object]:
-    for recipe in toys.recipes():
-        if stage in parse_yaml(recipe.read_text(encoding="utf-8")):
-            name = toys.name_of(recipe)
-            marks = [] if name in IN_DEFAULT_SUITE[stage] else [pytest.mark.slow]
-            yield pytest.param(recipe, id=name, marks=marks)
+def recipes_with(stage: str) -> dict[str, Path]:
+    return {
+        toys.name_of(recipe): recipe
+        for recipe in toys.recipes()
+        if stage in parse_yaml(recipe.read_text(encoding="utf-8"))
+    }
 
 
-@pytest.mark.parametrize("recipe", parameters("sft"))
+@pytest.mark.parametrize("recipe", mark_slow(recipes_with("sft"), except_for=OFTEN["sft"]))
 def test_a_recipe_runs_at_toy_size(recipe: Path, forks: Forks, toy_folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     described = parse_yaml(recipe.read_text(encoding="utf-8"))
@@ -46,7 +46,7 @@ def test_a_recipe_runs_at_toy_size(recipe: Path, forks: Forks, toy_folder: Path,
         assert_learned_what_it_should(config, stage, output, recipe, toy_folder)
 
 
-@pytest.mark.parametrize("recipe", parameters("dpo"))
+@pytest.mark.parametrize("recipe", mark_slow(recipes_with("dpo"), except_for=OFTEN["dpo"]))
 def test_the_dpo_of_a_recipe_runs_at_toy_size(recipe: Path, forks: Forks, toy_folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     model = toys.toy_model(toys.shape(recipe, str(load_config(recipe).model.path)), toy_folder)
