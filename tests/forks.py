@@ -59,7 +59,7 @@ class Forks:
     def __init__(self, environment: dict[str, str], imports: tuple[str, ...] = IMPORTS) -> None:
         self._environment, self._imports = environment, imports
         self._server: subprocess.Popen[str] | None = None
-        self._folder = Path(tempfile.mkdtemp(prefix="forks-"))
+        self._folder = tempfile.TemporaryDirectory(prefix="forks-")
 
     def run(
         self, *arguments: str, timeout: float, environment: dict[str, str] | None = None
@@ -97,13 +97,13 @@ class Forks:
             self._server = subprocess.Popen(
                 [sys.executable, "-c", "from tests import forks; forks.main()", *self._imports],
                 env=self._environment | {"PYTHONPATH": path},
-                cwd=self._folder,
+                cwd=self._folder.name,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
             )
         assert self._server.stdin is not None and self._server.stdout is not None
-        folder = Path(tempfile.mkdtemp(dir=self._folder))
+        folder = Path(tempfile.mkdtemp(dir=self._folder.name))
         request = {
             "arguments": arguments,
             "cwd": str(cwd or Path.cwd()),
@@ -117,6 +117,7 @@ class Forks:
         if self._server and self._server.stdin:
             self._server.stdin.close()
             self._server.wait()
+        self._folder.cleanup()
 
 
 class ForkedProcess:
