@@ -6,7 +6,6 @@ another name is requested or `restore_offline_flags` ends. If the user has switc
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import os
@@ -43,7 +42,7 @@ _REPOSITORIES = {
     "dataset": _Repository("data set", "file or folder", ".gitattributes", DataError),
 }
 
-_switched_off: set[str] = set()  # those of `_MODULES` whose flag this module has set
+_switched_off: set[str] = set()  # those of `_MODULES` whose flag is on because of this module
 
 
 class _UnreachableError(Exception):
@@ -168,18 +167,20 @@ def _find_switch(kind: Kind) -> str | None:
 
 
 def _switch_off() -> None:
-    """Have the libraries use local copies only."""
-    for name in reversed(_MODULES):  # `datasets` copies the other's flag when it is imported
-        module = importlib.import_module(name)
-        if not module.HF_HUB_OFFLINE:
-            module.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
-            _switched_off.add(name)
+    """Have the libraries use local copies only; `datasets`, if it is imported later, copies the other's flag."""
+    _switched_off.update(_MODULES[:-1] if _find_switch("dataset") else _MODULES)
+    _set_flags(True)
 
 
 def _restore_flags() -> None:
     """Undo `_switch_off`."""
-    while _switched_off:
-        sys.modules[_switched_off.pop()].HF_HUB_OFFLINE = False  # type: ignore[attr-defined]
+    _set_flags(False)
+    _switched_off.clear()
+
+
+def _set_flags(value: bool) -> None:
+    for name in _switched_off & sys.modules.keys():
+        sys.modules[name].HF_HUB_OFFLINE = value  # type: ignore[attr-defined]
 
 
 def _simplify(name: str) -> str:
