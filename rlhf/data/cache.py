@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from importlib.metadata import version
+from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -42,7 +43,10 @@ if TYPE_CHECKING:
 _EXAMPLES, _TRAIN, _HELDOUT, _STAGE = "examples.arrow", "train.npy", "heldout.npy", "stage.json"
 _LIBRARIES = ("transformers", "tokenizers", "jinja2")  # their versions may change the tokens
 _ROW = "row"
-_BATCH = 1000  # examples in a record batch
+_BATCH = 1000  # examples in a record batch; the last one may have fewer
+
+_Column = tuple["memoryview[int]", "memoryview[int]"]
+"""(Where each item begins in the values, and where the last one ends; the values)."""
 
 
 class UnstorableRowError(Exception):
@@ -195,7 +199,8 @@ class ExampleWriter:
     def __init__(self, path: Path, example_type: type[Example]) -> None:
         import pyarrow as pa
 
-        columns = {part: pa.list_(pa.int32()) for part in _part_names(example_type)}
+        self._parts = _part_names(example_type)
+        columns = {part: pa.large_list(pa.int32()) for part in self._parts}
         self._schema = pa.schema(columns | {_ROW: pa.large_binary()})
         self._file = pa.OSFile(str(path), "wb")
         self._writer = pa.ipc.new_file(self._file, self._schema)
@@ -216,29 +221,42 @@ class ExampleWriter:
     def _flush(self) -> None:
         import pyarrow as pa
 
-        rows = [vars(example) | {_ROW: _serialize_row(example.row)} for example in self._buffer]
-        self._writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=self._schema))
+        columns = [
+            _build_column([array("i", getattr(example, part)).tobytes() for example in self._buffer], pa.int32())
+            for part in self._parts
+        ]
+        columns += [_build_column([_serialize_row(example.row) for example in self._buffer])]
+        self._writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=self._schema))
         self._buffer = []
 
 
 class StoredExamples(Sequence[Example]):
-    """The examples of a table at some indices, in that order; each is created when it is accessed."""
+    """The stored examples at some indices, in that order; each is created when it is accessed.
 
-    def __init__(self, table: pa.Table, example_type: type[Example], indices: Sequence[int] | np.ndarray) -> None:
-        self._table, self._example_type, self._indices = table, example_type, indices
-        self._columns = {name: table.column(name) for name in table.column_names}
+    Args:
+        batches: the columns of each record batch, the row last.
+        example_type: the class of the examples.
+        indices: the indices of the examples in the file.
+    """
+
+    def __init__(
+        self, batches: list[list[_Column]], example_type: type[Example], indices: Sequence[int] | np.ndarray
+    ) -> None:
+        self._batches, self._example_type, self._indices = batches, example_type, indices
 
     @classmethod
     def open(cls, path: Path, example_type: type[Example]) -> StoredExamples:
         """Return all examples of a file that an `ExampleWriter` completed, memory-mapped."""
         import pyarrow as pa
 
-        table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
-        return cls(table, example_type, range(table.num_rows))
+        reader = pa.ipc.open_file(pa.memory_map(str(path)))
+        batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+        rows = sum(batch.num_rows for batch in batches)
+        return cls([[_view_column(column) for column in batch.columns] for batch in batches], example_type, range(rows))
 
     def select(self, indices: Sequence[int] | np.ndarray) -> StoredExamples:
-        """Return the table's examples at `indices`."""
-        return StoredExamples(self._table, self._example_type, indices)
+        """Return the stored examples at `indices`."""
+        return StoredExamples(self._batches, self._example_type, indices)
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -246,22 +264,40 @@ class StoredExamples(Sequence[Example]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return self.select(self._indices[index])
-        values = {name: column[int(self._indices[index])] for name, column in self._columns.items()}
-        row = _deserialize_row(values.pop(_ROW).as_py())
-        ids = {name: value.values.to_numpy().tolist() for name, value in values.items()}
+        batch, offset = divmod(int(self._indices[index]), _BATCH)
+        *parts, row = (values[offsets[offset] : offsets[offset + 1]] for offsets, values in self._batches[batch])
         make_example: Callable[..., Example] = self._example_type
-        return make_example(**ids, row=row)
+        return make_example(*(ids.tolist() for ids in parts), _deserialize_row(row.tobytes()))
 
     def token_counts(self) -> TokenCounts:
         """Return the number of tokens of each part, in the order of the examples, without reading the tokens."""
         import numpy as np
-        import pyarrow.compute as pc
 
-        lengths = {name: pc.list_value_length(ids) for name, ids in self._columns.items() if name != _ROW}
-        return {
-            name.removesuffix("_ids"): array("i", counts.to_numpy()[self._indices].astype(np.intc).tobytes())
-            for name, counts in lengths.items()
-        }
+        *parts, _ = zip(*self._batches, strict=True)
+        lengths = [np.concatenate([np.diff(offsets) for offsets, _ in columns])[self._indices] for columns in parts]
+        names = [name.removesuffix("_ids") for name in _part_names(self._example_type)]
+        return {name: array("i", counts.astype(np.intc).tobytes()) for name, counts in zip(names, lengths, strict=True)}
+
+
+def _build_column(items: list[bytes], kind: pa.DataType | None = None) -> pa.Array:
+    """Return an Arrow array of bytes, or of lists of a fixed-size type, without `pa.array`, which imports pandas."""
+    import pyarrow as pa
+
+    values = pa.py_buffer(b"".join(items))
+    offsets = array("q", accumulate(map(len, items), initial=0))
+    if kind is None:
+        return pa.Array.from_buffers(pa.large_binary(), len(items), [None, pa.py_buffer(offsets), values])
+    offsets = array("q", (offset // kind.byte_width for offset in offsets))
+    children = [pa.Array.from_buffers(kind, offsets[-1], [None, values])]
+    return pa.Array.from_buffers(pa.large_list(kind), len(items), [None, pa.py_buffer(offsets)], children=children)
+
+
+def _view_column(column: pa.Array) -> _Column:
+    """Return the buffers of a column, without `to_numpy`, which imports pandas."""
+    import pyarrow as pa
+
+    offsets, values = (memoryview(buffer) for buffer in column.buffers() if buffer is not None)
+    return offsets.cast("q")[: len(column) + 1], values.cast("B" if column.type == pa.large_binary() else "i")
 
 
 def _part_names(example_type: type[Example]) -> list[str]:

@@ -273,7 +273,9 @@ examples.encode_prompts = counted
 config = DataConfig(datasets=[{"path": path, "stages": ["sft"]}], max_prompt_length=30, max_completion_length=12)
 stage_cache = StageCache(config, "sft", build_tokenizer(), 3, [1])
 assert stage_cache.build(show=True) is None
-print(len(stage_cache.load().train))
+train = stage_cache.load().train
+assert train[0].row.response and "pandas" not in sys.modules, "importing it takes a second"
+print(len(train))
 """
 
 
