@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 from functools import partial
+from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
@@ -104,6 +105,8 @@ def run(
     ] = False,
 ) -> None:
     """Run the stages without a command, or keep the options for the command that follows."""
+    if isinstance(sys.stdin, TextIOWrapper):  # invalid bytes must not end a command
+        sys.stdin.reconfigure(errors="replace")
     selected = STAGES if stages is None else parse_stages(stages)
     if not context.invoked_subcommand:
         start(context, selected, **vars(options))

@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -58,9 +57,6 @@ def chat(
 
     In a pipe, every line is a separate prompt: [cyan]echo "Where does the bee live?" | rlhf chat runs/default[/].
     """
-    for stream in (sys.stdin, sys.stdout):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="replace")  # invalid bytes must not end the command
     folder = model_folder(run_or_model, stage, ema=ema)
     interactive = sys.stdin.isatty()
     with console.status(Text(f"loading {folder}")) if interactive else nullcontext():

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -232,8 +230,6 @@ def _load_config(options: Options, prompts: str | None) -> Config:
 
 def _read_rows(prompts: str, config: Config) -> list[Row]:
     """Read the prompts of `--prompts`."""
-    if isinstance(sys.stdin, TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # invalid bytes must not end the command
     if is_line_source(prompts):
         return read_lines(prompts)
     rows, dropped = read_prompts(config, show=True)

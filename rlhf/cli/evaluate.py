@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
@@ -223,8 +222,6 @@ def _read_reply_sets(prompt: str | None, replies: Sequence[str] | None) -> Itera
     if prompt:
         yield parse_reply_set(prompt, replies or (), "--prompt")
         return
-    if isinstance(sys.stdin, TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # invalid bytes must not end the command
     lines = [(number, line) for number, line in enumerate(sys.stdin, start=1) if line.strip()]
     if not lines:
         raise DataError(

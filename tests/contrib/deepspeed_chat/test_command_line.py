@@ -34,6 +34,12 @@ def test_script_on_standard_input_becomes_a_recipe_that_loads(tmp_path: Path) ->
     assert config.roles.actor.zero_stage == 3
 
 
+def test_invalid_bytes_on_standard_input_are_replaced() -> None:
+    command = b"deepspeed main.py --model_name_or_path a\xff --beta 0.1"
+    done = CliRunner().invoke(app, ["config", "--from-deepspeed-chat", "-"], input=command)
+    assert done.exit_code == 0 and "--model_name_or_path a\N{REPLACEMENT CHARACTER}" in done.stdout
+
+
 def test_commands_may_be_given_one_by_one() -> None:
     sft = "step1_supervised_finetuning/main.py --model_name_or_path a"
     reward = "step2_reward_model_finetuning/main.py --model_name_or_path b"
