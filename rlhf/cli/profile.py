@@ -26,7 +26,7 @@ from rlhf.reporting.timers import profile_operators
 from rlhf.roles.lineage import resolve_base_models
 from rlhf.runs.directory import RunDirectory
 from rlhf.utils import signals
-from rlhf.utils.atomic_io import PARTIAL
+from rlhf.utils.atomic_io import atomic_file
 from rlhf.utils.process_info import current_process
 from rlhf.utils.units import format_bytes
 
@@ -118,10 +118,9 @@ def profile_stage(config: Config, stage: Stage, *, steps: int, trace: Path) -> R
                 pipeline.log_plan(context)
                 report = _measure_steps(pipeline.build_trainer(context), context, steps, recording, start)
                 pipeline.release_models(context)
-        partial = trace.with_name(trace.name + PARTIAL)
         try:
-            shutil.copyfile(recording, partial)
-            os.replace(partial, trace)
+            with atomic_file(trace) as temporary:
+                shutil.copyfile(recording, temporary)
         except OSError as error:
             raise RunError(f"{trace}: cannot be written ({error.strerror}); choose another --trace") from error
     return {"stage": stage, **report, "trace": str(trace)}

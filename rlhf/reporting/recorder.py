@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rlhf.utils.atomic_io import PARTIAL
+from rlhf.utils.atomic_io import atomic_file
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -83,9 +82,8 @@ class Recorder(AbstractContextManager["Recorder"]):
                 events.unlink()
         else:
             records, purge_step = _read_records_until(directory, resume_step), resume_step + 1
-        temporary = directory.metrics.with_name(directory.metrics.name + PARTIAL)
-        temporary.write_bytes(b"".join(records))
-        os.replace(temporary, directory.metrics)
+        with atomic_file(directory.metrics) as temporary:
+            temporary.write_bytes(b"".join(records))
         file = directory.metrics.open("a", encoding="utf-8")
         return file, SummaryWriter(str(directory.tensorboard), purge_step=purge_step)
 

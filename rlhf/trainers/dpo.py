@@ -7,7 +7,6 @@ are saved in the stage's folder, so that a resumed stage can read them.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,7 +32,7 @@ from rlhf.trainers.context import StageContext
 from rlhf.trainers.loop import EvalResult
 from rlhf.trainers.stage_models import ModelFactory
 from rlhf.trainers.supervised import SupervisedTrainer
-from rlhf.utils.atomic_io import PARTIAL, sync
+from rlhf.utils.atomic_io import atomic_file
 
 MEANS = ("accuracy", "margin", "drift", "chosen_reward", "rejected_reward", "chosen_log_prob", "rejected_log_prob")
 """Metrics that are means over pairs, in training and on held-out rows."""
@@ -219,8 +218,5 @@ def _write_table(context: StageContext, table: Tensor) -> None:
     path = context.directory.path / FILE
     with distributed.on_main(f"writing {path}") as main:
         if main:
-            partial = path.with_name(path.name + PARTIAL)
-            save_file({"log_probs": table.to(context.accelerator.host_device())}, partial)
-            sync(partial)
-            os.replace(partial, path)
-            sync(path.parent)
+            with atomic_file(path) as temporary:
+                save_file({"log_probs": table.to(context.accelerator.host_device())}, temporary)

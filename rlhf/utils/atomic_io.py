@@ -55,12 +55,17 @@ def atomic_write_json(path: Path, value: dict[str, Any]) -> None:
 
 def atomic_write(path: Path, text: str) -> None:
     """Write `text`; `path` has either all of it or its previous contents."""
+    with atomic_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yield the path of a temporary file that becomes `path` when the block ends, and is deleted if it fails."""
     temporary = path.with_name(path.name + PARTIAL)
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        yield temporary
+        sync(temporary)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)  # on a full disk it would take needed space

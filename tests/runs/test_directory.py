@@ -172,6 +172,8 @@ def test_json_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     atomic_write_json(path, {"a": 1})
     with pytest.raises(TypeError):
         atomic_write_json(path, {"a": object()})
+    with pytest.raises(UnicodeEncodeError):  # when the file is open
+        atomic_write_json(path, {"a": "\udcff"})
     assert json.loads(path.read_text()) == {"a": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["value.json"]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from rlhf.contrib.sweep.grid import Grid, Point
 from rlhf.errors import RunError
 from rlhf.reporting.summary import format_value
 from rlhf.runs.directory import RunDirectory
-from rlhf.utils.atomic_io import CONSOLE, PARTIAL, atomic_write, atomic_write_json, read_json
+from rlhf.utils.atomic_io import CONSOLE, atomic_file, atomic_write, atomic_write_json, read_json
 from rlhf.utils.file_lock import LOCK_FILES
 from rlhf.utils.units import format_bytes, format_seconds
 
@@ -313,9 +312,8 @@ def write_report(grid: Grid, folder: SweepDirectory, results: Sequence[PointResu
 
 
 def _save(figure: Figure, path: Path) -> None:
-    temporary = path.with_name(path.name + PARTIAL)
-    figure.savefig(temporary, format="png", dpi=130)
-    os.replace(temporary, path)
+    with atomic_file(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=130)
 
 
 def _draw_bars(results: Sequence[PointResult], columns: Sequence[str]) -> Figure:
