@@ -164,7 +164,7 @@ def _load(plugins: pluggy.PluginManager, point: EntryPoint, origin: tuple[str, s
     plugin = run_within(None if point.value == BUILTIN else limit, "its import", point.load)
     if not isinstance(plugin, ModuleType):
         raise PluginError(f"its entry point names a {type(plugin).__name__} instead of a module")
-    name = f"{f'{origin[1]} {origin[2]}'.strip()} ({origin[0]})"
+    name = f"{Report(*origin).provider} ({origin[0]})"
     try:
         plugins.register(plugin, name=name)
     except (Exception, SystemExit) as error:

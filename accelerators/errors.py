@@ -104,7 +104,7 @@ def find_out_of_memory(error: BaseException) -> BaseException | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error itself says that memory was lacking.
+    """Return whether an error itself means that memory ran out.
 
     torch raises OutOfMemoryError for devices and a plain RuntimeError for the host, safetensors its own class, and
     plugins subclasses of RuntimeError.
