@@ -8,11 +8,11 @@ and a linear layer keep their inputs, attention its queries, keys, values and re
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rlhf.config.schema import Config, Stage
+from rlhf.config.schema import Config, PPOConfig, Stage
 from rlhf.memory.environment import Environment
 from rlhf.memory.model_state import BLOCK, MemoryItem, ModelMemory, block_item, sum_bytes
 from rlhf.models.shape import Shape, shape_from, shape_of
@@ -151,14 +151,23 @@ def plan_stage(config: Config, stage: Stage, environment: Environment, shapes: S
     return MemoryPlan(stage, tuple(fullest.values()), parameters)
 
 
-def allows_forward_reuse(config: Config, models: Models, ranks: int) -> bool:
-    """Return whether the update's passes may score policy and critic (`rlhf.trainers.ppo.forward_reuse`)."""
-    settings = config.ppo
-    passes = settings.batch_size // (settings.minibatch(ranks)[1] * ranks)
-    trained = [model.placement for model in models.values() if model.placement.role.trained]
-    if not settings.reuse_forward or settings.updates != 1 or any(placement.dropout for placement in trained):
-        return False
-    return passes == 1 or all(placement.zero_stage < 3 for placement in trained)
+def find_reuse_obstacle(settings: PPOConfig, micro_batches: int, trained: Iterable[tuple[str, bool, int]]) -> str:
+    """Return why the update's passes cannot also score policy and critic, apart from memory; empty if they can.
+
+    Args:
+        micro_batches: micro-batches of a rollout on one rank.
+        trained: (role, whether its model has dropout, its ZeRO stage) of each model that is trained.
+    """
+    if not settings.reuse_forward:
+        return "ppo.reuse_forward is false"
+    if settings.updates > 1:
+        return f"{settings.updates} updates follow a rollout (ppo.ppo_epochs, ppo.minibatch_size)"
+    for role, has_dropout, zero_stage in trained:
+        if has_dropout:
+            return f"the {role} is trained with dropout"
+        if zero_stage == 3 and micro_batches > 1:
+            return f"at ZeRO-3 DeepSpeed gathers the {role}'s weights in the order of one micro-batch after the other"
+    return ""
 
 
 def saved_activations(
@@ -238,15 +247,17 @@ def _ppo(config: Config, stage: Stage, environment: Environment, models: Models)
     moments = [("generation", _generation(config, models["actor"], rows))]
     for model in models.values():
         moments.append(("scoring", [*rollout, *_scoring(model, batch, 0 if model.scalar_head else completion)]))
-    reused = share // micro if allows_forward_reuse(config, models, ranks) else 0
+    trained = [models[name] for name in _TRAINED if name in models]
+    placements = [(model.role, bool(model.placement.dropout), model.placement.zero_stage) for model in trained]
+    reused = 0 if find_reuse_obstacle(settings, share // micro, placements) else share // micro
     critic: list[MemoryItem] = []  # its reused passes exist while the actor is trained
     if reused and "critic" in models:
         critic = _graphs(models["critic"], batch, 0, reused) + models["critic"].gathered()
-    for name in [name for name in _TRAINED if name in models]:
-        columns, other = (completion, critic) if name == "actor" else (0, [])
-        between, *later = _update(models[name], batch, columns)
-        between += _graphs(models[name], batch, columns, reused - 1)  # the model's other passes, freed one by one
-        moments += [(f"training of the {name}", [*rollout, *other, *items]) for items in (between, *later)]
+    for model in trained:
+        columns, other = (completion, critic) if model.role == "actor" else (0, [])
+        between, *later = _update(model, batch, columns)
+        between += _graphs(model, batch, columns, reused - 1)  # the model's other passes, freed one by one
+        moments += [(f"training of the {model.role}", [*rollout, *other, *items]) for items in (between, *later)]
     if settings.ptx_coef:
         texts = Rows(settings.pretraining(ranks)[1], settings.ptx_length or data.max_length)
         updates = _update(models["actor"], texts, texts.length - 1)

@@ -1,8 +1,8 @@
 """Decide if the update can differentiate the passes that scored its rollout (`ppo.reuse_forward`).
 
-With one update per rollout, the policy that is scored is also the one that is trained: the ratio is 1, and has the same
-    gradient. The activations of
-the passes stay in memory until advantages are known, for all micro-batches of both models at one time.
+With one update per rollout, the policy that is scored is also the one that is trained: the ratio is 1 and has the same
+gradient. The activations of the passes stay in memory until the advantages are known, for all micro-batches of both
+models at the same time.
 """
 
 from __future__ import annotations
@@ -15,25 +15,20 @@ from rlhf.engine.engine import TrainingEngine
 from rlhf.errors import ConfigError
 from rlhf.memory.advice import resolve_auto
 from rlhf.memory.environment import PROCESS, detect_environment
+from rlhf.memory.stage import find_reuse_obstacle
 from rlhf.models.dropout import has_dropout
 from rlhf.roles.lineage import resolve_base_model
 from rlhf.trainers.context import StageContext
 from rlhf.utils.process_info import current_process
 
 
-def find_reuse_obstacle(context: StageContext, engines: Mapping[str, TrainingEngine]) -> str:
+def explain_separate_passes(context: StageContext, engines: Mapping[str, TrainingEngine]) -> str:
     """Return why the passes of these models cannot be reused; empty if they can. The same on all ranks."""
     settings, ranks = context.config.ppo, context.world.size
-    if not settings.reuse_forward:
-        return "ppo.reuse_forward is false"
-    if settings.updates > 1:
-        return f"{settings.updates} updates follow a rollout (ppo.ppo_epochs, ppo.minibatch_size)"
     micro_batches = settings.batch_size // (settings.minibatch(ranks)[1] * ranks)
-    for name, engine in engines.items():
-        if has_dropout(engine.module):
-            return f"the {name} is trained with dropout"
-        if engine.zero_stage == 3 and micro_batches > 1:
-            return f"at ZeRO-3 DeepSpeed gathers the {name}'s weights in the order of one micro-batch after the other"
+    trained = [(name, has_dropout(engine.module), engine.zero_stage) for name, engine in engines.items()]
+    if obstacle := find_reuse_obstacle(settings, micro_batches, trained):
+        return obstacle
     activations = f"the activations of {'one micro-batch' if micro_batches == 1 else f'{micro_batches} micro-batches'}"
     try:
         fits = _fits(context)

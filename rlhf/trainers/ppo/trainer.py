@@ -45,7 +45,7 @@ from rlhf.models.tokenizers import find_end_tokens
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.loop import EvalResult
 from rlhf.trainers.ppo.experience import Experience, ForwardPass, MicroBatcher, Rollout, Scores, join_rows
-from rlhf.trainers.ppo.forward_reuse import find_reuse_obstacle
+from rlhf.trainers.ppo.forward_reuse import explain_separate_passes
 from rlhf.trainers.ppo.metrics import (
     critic_sums,
     explained_variance,
@@ -126,7 +126,7 @@ class PPOTrainer:
             self.actor.ema = EMA(self.actor.optimizer, settings.ema, self.accelerator, on_host=settings.ema_on_host)
         self.reference = context.frozen("reference", models.causal_lm) if "reference" in roles else None
         self.reward = context.frozen("reward", models.scalar_head) if "reward" in roles else None
-        obstacle = find_reuse_obstacle(context, self.engines)
+        obstacle = explain_separate_passes(context, self.engines)
         if obstacle:
             context.say(f"ppo: rollouts are scored in separate passes, not in those of the update: {obstacle}")
         self._reuses_passes = not obstacle
