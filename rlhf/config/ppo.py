@@ -394,6 +394,11 @@ class PPOConfig(TrainingConfig):
         self.prompts(world_size)
         return minibatch, rows
 
+    def generation_rows(self, world_size: int) -> int:
+        """Return the most rows that a rank generates at a time."""
+        share = self.batch_size // world_size
+        return min(self.generation_batch_size or share, share)
+
     def prompts(self, world_size: int) -> int:
         """Return the prompts of one rollout on one rank, each with `method.group_size` completions.
 

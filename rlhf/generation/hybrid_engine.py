@@ -168,7 +168,7 @@ def _resolve_group_size(model: Any, ppo: PPOConfig, ranks: int) -> int:
 def _estimate_memory(engine: TrainingEngine, config: Config, ranks: int) -> GenerationMemory:
     from rlhf.models.lora import should_merge
 
-    ppo, data, model = config.ppo, config.data, cast(Any, engine.module).config.get_text_config(decoder=True)
+    data, model = config.data, cast(Any, engine.module).config.get_text_config(decoder=True)
     accelerator = engine.accelerator
     memory = accelerator.memory()
     is_shared = accelerator.device() == accelerator.host_device()  # by the ranks of a machine
@@ -177,8 +177,7 @@ def _estimate_memory(engine: TrainingEngine, config: Config, ranks: int) -> Gene
     for name, weight in engine.module.named_parameters():
         copies = 2 if merges and name.endswith("base_layer.weight") else 1  # merging keeps the original weight
         weights += copies * getattr(weight, "ds_numel", weight.numel()) * weight.element_size()
-    share = ppo.batch_size // ranks
-    rows = min(ppo.generation_batch_size or share, share)
+    rows = config.ppo.generation_rows(ranks)
     heads = model.num_attention_heads
     width = getattr(model, "head_dim", None) or model.hidden_size // heads
     width *= getattr(model, "num_key_value_heads", None) or heads

@@ -185,9 +185,8 @@ def list_changes(
     def some(values: Iterator[Any]) -> list[Any]:
         return list(values if failed_in is None else itertools.islice(values, 1))
 
-    share = ppo.batch_size // ranks
     if in_ppo and helps("generation"):
-        for rows in some(_divisors(min(ppo.generation_batch_size or share, share))):
+        for rows in some(_divisors(ppo.generation_rows(ranks))):
             yield Change({"ppo.generation_batch_size": rows}, f"rollouts in parts of {rows} rows; the same samples")
     has_reference = "dpo" in stages and "reference" in model_placements(config, "dpo")
     if has_reference:

@@ -243,8 +243,7 @@ def _ppo(config: Config, stage: Stage, environment: Environment, models: Models)
     share = settings.batch_size // ranks
     batch, completion = Rows(micro, data.max_length), data.max_completion_length
     rollout = [block_item("rollout", "experience", share * data.max_length * 8 * 4)]
-    rows = min(settings.generation_batch_size or share, share)
-    moments = [("generation", _generation(config, models["actor"], rows))]
+    moments = [("generation", _generation(config, models["actor"], settings.generation_rows(ranks)))]
     for model in models.values():
         moments.append(("scoring", [*rollout, *_scoring(model, batch, 0 if model.scalar_head else completion)]))
     trained = [models[name] for name in _TRAINED if name in models]
