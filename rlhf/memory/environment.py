@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlhf.config.schema import Config
+from rlhf.utils.process_info import current_process
 
 if TYPE_CHECKING:
     from accelerators import Accelerator
@@ -67,14 +68,17 @@ def describe_environment(config: Config, devices: int, memory: int, host: int | 
     )
 
 
-def detect_environment(accelerator: Accelerator, config: Config, ranks: int, *, local: int) -> Environment:
+def detect_environment(
+    accelerator: Accelerator, config: Config, ranks: int, *, local: int | None = None
+) -> Environment:
     """Return the environment of the accelerator that this process is bound to.
 
     Args:
         ranks: ranks of the run, a device each.
-        local: ranks on this machine.
+        local: ranks on this machine; None: as many as the launcher states.
     """
     memory = accelerator.memory()
+    local = local or current_process().count_local_ranks(ranks)
     unified = accelerator.device() == accelerator.host_device()
     return Environment(
         ranks,

@@ -43,13 +43,11 @@ def resolve_engine(
     stages: Sequence[Stage],
     accelerator: Accelerator,
     ranks: int,
-    local: int,
     recorded: Mapping[str, Any],
 ) -> tuple[Config, str | None]:
     """Return the configuration with a value for each `auto` of `engine`, and a line that says so; None if none is.
 
     Args:
-        local: ranks on this machine.
         recorded: the recorded `engine` of a run that is resumed; it keeps the values that it was started with.
 
     Raises:
@@ -61,7 +59,7 @@ def resolve_engine(
     if all(recorded.get(key, "auto") != "auto" for key in keys):
         values, reason = {key: recorded[key] for key in keys}, "as the run was started"
     else:
-        environment = detect_environment(accelerator, config, ranks, local=local)
+        environment = detect_environment(accelerator, config, ranks)
         resolved = resolve_auto(config, stages, environment)
         fullest = max(plan_stages(resolved, stages, environment), key=lambda plan: plan.fullest.device)
         values = {key: getattr(resolved.engine, key) for key in keys}
@@ -78,17 +76,14 @@ def plan_next_stage(
     bases: Sequence[ResolvedBaseModel],
     *,
     ranks: int,
-    local: int,
     fused_attention: bool = True,
 ) -> tuple[MemoryPlan | None, list[str]]:
     """Return the plan of a stage that is about to start, and lines about it; None if a model's shape is not known.
 
     Args:
         bases: the models that the stage starts from, with the paths that they will be loaded from.
-        local: ranks on this machine.
     """
-    environment = detect_environment(accelerator, config, ranks, local=local)
-    environment = replace(environment, fused_attention=fused_attention)
+    environment = replace(detect_environment(accelerator, config, ranks), fused_attention=fused_attention)
     try:
         shapes: Shapes = {resolve_base_model(config, base.ref).path: shape_of(base.path) for base in bases if base.path}
         (plan,) = plan_stages(config, [stage], environment, shapes)

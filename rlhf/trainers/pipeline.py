@@ -36,7 +36,7 @@ from rlhf.trainers.oom import translate_stage_errors
 from rlhf.trainers.ppo.trainer import PPOTrainer
 from rlhf.trainers.stage_models import ModelFactory, resolve_stage_bases
 from rlhf.trainers.supervised import RewardTrainer, SFTTrainer
-from rlhf.utils.process_info import current_process, get_command_line
+from rlhf.utils.process_info import get_command_line
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -94,7 +94,6 @@ def log_plan(context: StageContext) -> dict[str, Any]:
         accelerator,
         bases,
         ranks=context.world.size,
-        local=current_process().count_local_ranks(context.world.size),
         fused_attention="eager" not in attention,
     )
     for line in lines:

@@ -175,8 +175,7 @@ def _resolve_auto(config: Config, pending: Sequence[Stage], accelerator: Acceler
         if main:
             started = [stage for stage in pending if directory.stage(stage).started]
             recorded = read_json(directory.description).get("stages", {}).get(started[0], {}) if started else {}
-            local = current_process().count_local_ranks(ranks)
-            resolved, line = resolve_engine(config, pending, accelerator, ranks, local, recorded.get("engine", {}))
+            resolved, line = resolve_engine(config, pending, accelerator, ranks, recorded.get("engine", {}))
             if line:
                 console.print(line, markup=False, soft_wrap=True)
     return distributed.all_gather_objects(resolved)[0]
@@ -202,7 +201,6 @@ def _print_plans(config: Config, findings: preflight.Findings, accelerator: Acce
     """Print what each stage would do in a dry run."""
     from rlhf.memory.report import plan_next_stage
 
-    ranks = current_process().size
     fused = all(choice.name != "eager" for choice in findings.attention.values())
     for plan in findings.plans:
         _, memory = plan_next_stage(
@@ -210,8 +208,7 @@ def _print_plans(config: Config, findings: preflight.Findings, accelerator: Acce
             plan.stage,
             accelerator,
             plan.bases,
-            ranks=ranks,
-            local=current_process().count_local_ranks(ranks),
+            ranks=current_process().size,
             fused_attention=fused,
         )
         print_stage(plan, config, memory, console)

@@ -64,7 +64,7 @@ def test_resolve_engine_takes_the_least_sharding_that_fits(accelerator: Accelera
     small: Any = Small(accelerator, gib * 1024 * MIB)
     config = opt_config(zero_stage="auto")
     config = config.model_copy(update={"sft": config.sft.model_copy(update={"micro_batch_size": 1})})
-    config_of_run, line = resolve_engine(config, ["sft"], small, 8, 8, {})
+    config_of_run, line = resolve_engine(config, ["sft"], small, 8, {})
     assert (config_of_run.engine.zero_stage, config_of_run.engine.offload) == (stage, "none")
     assert line and line.startswith(f"auto: engine.zero_stage={stage} (sft: peak about ")
 
@@ -72,34 +72,34 @@ def test_resolve_engine_takes_the_least_sharding_that_fits(accelerator: Accelera
 def test_resolve_engine_takes_recorded_values_and_nothing_without_auto(accelerator: Accelerator) -> None:
     recorded = {"zero_stage": 2, "offload": "none"}
     small: Any = Small(accelerator, 64 * 1024 * MIB)
-    resumed, line = resolve_engine(opt_config(zero_stage="auto"), ["sft"], small, 8, 8, recorded)
+    resumed, line = resolve_engine(opt_config(zero_stage="auto"), ["sft"], small, 8, recorded)
     assert resumed.engine.zero_stage == 2
     assert line == "auto: engine.zero_stage=2 (as the run was started)"
     config = opt_config(zero_stage=1)
-    assert resolve_engine(config, ["sft"], accelerator, 8, 8, {}) == (config, None)
+    assert resolve_engine(config, ["sft"], accelerator, 8, {}) == (config, None)
 
 
 def base_models(path: str) -> tuple[ResolvedBaseModel, ...]:
     return (ResolvedBaseModel(MODEL, path),)
 
 
-def test_stage_that_will_not_fit_names_a_change_that_suffices(accelerator: Accelerator, tmp_path: Path) -> None:
+def test_stage_that_will_not_fit_names_a_change_that_suffices(accelerator: Accelerator) -> None:
     small: Any = Small(accelerator, 16 * 1024 * MIB)
-    plan, (line,) = plan_next_stage(opt_config(), "sft", small, base_models("opt-1.3b"), ranks=2, local=2)
+    plan, (line,) = plan_next_stage(opt_config(), "sft", small, base_models("opt-1.3b"), ranks=2)
     assert plan and plan.fullest.device > 16 * 1024 * MIB
     assert re.fullmatch(
         r"sft: plan: will hardly fit: peak about .* GiB on each device \(.*\); try --set .* \(.*\)", line
     )
     settings = {key: parse_yaml(value) for key, value in re.findall(r"--set ([\w.]+)=(\w+)", line)}
     _, (again,) = plan_next_stage(
-        apply_settings(opt_config(), settings), "sft", small, base_models("opt-1.3b"), ranks=2, local=2
+        apply_settings(opt_config(), settings), "sft", small, base_models("opt-1.3b"), ranks=2
     )
     assert again.startswith("sft: plan: peak about "), (line, again)
 
 
 def test_model_of_unknown_shape_has_no_plan(accelerator: Accelerator, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mixtral"}')
-    assert plan_next_stage(opt_config(), "sft", accelerator, base_models(str(tmp_path)), ranks=1, local=1) == (None, [])
+    assert plan_next_stage(opt_config(), "sft", accelerator, base_models(str(tmp_path)), ranks=1) == (None, [])
 
 
 def test_auto_on_resume_is_no_difference_to_recorded_values() -> None:

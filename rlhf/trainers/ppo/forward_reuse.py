@@ -19,7 +19,6 @@ from rlhf.memory.stage import find_reuse_obstacle
 from rlhf.models.dropout import has_dropout
 from rlhf.roles.lineage import resolve_base_model
 from rlhf.trainers.context import StageContext
-from rlhf.utils.process_info import current_process
 
 
 def explain_separate_passes(context: StageContext, engines: Mapping[str, TrainingEngine]) -> str:
@@ -46,8 +45,7 @@ def _fits(context: StageContext) -> bool:
         ConfigError: the plan does not know the shape of a model.
     """
     config, placements = context.config, context.placements
-    local = current_process().count_local_ranks(context.world.size)
-    environment = detect_environment(context.accelerator, config, context.world.size, local=local)
+    environment = detect_environment(context.accelerator, config, context.world.size)
     fused = all(getattr(context.configuration(name), "_attn_implementation", None) != "eager" for name in placements)
     environment = replace(environment, process=min(environment.process, PROCESS), fused_attention=fused)
     shapes = {
