@@ -342,13 +342,16 @@ def _fit_to_tokenizer(model: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
 
 
 def build_llama_on_meta(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Build the model without its weights, on torch's meta device."""
+    """Build the embedded model without weights, on torch's meta device."""
     with torch.device("meta"):
         return build_llama(tokenizer, attention="sdpa", seed=0, max_length=0)
 
 
 def build_llama(tokenizer: PreTrainedTokenizerBase, *, attention: str, seed: int, max_length: int) -> PreTrainedModel:
-    """Build a Llama with random weights drawn from `seed` and the tokenizer's vocabulary."""
+    """Build the embedded model: a Llama of about three million parameters with the tokenizer's vocabulary.
+
+    `seed` draws its weights.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
