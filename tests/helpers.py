@@ -80,7 +80,8 @@ def weights(folder: Path) -> dict[str, Any]:
     """The tensors of a saved model."""
     from safetensors.torch import load_file
 
-    return load_file(folder / "model.safetensors")
+    tensors: dict[str, Any] = load_file(folder / "model.safetensors")
+    return tensors
 
 
 def assert_same_weights(left: Path, right: Path, *, atol: float = 0.0) -> None:
