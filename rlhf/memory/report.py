@@ -25,7 +25,7 @@ from rlhf.memory.advice import (
 )
 from rlhf.memory.environment import Environment, detect_environment
 from rlhf.memory.model_state import ModelMemory
-from rlhf.memory.stage import MemoryPlan, Models, Shapes, build_models
+from rlhf.memory.stage import MemoryPlan, Models, Shapes, build_models, plan_stage
 from rlhf.models.shape import shape_of
 from rlhf.roles.lineage import ResolvedBaseModel, resolve_base_model
 from rlhf.roles.roles import check_placements
@@ -61,7 +61,8 @@ def resolve_engine(
     else:
         environment = detect_environment(accelerator, config, ranks)
         resolved = resolve_auto(config, stages, environment)
-        fullest = max(plan_stages(resolved, stages, environment), key=lambda plan: plan.fullest.device)
+        plans = [plan_stage(resolved, stage, environment) for stage in stages]
+        fullest = max(plans, key=lambda plan: plan.fullest.device)
         values = {key: getattr(resolved.engine, key) for key in keys}
         reason = f"{fullest.stage}: {format_peak(fullest, environment)}"
     settings = {f"engine.{key}": value for key, value in values.items()}
@@ -119,7 +120,7 @@ def report_stage(
     check_placements(resolved, [stage])
     if stage == "ppo":
         check_generation(config, environment.ranks)
-    (plan,) = plan_stages(config, [stage], environment)
+    plan = plan_stage(resolved, stage, environment)
     fits = plan.fits(environment)
     advice = {
         f"engine.{key}": f"{getattr(resolved.engine, key)} (auto)"
