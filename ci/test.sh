@@ -15,11 +15,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 arguments=() package="" plugins=true lowest=false
-if [[ ${1:-} =~ ^[a-z_]+(/[a-z_]+)?$ && -d tests/$1 ]]; then
-    package=$1
+if [[ ${1:-} =~ ^[a-z_]+(/[a-z_]+)?/?$ && -d tests/$1 ]]; then
+    package=${1%/}
     shift
 elif [[ ${1:-} == [!-]* && ! -e ${1%%::*} ]]; then # which pytest's workers pass over in silence
-    echo "error: $1: no such package or file; the packages are: $(cd tests && printf '%s ' [a-z]*/ contrib/[a-z]*/)" >&2
+    packages=$(cd tests && printf '%s ' [a-z]*/ contrib/[a-z]*/)
+    echo "error: $1: no such package or file; the packages are: ${packages//\/ / }" >&2
     exit 2
 fi
 for argument in "$@"; do
