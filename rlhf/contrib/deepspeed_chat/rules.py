@@ -388,8 +388,22 @@ def translate_folder(flags: CommandFlags) -> Translation:
 
 
 RULES: Mapping[str, Callable[[CommandFlags], Translation]] = {
-    name.removeprefix("translate_"): function
-    for name, function in list(globals().items())
-    if name.startswith("translate_")
+    "sources": translate_sources,
+    "models": translate_models,
+    "lengths": translate_lengths,
+    "batches": translate_batches,
+    "duration": translate_duration,
+    "schedule": translate_schedule,
+    "samples": translate_samples,
+    "zero": translate_zero,
+    "offload": translate_offload,
+    "precision": translate_precision,
+    "lora": translate_lora,
+    "pretraining": translate_pretraining,
+    "average": translate_average,
+    "tensor_parallel": translate_tensor_parallel,
+    "evaluation": translate_evaluation,
+    "end_token": translate_end_token,
+    "folder": translate_folder,
 }
 """The rules, by the name in `rule:` of flags.yaml."""
