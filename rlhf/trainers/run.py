@@ -83,7 +83,7 @@ def run(
             print_summary([stage.summary() for stage in directory.stages if stage.done], console)
         return directory
     termination = RunTermination(directory, stages)
-    with _restore_environment(), signals.tolerate_closed_terminal(), signals.handle_signals(_interrupt):
+    with _restore_environment(), signals.tolerate_closed_terminal(), signals.handle_signals(signals.interrupt):
         selection = select_accelerator(config, accelerator)
         if current_process().rank == 0:
             _announce(config, selection, stages, pending, recipe)
@@ -267,10 +267,6 @@ def _restore_environment() -> Iterator[None]:
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
         os.environ.update(environment)
-
-
-def _interrupt(number: int) -> None:
-    raise KeyboardInterrupt
 
 
 def format_base_models(config: Config, pending: Sequence[Stage]) -> str:

@@ -39,6 +39,11 @@ def handle_signals(receive: Callable[[int], None]) -> Iterator[None]:
             signal.signal(number, handler or signal.SIG_DFL)
 
 
+def interrupt(number: int) -> None:
+    """End the block of `handle_signals` like Ctrl-C: raise `KeyboardInterrupt` for any of the signals."""
+    raise KeyboardInterrupt
+
+
 def ends_at_once(signals_seen: list[int], number: int) -> bool:
     """Return whether another signal ends the process at once; a closing terminal may send SIGHUP more than once."""
     return bool(signals_seen) and number != signal.SIGHUP

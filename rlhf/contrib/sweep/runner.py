@@ -71,7 +71,7 @@ class SweepRunner:
         if not todo:
             return
         shared, numbers = self.grid.shared, {point.name: place for place, point in enumerate(self.grid.points, start=1)}
-        with signals.tolerate_closed_terminal(), signals.handle_signals(_interrupt):
+        with signals.tolerate_closed_terminal(), signals.handle_signals(signals.interrupt):
             try:
                 console.print(f"the output of each point is in {self.folder.console('POINT')}", **_PLAIN)
                 if shared and not self.folder.is_complete(shared):
@@ -134,7 +134,3 @@ class SweepRunner:
         if point and (state := self.folder.run(point.name).describe_saved()):
             saved += f"; {state}"
         raise Interrupted(f"{saved}; to continue: {get_command_line()}")
-
-
-def _interrupt(number: int) -> None:
-    raise KeyboardInterrupt
