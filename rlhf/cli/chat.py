@@ -30,7 +30,6 @@ _NOTICES = {
 
 @shared("accelerator", "precision", "seed", "debug")
 def chat(
-    context: typer.Context,
     options: Options,
     run_or_model: Annotated[
         str, typer.Argument(help="Folder of a run or of a model, or a hub name.", metavar="RUN_OR_MODEL")

@@ -57,7 +57,6 @@ _LABELS = {
 
 @shared("config", "overrides", "accelerator", "precision", "seed", "debug")
 def compare(
-    context: typer.Context,
     options: Options,
     models: Annotated[
         list[str],

@@ -67,7 +67,6 @@ _TEXT = {
 
 @shared("config", "overrides", "accelerator", "precision", "debug")  # a seed would hold out other rows
 def evaluate(
-    context: typer.Context,
     options: Options,
     models: Annotated[
         list[str],

@@ -107,12 +107,13 @@ def shared(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(function, eval_str=True)
-        parameters = [signature.parameters[name] for name in signature.parameters if name not in ("context", "options")]
+        taken = [name for name in signature.parameters if name != "options"]
+        parameters = [signature.parameters[name] for name in taken if name != "context"]
 
         @report_interruption()
         def command(context: typer.Context, **values: Any) -> None:
-            options = collect_options(context, names, values)
-            function(context, options, **{parameter.name: values[parameter.name] for parameter in parameters})
+            given = values | {"context": context}
+            function(options=collect_options(context, names, values), **{name: given[name] for name in taken})
 
         command.__name__, command.__doc__ = function.__name__, function.__doc__
         return with_signature(command, names, parameters)

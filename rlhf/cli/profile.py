@@ -43,7 +43,6 @@ _EXTRA_STEPS = 2
 
 @shared("config", "overrides", "accelerator", "precision", "output", "seed", "debug")
 def profile(
-    context: typer.Context,
     options: Options,
     stage: Annotated[str, typer.Option(metavar="STAGE", help="sft, reward, dpo or ppo.")] = "ppo",
     steps: Annotated[int, typer.Option(help="Number of steps to measure.", min=1, metavar="N")] = 3,

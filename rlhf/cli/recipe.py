@@ -49,7 +49,6 @@ _Stages = Annotated[
 
 @shared("config", "overrides", "precision", "output", "seed", "debug")
 def config(
-    context: typer.Context,
     options: Options,
     example: Annotated[
         bool, typer.Option("--example", metavar="", help="Print the embedded example's values, not the defaults.")
@@ -130,7 +129,7 @@ def _print_recipe(text: str) -> None:
 
 
 @shared("config", "overrides", "seed", "debug")
-def data(context: typer.Context, options: Options, stage: _Stages = None, as_json: AsJSON = False) -> None:
+def data(options: Options, stage: _Stages = None, as_json: AsJSON = False) -> None:
     """Show how the rows of a recipe are read, before training on them.
 
     For each stage and source: how the columns are read, how many rows are used and why others are left out, how many
@@ -205,7 +204,6 @@ def _format_border(prompt: Sequence[str], completion: Sequence[str]) -> str:
 
 @shared("config", "overrides", "precision", "accelerator", "debug")
 def plan(
-    context: typer.Context,
     options: Options,
     devices: Annotated[int, typer.Option(help="Number of devices, each with one rank.", min=1, metavar="N")] = 1,
     memory: Annotated[

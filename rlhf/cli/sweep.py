@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 @shared("overrides", "accelerator", "precision", "output", "seed", "dry_run", "ranks", "debug")
 def sweep(
-    context: typer.Context,
     options: Options,
     grid: Annotated[Path, typer.Argument(help="YAML file of the sweep: a recipe and a grid.", metavar="GRID.yaml")],
     report: Annotated[
