@@ -208,7 +208,7 @@ def list_changes(
     if in_ppo and ppo.ema and not ppo.ema_on_host and can_offload:
         yield Change({"ppo.ema_on_host": True}, "the average is computed on the host; the same numbers")
     if can_offload:
-        yield from _offloads(config, stages, environment, failed_in)
+        yield from _offloads(config, stages, failed_in)
     if failed_in == "generation" and (rows := _smaller_rollout(config, ranks)):
         yield Change({"ppo.batch_size": rows}, "smaller rollouts: other results")
     if failed_in and environment.precision == "fp32" != best_precision:
@@ -276,9 +276,7 @@ def _scope(change: Change) -> str:
     return "run" if any(key.partition(".")[0] in SHARED_SECTIONS for key in fixed) else "stage"
 
 
-def _offloads(
-    config: Config, stages: Sequence[Stage], environment: Environment, failed_in: Phase | None
-) -> Iterator[Change]:
+def _offloads(config: Config, stages: Sequence[Stage], failed_in: Phase | None) -> Iterator[Change]:
     zero_stage = {} if config.engine.zero_stage else {"engine.zero_stage": 1}
     optimizer = Change({"engine.offload": "optimizer"} | zero_stage, "the optimizer steps on the host: slower updates")
     if failed_in is None:
