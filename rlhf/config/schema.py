@@ -48,6 +48,7 @@ __all__ = [  # the names that other packages import from here
 
 Offload = Literal["none", "optimizer", "parameters", "all"]
 Frozen = Literal["auto", "int8", "int4"]
+_LARGEST_COPY = 0.1  # of the device's memory, for `lora.merge: auto`
 ZeroStage = Literal[0, 1, 2, 3]
 
 EMBEDDED_RECIPE = Path(__file__).parent / "recipes" / "world.yaml"
@@ -115,6 +116,17 @@ class LoraConfig(ConfigModel):
         description="what a stage saves: the model with its adapters merged in, only the adapters (for peft), or both; "
         "SFT and the reward model are always saved merged too, because PPO starts from them",
     )
+
+    def merges(self, copied: int, memory: int | None) -> bool:
+        """Return whether rollouts merge the adapters into a copy of the weights.
+
+        Args:
+            copied: bytes of that copy.
+            memory: bytes of the device; None if not known.
+        """
+        if self.merge != "auto":
+            return self.merge
+        return memory is None or copied <= _LARGEST_COPY * memory
 
     @field_validator("target_modules", mode="before")
     @classmethod

@@ -39,7 +39,6 @@ BLOCK = 2**25
 
 _MAX_LIVE = 1_000_000_000  # elements: DeepSpeed 0.19.8's stage3_max_live_parameters
 _PREFETCH = 50_000_000  # elements: its stage3_prefetch_bucket_size
-_LARGEST_COPY = 0.1  # part of a device's memory (rlhf.models.lora)
 
 
 class MemoryItem(NamedTuple):
@@ -249,20 +248,15 @@ class ModelMemory:
             elif mode == "tensor_parallel":
                 size //= config.ppo.tensor_parallel or self.environment.ranks
             items.append(MemoryItem(self.role, "gathered layers", size))
-        if self.placement.lora.rank and self._merges(config):
-            items.append(self._item("merged weights", self.shape.in_linears * width, width))
+        copied = self.shape.in_linears * width
+        can_merge = self.placement.lora.rank and self.placement.engine.frozen == "auto"  # not into quantized weights
+        if can_merge and config.lora.merges(copied, self.environment.device_memory):
+            items.append(self._item("merged weights", copied, width))
         return items
 
     def saving(self) -> list[MemoryItem]:
         """Return the additional memory of exports and checkpoints: one whole parameter at a time, on the host."""
         return [block_item(self.role, "saving", 4 * self.shape.largest, host=self._on_host(True))]
-
-    def _merges(self, config: Config) -> bool:
-        """Return whether rollouts add adapters to a copy of the weights, as `rlhf.models.lora.should_merge` decides."""
-        if config.lora.merge != "auto":
-            return config.lora.merge
-        copy, memory = self.shape.in_linears * self.environment.width, self.environment.device_memory
-        return self.placement.engine.frozen == "auto" and (memory is None or copy <= _LARGEST_COPY * memory)
 
     def _item(self, kind: MemoryKind, size: int, width: int, host: bool = False) -> MemoryItem:
         """Return an item whose bytes are spread over parameters: in a block for each, or flat from ZeRO 1 on."""

@@ -37,7 +37,6 @@ _PEFT_PREFIX = "base_model.model."  # what peft wraps a model in
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _MAMBA = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 _OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-_LARGEST_COPY = 0.1  # of the device's memory, for `lora.merge: auto`
 
 
 def add_adapters(model: Any, config: LoraConfig, *, seed: int) -> None:
@@ -157,15 +156,13 @@ def should_merge(model: nn.Module, config: LoraConfig, memory: int) -> tuple[boo
     weights = [getattr(layer.get_base_layer(), "weight", None) for layer in find_adapted_layers(model).values()]
     if not all(weight is not None and weight.is_floating_point() for weight in weights):
         return False, "the frozen weights are quantized"
-    if config.merge != "auto":
-        return config.merge, ""
     # A parameter partitioned by ZeRO-3 is empty; `ds_numel` counts its numbers.
     copied = sum(
         getattr(weight, "ds_numel", weight.numel()) * weight.element_size() for weight in weights if weight is not None
     )
-    if copied <= _LARGEST_COPY * memory:
+    if config.merges(copied, memory):
         return True, ""
-    return False, (
+    return False, "" if config.merge is False else (
         f"a copy of the adapted weights would take {copied / 2**30:.1f} of {memory / 2**30:.1f} GiB; "
         "lora.merge=true merges them anyway"
     )
