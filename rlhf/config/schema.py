@@ -250,6 +250,13 @@ class Config(ConfigModel):
         section: EpochConfig = getattr(self, stage)
         return section
 
+    def total_steps(self, stage: Stage, rows: int) -> int:
+        """Return the optimizer steps of a stage with `rows` rows in an epoch, in PPO its rollouts."""
+        if stage == "ppo":
+            return self.ppo.total_steps(rows)
+        section = self.supervised(stage)
+        return section.total_steps(-(-rows // section.batch_size))
+
 
 def load_config(
     path: Path | None = None,

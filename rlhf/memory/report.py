@@ -178,12 +178,11 @@ def format_changes(changes: Sequence[Change]) -> str:
 
 def count_steps(config: Config, stage: Stage, rows: int | None) -> int | None:
     """Return the optimizer steps of a stage, in PPO its rollouts; None if they depend on `rows`, which is None."""
+    if rows is not None:
+        return config.total_steps(stage, rows)
     if stage == "ppo":
-        return None if config.ppo.epochs and rows is None else config.ppo.total_steps(rows or 0)
-    section = config.supervised(stage)
-    if rows is None:
-        return section.max_steps
-    return section.total_steps(-(-rows // section.batch_size))
+        return None if config.ppo.epochs else config.ppo.steps
+    return config.supervised(stage).max_steps
 
 
 def count_operations(config: Config, stage: Stage, models: Models) -> float:

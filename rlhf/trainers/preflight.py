@@ -60,10 +60,7 @@ class StagePlan:
     def steps(self, config: Config) -> int:
         """Return the optimizer steps of the stage, in PPO its rollouts; slightly too many if `data` is a sample."""
         rows = len(self.data.train) + sum(report.unseen for report in self.data.reports)
-        if self.stage == "ppo":
-            return config.ppo.total_steps(rows)
-        section = config.supervised(self.stage)
-        return section.total_steps(-(-rows // section.batch_size))
+        return config.total_steps(self.stage, rows)
 
 
 @dataclass(frozen=True)
