@@ -267,7 +267,7 @@ class StoredExamples(Sequence[Example]):
         batch, offset = divmod(int(self._indices[index]), _BATCH)
         *parts, row = (values[offsets[offset] : offsets[offset + 1]] for offsets, values in self._batches[batch])
         make_example: Callable[..., Example] = self._example_type
-        return make_example(*(ids.tolist() for ids in parts), _deserialize_row(row.tobytes()))
+        return make_example(*(ids.tolist() for ids in parts), _deserialize_row(row))
 
     def token_counts(self) -> TokenCounts:
         """Return the number of tokens of each part, in the order of the examples, without reading the tokens."""
@@ -313,9 +313,9 @@ def _serialize_row(row: Row) -> bytes:
     return json.dumps([*values, row.record], ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
-def _deserialize_row(serialized: bytes) -> Row:
-    turns, *values = json.loads(serialized)
-    return Row(tuple(Message(role, content) for role, content in turns), *values)
+def _deserialize_row(serialized: memoryview[int]) -> Row:
+    turns, *values = json.loads(str(serialized, "utf-8", "surrogatepass"))
+    return Row(tuple(Message(*turn) for turn in turns), *values)
 
 
 def _reject_value(value: Any) -> None:
