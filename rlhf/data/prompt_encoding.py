@@ -118,8 +118,8 @@ def encode_prompts(
     tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, chat_template: bool
 ) -> list[list[int] | None]:
     """Return the prompt ids of each row; None if the chat template refuses its messages."""
-    rows = _split_control_tokens(tokenizer, rows, chat_template)
-    return _ids(tokenizer, [_prompt_text(tokenizer, row, chat_template) for row in rows])
+    rows, bos = _split_control_tokens(tokenizer, rows, chat_template), _find_added_bos(tokenizer)
+    return _ids(tokenizer, [_prompt_text(tokenizer, row, chat_template, bos) for row in rows])
 
 
 def encode_replies(
@@ -141,8 +141,10 @@ def encode_replies(
     end-of-sequence token is added. The text that a template writes after the first of them (Gemma: after
     <end_of_turn>) is dropped, because generation never reaches it.
     """
-    rows = _split_control_tokens(tokenizer, rows, chat_template)
-    texts = [_conversation_text(tokenizer, row, reply, chat_template) for row, reply in zip(rows, replies, strict=True)]
+    rows, bos = _split_control_tokens(tokenizer, rows, chat_template), _find_added_bos(tokenizer)
+    texts = [
+        _conversation_text(tokenizer, row, reply, chat_template, bos) for row, reply in zip(rows, replies, strict=True)
+    ]
     completions: list[list[int] | None] = []
     for row, reply, prompt_ids, text, ids in zip(rows, replies, prompts, texts, _ids(tokenizer, texts), strict=True):
         if prompt_ids is None or text is None or ids is None:
@@ -151,7 +153,7 @@ def encode_replies(
         if ids[: len(prompt_ids)] == prompt_ids:
             completion = ids[len(prompt_ids) :]
         else:
-            prompt = _prompt_text(tokenizer, row, chat_template) or ""
+            prompt = _prompt_text(tokenizer, row, chat_template, bos) or ""
             tail = text[len(prompt) :] if text.startswith(prompt) else reply
             completion = tokenizer(tail, add_special_tokens=False)["input_ids"]
         completions.append(_cut_at_end(completion, end_ids or [tokenizer.eos_token_id], tokenizer.eos_token_id))
@@ -160,7 +162,8 @@ def encode_replies(
 
 def encode_documents(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
     """Return the ids of separate texts, each with one end token, and a beginning token if the tokenizer adds one."""
-    texts = [_add_bos(tokenizer, text) for text in texts]
+    bos = _find_added_bos(tokenizer)
+    texts = [_add_bos(text, bos) for text in texts]
     documents = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     eos = tokenizer.eos_token_id
     return [ids if ids[-1:] == [eos] else [*ids, eos] for ids in documents]
@@ -172,18 +175,20 @@ def _cut_at_end(ids: list[int], ends: Sequence[int], eos: int) -> list[int]:
     return [*ids, eos] if first is None else ids[: first + 1]
 
 
-def _prompt_text(tokenizer: PreTrainedTokenizerBase, row: Row, chat_template: bool) -> str | None:
+def _prompt_text(tokenizer: PreTrainedTokenizerBase, row: Row, chat_template: bool, bos: str) -> str | None:
     if row.prompt and uses_chat_template(tokenizer, chat_template):
         return _render(tokenizer, row.prompt, add_generation_prompt=True)
-    return _add_bos(tokenizer, row.text)
+    return _add_bos(row.text, bos)
 
 
-def _conversation_text(tokenizer: PreTrainedTokenizerBase, row: Row, reply: str, chat_template: bool) -> str | None:
+def _conversation_text(
+    tokenizer: PreTrainedTokenizerBase, row: Row, reply: str, chat_template: bool, bos: str
+) -> str | None:
     if row.prompt and uses_chat_template(tokenizer, chat_template):
         text = _render(tokenizer, [*row.prompt, Message("assistant", reply)], add_generation_prompt=False)
         return text and text.rstrip()  # white space after the end-of-sequence token is not part of the reply
     space = "" if not row.text or row.text[-1:].isspace() else " "
-    return _add_bos(tokenizer, f"{row.text}{space}{reply}")
+    return _add_bos(f"{row.text}{space}{reply}", bos)
 
 
 def _render(
@@ -198,11 +203,14 @@ def _render(
         return None
 
 
-def _add_bos(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """Return the text with the beginning-of-sequence token, if the tokenizer starts texts with one."""
-    bos = tokenizer.bos_token
-    adds_bos = bos is not None and tokenizer(_PROBE)["input_ids"][0] == tokenizer.bos_token_id
-    return f"{bos}{text}" if adds_bos and not text.startswith(bos) else text
+def _find_added_bos(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the beginning-of-sequence token if the tokenizer starts texts with it, else an empty text."""
+    bos: str | None = tokenizer.bos_token
+    return bos if bos is not None and tokenizer(_PROBE)["input_ids"][0] == tokenizer.bos_token_id else ""
+
+
+def _add_bos(text: str, bos: str) -> str:
+    return text if text.startswith(bos) else f"{bos}{text}"
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str | None]) -> list[list[int] | None]:
