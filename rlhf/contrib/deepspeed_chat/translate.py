@@ -6,6 +6,7 @@ DeepSpeed-Chat that differ from the defaults of rlhf.
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,12 +15,11 @@ from typing import Any
 from pydantic import BaseModel
 
 from rlhf.config.dump import format_scalar
-from rlhf.config.loader import parse_yaml
 from rlhf.config.schema import STAGES, Config, build_config, share_of
 from rlhf.contrib.deepspeed_chat.command import Command, expand_script, find_shell_variable, parse_commands
 from rlhf.contrib.deepspeed_chat.rules import RULES, CommandFlags, FlagValue, Remark, Setting
 from rlhf.contrib.deepspeed_chat.tables import READERS, STEPS, Flag, find_flag, load_flags, load_implied
-from rlhf.contrib.deepspeed_chat.variables import PREFIX, to_arguments
+from rlhf.contrib.deepspeed_chat.variables import PREFIX, output_folder, translate_variables
 from rlhf.errors import ConfigError
 
 SOURCES = "data.datasets"
@@ -251,16 +251,14 @@ def _share(stage: str) -> str:
 
 def _apply_variables(variables: Mapping[str, str], stages: Sequence[str], recipe: TranslatedRecipe) -> list[Setting]:
     """Return the settings of HL_* variables without a script of the fork; they override flags."""
-    options, meanings = to_arguments(variables, stages)
     settings = []
-    names = {pair.partition(": ")[0]: pair for pair in meanings}
-    for option, value in zip(options[::2], options[1::2]):
-        if option == "--set":
-            key, _, text = value.partition("=")
-            settings.append(Setting(key, parse_yaml(text), next(name for name in names if f"{key}=" in names[name])))
-        else:
-            recipe.options += [option, value]
-    recipe.remarks += [Remark(*pair.split(": ", 1)) for pair in meanings if "=" not in pair.partition(": ")[2]]
+    for variable in translate_variables(variables, stages):
+        recipe.options += variable.options
+        settings += [Setting(key, value, variable.text) for key, value in variable.settings.items()]
+        if not variable.settings:
+            recipe.remarks.append(Remark(variable.text, variable.meaning))
+    if output := output_folder(variables):
+        recipe.options += ["--output", output]
     return settings
 
 
@@ -310,7 +308,7 @@ def format_translation(recipe: TranslatedRecipe) -> str:
 def _format_head(recipe: TranslatedRecipe) -> Iterator[str]:
     steps = ", ".join(f"{STEPS[stage]} ({stage})" for stage in recipe.stages)
     yield f"# DeepSpeed-Chat's {steps}, translated to a recipe of rlhf; each line names its flag."
-    options = " ".join(["", *recipe.options])
+    options = f" {shlex.join(recipe.options)}" if recipe.options else ""
     names = [""] if recipe.stages == [*STAGES] else [f" {stage}" for stage in recipe.stages]
     for name in names:
         yield f"# Start it: rlhf{name} --config recipe.yaml{options}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhf.config.dump import format_scalar
 from rlhf.config.schema import EVERY_STAGE, STAGES
@@ -19,8 +19,30 @@ from rlhf.errors import ConfigError
 PREFIX = "HL_"
 
 
+class TranslatedVariable(NamedTuple):
+    """A variable as it was written, the options and the keys of `rlhf` that it sets, and a line about its meaning."""
+
+    text: str
+    options: list[str]
+    settings: dict[str, Any]
+    meaning: str
+
+
 def to_arguments(environment: Mapping[str, str], stages: Sequence[str] = STAGES) -> tuple[list[str], list[str]]:
-    """Return (arguments of `rlhf`, one line per variable about its meaning).
+    """Return (arguments of `rlhf`, one line per variable about its meaning); see `translate_variables`."""
+    arguments: list[str] = []
+    meanings: list[str] = []
+    for variable in translate_variables(environment, stages):
+        arguments += variable.options
+        arguments += [word for pair in _format_settings(variable.settings) for word in ("--set", pair)]
+        meanings.append(f"{variable.text}: {variable.meaning}")
+    if output := output_folder(environment):
+        arguments += ["--output", output]
+    return arguments, meanings
+
+
+def translate_variables(environment: Mapping[str, str], stages: Sequence[str]) -> list[TranslatedVariable]:
+    """Translate the variables that are set, in the table's order; `output_folder` returns the folder of several.
 
     An empty variable counts as unset, as in the scripts.
 
@@ -36,15 +58,10 @@ def to_arguments(environment: Mapping[str, str], stages: Sequence[str] = STAGES)
             raise ConfigError(
                 f"{stage}: unknown stage; name some of {', '.join(EVERY_STAGE)}, or none for {', '.join(STAGES)}"
             )
-    arguments: list[str] = []
-    meanings: list[str] = []
-    for name, value in read_variables(environment).items():
-        added, meaning = _translate_variable(load_variables()[name], value, stages)
-        arguments += added
-        meanings.append(f"{name}={environment[name]}: {meaning}")
-    if output := output_folder(environment):
-        arguments += ["--output", output]
-    return arguments, meanings
+    return [
+        TranslatedVariable(f"{name}={environment[name]}", *_translate_variable(load_variables()[name], value, stages))
+        for name, value in read_variables(environment).items()
+    ]
 
 
 def read_variables(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -79,23 +96,26 @@ def output_folder(environment: Mapping[str, str]) -> str:
     return os.path.join(base or "runs", tag or "default_tag") if base or tag else ""
 
 
-def _translate_variable(row: Variable, value: Any, stages: Sequence[str]) -> tuple[list[str], str]:
-    """Return the arguments that a variable stands for, and a line about its meaning."""
+def _translate_variable(row: Variable, value: Any, stages: Sequence[str]) -> tuple[list[str], dict[str, Any], str]:
+    """Return the options and the keys that a variable stands for, and a line about its meaning."""
     if row.option == "--output":
-        return [], f"{row.option}; {row.note}"
+        return [], {}, f"{row.option}; {row.note}"
     if row.option:
-        return ([], row.note) if value is NOTHING else ([row.option, str(value)], f"{row.option} {value}")
+        return ([], {}, row.note) if value is NOTHING else ([row.option, str(value)], {}, f"{row.option} {value}")
     if why := row.automatic or row.nothing:
-        return [], ("automatic: " if row.automatic else "nothing here: ") + why
+        return [], {}, ("automatic: " if row.automatic else "nothing here: ") + why
     # The model of an earlier stage of the same run needs no name.
     used = [stage for stage in stages if stage in row.keys and row.earlier.get(stage) not in stages]
     if not used:
-        return [], f"nothing: it belongs to {' and '.join(row.keys)}, and only {', '.join(stages)} will run"
+        return [], {}, f"nothing: it belongs to {' and '.join(row.keys)}, and only {', '.join(stages)} will run"
     if value is NOTHING:
-        return [], f"nothing; {row.note}"
-    keys = dict.fromkeys(key for stage in used for key in row.keys[stage])
-    pairs = [f"{key}={format_scalar(value)}" for key in keys]
-    return [part for pair in pairs for part in ("--set", pair)], ", ".join(pairs)
+        return [], {}, f"nothing; {row.note}"
+    settings = {key: value for stage in used for key in row.keys[stage]}
+    return [], settings, ", ".join(_format_settings(settings))
+
+
+def _format_settings(settings: Mapping[str, Any]) -> list[str]:
+    return [f"{key}={format_scalar(value)}" for key, value in settings.items()]
 
 
 def main(stages: Sequence[str]) -> int:

@@ -379,6 +379,14 @@ def test_variables_before_a_command_override_its_flags() -> None:
     assert of("sft", "--seed 1", HL_SEED="9")["seed"] == 1  # the environment is the fork's scripts' alone
 
 
+def test_values_of_variables_may_look_like_settings() -> None:
+    variables = 'HL_DATASET_PATH=x/seed=1 HL_ACTOR_MODEL=ppo.actor=a HL_LOG_FILE="f: g=1" HL_TAG="a b" HL_SEED=4'
+    recipe = translate_commands([variables], {}, 1)
+    assert recipe.settings["seed"].why == "HL_SEED=4"
+    assert [remark.flag for remark in recipe.remarks] == ["HL_TAG=a b", "HL_LOG_FILE=f: g=1"]
+    assert "# Start it: rlhf --config recipe.yaml --output 'runs/a b'\n" in format_translation(recipe)
+
+
 @pytest.mark.parametrize("case", REFUSALS, ids=lambda case: case["line"][:40])
 def test_refusal_is_one_line(case: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as error:
