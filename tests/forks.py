@@ -35,9 +35,6 @@ IMPORTS = (
     "deepspeed.ops.op_builder.all_ops",
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "setuptools",  # DeepSpeed imports it when it is asked for an operator
-    "pandas",  # pyarrow imports it when it is handed a list
-    "pyarrow.compute",
-    "pyarrow.pandas_compat",
     "rich.syntax",
     "accelerators.backends.cpu.backend",
     "rlhf.cli.app",
@@ -45,6 +42,8 @@ IMPORTS = (
     "rlhf.trainers.pipeline",
     "rlhf.trainers.run",
 )
+"""Modules that runs import late; tests/test_forks.py checks the list."""
+
 RANKS = """
 import sys
 from rlhf.launchers import local
