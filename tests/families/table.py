@@ -147,7 +147,7 @@ FAMILIES = (
     ),
 )
 BY_NAME = {family.name: family for family in FAMILIES}
-OFTEN = {"OPT", "GPT-2", "BLOOM", "CodeGen", "Llama 3", "Mistral", "Gemma 2", "Falcon"}
+OFTEN = {"OPT", "GPT-2", "BLOOM", "Llama 3", "Gemma 2", "Falcon"}
 """Those that the default suite trains: one of each kind."""
 EACH = mark_slow(BY_NAME, except_for=OFTEN)
 """The families as parameters of a test; those of the long tail only if all tests run."""

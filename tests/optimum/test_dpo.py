@@ -116,6 +116,7 @@ def test_policy_becomes_the_optimum_of_known_rewards(
     assert max(found.forward, found.backward) < 0.01, (at_first, found)
 
 
+@pytest.mark.slow
 def test_with_ipo_the_policy_comes_as_near_to_its_margins_as_any(accelerator: Accelerator, tmp_path: Path) -> None:
     tau = 0.12
     before, after = trained(accelerator, tmp_path, loss="ipo", beta=tau)

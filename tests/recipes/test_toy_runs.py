@@ -15,10 +15,10 @@ from tests.helpers import mark_slow
 from tests.recipes import toys
 
 OFTEN = {
-    "sft": ("opt/350m", "opt/6.7b-lora", "bloom/1b1-lora", "llama2-7b/quantized"),
+    "sft": ("opt/350m", "llama2-7b/quantized"),
     "dpo": ("opt/350m",),
 }
-"""Recipes of the default suite: all weights, LoRA, another family, and frozen weights in int8."""
+"""Recipes of the default suite: all weights, and LoRA on frozen weights in int8."""
 
 
 @pytest.fixture(scope="session")

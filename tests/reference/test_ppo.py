@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import mark_slow
 from tests.reference import cases, expected, real
 
 LORA = cases.LORA | {"learning_rate": 5e-3}
@@ -83,6 +84,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"completions_per_prompt": 2, "loss_mean": "sequence", "steps": 1, "engine": {"shapes": "dynamic"}},
     ),
 }
+OFTEN = {
+    "ZeRO 1, a batch of two epochs",
+    "GPT-2, LoRA",
+    "one minibatch, no whitening, a fixed coefficient, dynamic shapes",
+    "one update of four micro-batches, ZeRO 2, LoRA, checkpoints, entropy, raw text",
+    "one update, ZeRO 3",
+    "k2 in the loss, scores of a rollout scaled, a penalty without an end",
+    "k3 in the loss, a fixed coefficient, scores of all rollouts scaled, a bonus for entropy, LoRA",
+    "k3 in the reward",
+    "updates that end early",
+    "RLOO, LoRA, two of each prompt, a mean over tokens",
+    "Dr. GRPO",
+    "REINFORCE++",
+}
+"""Those that the default suite runs."""
 ROWS = 14  # two rows of the second batch of 8 come from the next epoch
 
 
@@ -103,7 +119,7 @@ def ran(accelerator, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mark_slow({name: name for name in CASES}, except_for=OFTEN))
 def test_steps_are_those_of_the_reference(ran, name):
     config, found, wanted, _ = ran(name)
     assert len(found.steps) == config.ppo.steps

@@ -8,23 +8,33 @@ import pytest
 import torch
 
 from tests.forks import Forks
-from tests.helpers import assert_close_weights
+from tests.helpers import assert_close_weights, mark_slow
 from tests.reference import cases, expected, two_ranks
 
 
+OFTEN = {
+    "sft",
+    "reward, offloaded at ZeRO 3",
+    "dpo, adapters on sharded weights",
+    "ppo, with all that it may be told",
+    "ppo, one update, each model held in its own way",
+    "ppo, GRPO",
+}
+"""Those that the default suite runs: every stage, LoRA, shards, offload, and estimators with and without a critic."""
+EACH = mark_slow({name: name for name in two_ranks.CHANGES}, except_for=OFTEN)
+
+
 @pytest.fixture(scope="module")
-def left(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """(stage, rank) -> what it left."""
+def left(request: pytest.FixtureRequest, forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(name, rank) -> what a run left, of the runs whose tests were selected."""
     folder = tmp_path_factory.mktemp("two-ranks")
-    forks.ranks(2, f"from tests.reference import two_ranks; two_ranks.main({str(folder)!r})")
-    return lambda stage, rank=0: torch.load(folder / f"{stage}, rank {rank}", weights_only=False)
+    items = [item for item in request.session.items if item.path == request.path]
+    names = [item.callspec.params["name"] for item in items]
+    forks.ranks(2, f"from tests.reference import two_ranks; two_ranks.main({str(folder)!r}, {names!r})")
+    return lambda name, rank=0: torch.load(folder / f"{name}, rank {rank}", weights_only=False)
 
 
-def named(stage: str) -> list[str]:
-    return [name for name in two_ranks.CHANGES if name.startswith(stage)]
-
-
-@pytest.mark.parametrize("name", [*named("sft"), *named("reward"), *named("dpo")])
+@pytest.mark.parametrize("name", [case for case in EACH if not case.id.startswith("ppo")])
 def test_supervised_steps_are_those_of_the_reference(left, name):
     stage = name.partition(",")[0]
     config = cases.configuration(stage, **two_ranks.CHANGES[name])
@@ -32,7 +42,7 @@ def test_supervised_steps_are_those_of_the_reference(left, name):
     cases.assert_same(left(name), wanted)
 
 
-@pytest.mark.parametrize("name", named("ppo"))
+@pytest.mark.parametrize("name", [case for case in EACH if case.id.startswith("ppo")])
 def test_ppo_steps_are_those_of_the_reference_on_both_ranks(left, name):
     config = cases.configuration("ppo", **two_ranks.CHANGES[name])
     found, other = left(name), left(name, rank=1)

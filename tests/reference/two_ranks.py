@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -67,11 +68,11 @@ CHANGES = {
 """Settings of a stage, named first, that differ from those of `cases`."""
 
 
-def main(folder: str) -> None:
+def main(folder: str, names: Sequence[str]) -> None:
     with distributed.start_process_group(accelerators.select("cpu", environ={})) as accelerator:
-        for name, changes in CHANGES.items():
+        for name in names:
             stage = name.partition(",")[0]
-            config, output = cases.configuration(stage, **changes), Path(folder) / name
+            config, output = cases.configuration(stage, **CHANGES[name]), Path(folder) / name
             if stage == "ppo":
                 models = cases.Models.build(lora=bool(config.lora.rank))
                 found = real.reinforced(accelerator, config, models, ROWS[stage], output)

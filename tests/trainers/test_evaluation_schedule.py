@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +16,8 @@ from rlhf.reporting.timers import is_machine_dependent
 from rlhf.runs.directory import RunDirectory
 from rlhf.trainers.loop import EvalResult, fit
 from rlhf.trainers.supervised import SFTTrainer
-from tests.helpers import assert_same_weights, sets, user_environment, weights
+from tests.forks import Forks
+from tests.helpers import assert_same_weights, sets, weights
 from tests.in_process import StubTrainer, stage_context
 from tests.trainers.test_stage_numbers import HELDOUT, transformers_loss
 from tests.trainers.tuned import BEST, PLACES, STEPS, tune
@@ -180,12 +179,9 @@ def test_evaluation_changes_no_bit_of_any_stage(rlhf, finished_run, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def killed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("killed")
-    command = [sys.executable, "-m", "tests.trainers.tuned", str(folder)]
-    done = subprocess.run(
-        command, env=user_environment(), cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300
-    )
+    done = forks.python("-m", "tests.trainers.tuned", str(folder), timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 
