@@ -150,7 +150,7 @@ def rlhf(recipe: dict[str, Any], forks: Forks, tmp_path_factory: pytest.TempPath
             assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-4000:]
         return found
 
-    run.recipe = tiny  # type: ignore[attr-defined]
+    run.recipe, run.forks = tiny, forks  # type: ignore[attr-defined]
     return run
 
 

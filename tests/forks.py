@@ -2,7 +2,7 @@
 
 A new interpreter takes six seconds for these imports, a fork a tenth of one. All else is as in a user's shell:
 arguments, environment, output, signals, exit code, the end of the interpreter. Ranks that such a process starts are
-forked too. tests/launchers/test_local.py and other tests of tests/trainers/test_restart.py start new interpreters.
+forked too. tests/launchers/test_local.py starts new interpreters.
 """
 
 from __future__ import annotations

@@ -124,8 +124,8 @@ def start(rlhf: Any, *arguments: object, **options: Any) -> subprocess.Popen[str
     )
 
 
-def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = 240) -> None:
-    """Wait until a process that `start` gave has made `path`."""
+def wait_for(path: Path, process: Any, seconds: float = 240) -> None:
+    """Wait until a process, of subprocess or of tests/forks.py, has made `path`."""
     deadline = time.monotonic() + seconds
     while not path.exists():
         assert process.poll() is None, process.communicate()
@@ -134,8 +134,8 @@ def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = 240) -
 
 
 def kill_at(path: Path, rlhf: Any, *arguments: object) -> None:
-    """Start the command line as `start` does, and kill it as soon as it has made `path`."""
-    process = start(rlhf, *arguments)
+    """Start the command line with the tiny recipe, in a fork, and kill it as soon as it has made `path`."""
+    process = rlhf.forks.start("-m", "rlhf", *map(str, arguments), "--config", str(rlhf.recipe))
     wait_for(path, process)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()

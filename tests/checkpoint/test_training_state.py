@@ -1,6 +1,5 @@
 """Checkpoints: whole or absent on every rank, two of them, and what is said of one that cannot be read."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,14 +10,12 @@ from rlhf.config.schema import OptimizerConfig
 from rlhf.engine import distributed
 from rlhf.engine.engine import TrainingEngine
 from rlhf.errors import RunError
-from rlhf.launchers import local
 from rlhf.models.forward import completion_log_probs
 from rlhf.runs.directory import RunDirectory
 from tests.helpers import llama
 from tests.in_process import make_placement
 
 IDS = torch.randint(2, 60, (4, 12), generator=torch.Generator().manual_seed(0))
-ROOT = Path(__file__).parents[2]
 
 
 def place(folder: Path):
@@ -137,7 +134,7 @@ def test_a_rank_names_its_own_error_where_the_others_are_gone(monkeypatch):
 
 
 TWO_RANKS = """
-import os, sys, time
+import time
 from pathlib import Path
 import torch.distributed as dist
 from rlhf.checkpoint import training_state
@@ -166,10 +163,9 @@ dist.destroy_process_group()
 """
 
 
-def test_checkpoint_is_published_once_every_rank_has_written(tmp_path):
+def test_checkpoint_is_published_once_every_rank_has_written(forks, tmp_path):
     """The first one is slow on one rank; the second fails there, and every rank knows."""
-    script = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{TWO_RANKS.format(folder=tmp_path)}"
-    assert local.spawn_ranks(2, [sys.executable, "-c", script]) is None
+    forks.ranks(2, TWO_RANKS.format(folder=tmp_path))
     assert names(tmp_path) == ["step-00000003", "step-00000004.partial"]
     saved = place(tmp_path).latest_checkpoint
     assert sorted(path.name for path in (saved / "model" / "weights").iterdir()) == ["shard0", "shard1"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,13 +13,10 @@ from rlhf.launchers.coordinator import find_free_port
 from rlhf.launchers.exit_status import INTERNAL_ERROR, USER_ERROR
 from rlhf.launchers.rank_monitor import monitor_ranks
 from rlhf.utils.process_info import ProcessInfo
-from tests.helpers import user_environment
-
-ROOT = Path(__file__).parents[2]
+from tests.forks import Forks
 
 SCRIPT = """
 import os, signal, sys, time
-sys.path.insert(0, {root!r})
 from rlhf.launchers.exit_status import ExitStatus
 from rlhf.launchers import rank_monitor
 rank_monitor._SECONDS_TO_LEAVE = 1.0
@@ -41,42 +36,36 @@ except BaseException as error:
 """
 
 
-def own_words(folder: Path, then: str) -> list[tuple[int, str]]:
+def own_words(forks: Forks, folder: Path, then: str) -> list[tuple[int, str]]:
     """What each of two ranks says that another launcher started, which lets them end as they can."""
     port = find_free_port()
-    script = SCRIPT.format(root=str(ROOT), then=then, timeout=60.0)
+    script = SCRIPT.format(then=then, timeout=60.0)
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", script],
-            env=user_environment() | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=folder,
-        )
+        forks.start("-c", script, environment=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd=folder)
         for rank in range(2)
     ]
     said = [process.communicate(timeout=100)[1].splitlines()[-1:] for process in processes]
     return [(process.returncode, "".join(lines)) for process, lines in zip(processes, said)]
 
 
-def test_an_error_of_one_rank_is_what_all_report(tmp_path: Path) -> None:
+def test_an_error_of_one_rank_is_what_all_report(forks: Forks, tmp_path: Path) -> None:
     """The other is in a collective, which ends with a lost connection."""
     then = "if rank: raise DataError('no rows')\n        distributed.all_sum(torch.ones(1))"
-    first, other = own_words(tmp_path, then)
+    first, other = own_words(forks, tmp_path, then)
     assert first == other
     assert first[0] == USER_ERROR and first[1].startswith("rlhf: error: rank 1 on ") and first[1].endswith(": no rows")
 
 
-def test_lost_connection_is_reported_as_the_other_ranks_end(tmp_path: Path) -> None:
-    other, _ = own_words(tmp_path, "os.kill(os.getpid(), 9) if rank else distributed.all_sum(torch.ones(1))")
+def test_lost_connection_is_reported_as_the_other_ranks_end(forks: Forks, tmp_path: Path) -> None:
+    other, _ = own_words(forks, tmp_path, "os.kill(os.getpid(), 9) if rank else distributed.all_sum(torch.ones(1))")
     assert other[0] == INTERNAL_ERROR, other[1]
     assert other[1].startswith("rlhf: error: rank 1 on ") and other[1].endswith("exited and reported no error")
 
 
-def test_a_rank_that_nothing_can_interrupt_is_ended(tmp_path: Path) -> None:
+def test_a_rank_that_nothing_can_interrupt_is_ended(forks: Forks, tmp_path: Path) -> None:
     begun = time.monotonic()
-    other, killed = own_words(tmp_path, "os.kill(os.getpid(), 9) if rank else time.sleep(90)")
+    other, killed = own_words(forks, tmp_path, "os.kill(os.getpid(), 9) if rank else time.sleep(90)")
     assert killed[0] == -9 and other[0] == INTERNAL_ERROR
     assert "rank 1 on " in other[1] and other[1].endswith("exited and reported no error")
     assert time.monotonic() - begun < 60

@@ -11,7 +11,6 @@ from tests.forks import Forks
 from tests.helpers import assert_close_weights, mark_slow
 from tests.reference import cases, expected, two_ranks
 
-
 OFTEN = {
     "sft",
     "reward, offloaded at ZeRO 3",

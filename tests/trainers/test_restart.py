@@ -54,11 +54,11 @@ def test_killed_run_resumes_to_the_same_weights(rlhf, finished_run, killed, tmp_
         assert sum('"policy_loss"' in line for line in lines) == 6
 
 
-def test_interrupted_ranks_finish_their_step_save_and_say_so(rlhf, forks, finished_run, tmp_path):
+def test_interrupted_ranks_finish_their_step_save_and_say_so(rlhf, finished_run, tmp_path):
     output = tmp_path / "run"
     arguments = [*ppo_arguments(finished_run, output, steps=500), "--config", rlhf.recipe]
     settings = ["--set", "ppo.checkpoint_every=0", "--ranks", 2]
-    process = forks.start("-m", "rlhf", *map(str, [*arguments, *settings]))
+    process = rlhf.forks.start("-m", "rlhf", *map(str, [*arguments, *settings]))
     wait_for(output / "ppo" / "evaluations.json", process)
     time.sleep(1)
     os.killpg(process.pid, signal.SIGINT)  # the launcher alone: ranks have sessions of their own
