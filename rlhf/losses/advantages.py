@@ -25,28 +25,14 @@ _LEAST_STD = 1e-4  # added, so that rounding differences between rewards are not
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, settings: PPOConfig) -> tuple[Tensor, Tensor]:
-    """Return the advantages of generalized advantage estimation; see `advantages_and_returns`."""
-    return advantages_and_returns(values, rewards, 0, gamma=settings.gamma, lam=settings.lam)
+    """Return the advantages of generalized advantage estimation (arXiv:1506.02438, equation 16).
 
-
-def advantages_and_returns(
-    values: Tensor, rewards: Tensor, start: int, *, gamma: float = 1.0, lam: float = 0.95
-) -> tuple[Tensor, Tensor]:
-    """Estimate advantages by a critic's values (arXiv:1506.02438, equation 16).
-
-    Args:
-        values: [B, T-1], 0 past each row's last action.
-        rewards: [B, T-1], 0 past each row's last action.
-        start: column of the first action, P - 1.
-        gamma: discount of later rewards.
-        lam: weight of later errors of the values; 1 uses rewards only, 0 the next value only.
-
-    Returns:
-        Advantages and returns, [B, A] float32 each, detached.
+    `settings.gamma` discounts later rewards. `settings.lam` weighs later errors of the values: 1 uses rewards only, 0
+    the next value only.
     """
-    values, rewards = values[:, start:].detach().float(), rewards[:, start:].detach().float()
-    deltas = rewards + gamma * F.pad(values[:, 1:], (0, 1)) - values
-    advantages = _to_go(deltas, gamma * lam)
+    values, rewards = values.detach().float(), rewards.detach().float()
+    deltas = rewards + settings.gamma * F.pad(values[:, 1:], (0, 1)) - values
+    advantages = _to_go(deltas, settings.gamma * settings.lam)
     return advantages, advantages + values
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from rlhf.config.schema import PPOConfig
 from rlhf.losses import log_probs as tokens
-from rlhf.losses.advantages import advantages_and_returns, whiten
+from rlhf.losses.advantages import gae, whiten
 from rlhf.losses.log_probs import ends_with, token_log_probs, token_log_probs_and_entropy
 from rlhf.losses.ppo import earned_scores, kl_estimate, policy_loss, shaped_rewards, value_loss
 from rlhf.losses.reward_model import pairwise_reward_loss
@@ -177,17 +178,16 @@ def test_infinite_log_probs_of_padding_change_nothing():
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (0.99, 0.0)])
 def test_advantages_follow_the_recursion_of_gae(gamma, lam):
-    start = 2
-    values, rewards = torch.randn(3, 8), torch.randn(3, 8)
-    advantages, returns = advantages_and_returns(values, rewards, start, gamma=gamma, lam=lam)
+    values, rewards = torch.randn(3, 6), torch.randn(3, 6)
+    advantages, returns = gae(rewards, values, torch.ones(3, 6), PPOConfig(gamma=gamma, lam=lam))
     assert advantages.shape == returns.shape == (3, 6)
     for row in range(3):
         running = 0.0
-        for column in reversed(range(start, 8)):
-            following = values[row, column + 1] if column < 7 else 0.0
+        for column in reversed(range(6)):
+            following = values[row, column + 1] if column < 5 else 0.0
             running = rewards[row, column] + gamma * following - values[row, column] + gamma * lam * running
-            torch.testing.assert_close(advantages[row, column - start], running)
-            torch.testing.assert_close(returns[row, column - start], running + values[row, column])
+            torch.testing.assert_close(advantages[row, column], running)
+            torch.testing.assert_close(returns[row, column], running + values[row, column])
 
 
 def test_policy_loss_takes_the_worse_objective():
