@@ -18,6 +18,7 @@ from rlhf.errors import ModelError, RunError
 from rlhf.evaluation.models import model_folder
 from rlhf.runs.directory import RunDirectory
 from rlhf.utils.file_lock import lock_folder
+from tests.helpers import llama
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def finished_run(tmp_path: Path) -> RunDirectory:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder with random weights and a tokenizer of a few words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     words = ["<unk>", "<pad>", "<eos>", "hello", "moo", "hive"]
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
@@ -42,18 +43,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>"
     )
-    config = LlamaConfig(
-        vocab_size=len(words),
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=16,
-        eos_token_id=2,
-        pad_token_id=1,
-    )
     folder = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).save_pretrained(folder)
+    model = llama(len(words), tie_word_embeddings=False, max_position_embeddings=16, eos_token_id=2, pad_token_id=1)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
