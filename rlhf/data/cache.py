@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from importlib.metadata import version
 from itertools import accumulate
@@ -25,13 +24,14 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 
 from rlhf.config.schema import Config, DataConfig, Stage
-from rlhf.data.examples import EXAMPLE_TYPES, Example, TokenCounts
+from rlhf.data.examples import EXAMPLE_TYPES, Example, TokenCounts, list_parts
 from rlhf.data.load_sources import list_stage_sources, read_sources
 from rlhf.data.readers import hash_file
 from rlhf.data.records import Message, Row
 from rlhf.data.report import DataReport
 from rlhf.data.stage_dataset import StageData, select_examples
 from rlhf.errors import DataError
+from rlhf.models.hub import find_datasets_cache
 from rlhf.reporting.console import console
 from rlhf.utils.atomic_io import atomic_directory
 
@@ -95,10 +95,7 @@ class StageCache:
     @cached_property
     def folder(self) -> Path:
         """The folder of the examples, which may not exist yet."""
-        from huggingface_hub import constants
-
-        home = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets")).expanduser()
-        return home / "rlhf" / f"{self.stage}-{self.key}"
+        return find_datasets_cache().expanduser() / "rlhf" / f"{self.stage}-{self.key}"
 
     def find(self) -> StageData | None:
         """Return the examples if they are cached and complete, else None.
@@ -199,8 +196,7 @@ class ExampleWriter:
     def __init__(self, path: Path, example_type: type[Example]) -> None:
         import pyarrow as pa
 
-        self._parts = _part_names(example_type)
-        columns = {part: pa.large_list(pa.int32()) for part in self._parts}
+        columns = {f"{part}_ids": pa.large_list(pa.int32()) for part in list_parts(example_type)}
         self._schema = pa.schema(columns | {_ROW: pa.large_binary()})
         self._file = pa.OSFile(str(path), "wb")
         self._writer = pa.ipc.new_file(self._file, self._schema)
@@ -222,8 +218,8 @@ class ExampleWriter:
         import pyarrow as pa
 
         columns = [
-            _build_column([array("i", getattr(example, part)).tobytes() for example in self._buffer], pa.int32())
-            for part in self._parts
+            _build_column([array("i", getattr(example, name)).tobytes() for example in self._buffer], pa.int32())
+            for name in self._schema.names[:-1]
         ]
         columns += [_build_column([_serialize_row(example.row) for example in self._buffer])]
         self._writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=self._schema))
@@ -275,7 +271,7 @@ class StoredExamples(Sequence[Example]):
 
         *parts, _ = zip(*self._batches, strict=True)
         lengths = [np.concatenate([np.diff(offsets) for offsets, _ in columns])[self._indices] for columns in parts]
-        names = [name.removesuffix("_ids") for name in _part_names(self._example_type)]
+        names = list_parts(self._example_type)
         return {name: array("i", counts.astype(np.intc).tobytes()) for name, counts in zip(names, lengths, strict=True)}
 
 
@@ -298,10 +294,6 @@ def _view_column(column: pa.Array) -> _Column:
 
     offsets, values = (memoryview(buffer) for buffer in column.buffers() if buffer is not None)
     return offsets.cast("q")[: len(column) + 1], values.cast("B" if column.type == pa.large_binary() else "i")
-
-
-def _part_names(example_type: type[Example]) -> list[str]:
-    return [field.name for field in fields(example_type) if field.name != _ROW]
 
 
 def _serialize_row(row: Row) -> bytes:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal
@@ -114,14 +114,17 @@ class NumberedPairs(Sequence[Example]):
         return NumberedPair(**vars(self._pairs[position]), number=self._first + position)
 
 
+def list_parts(example_type: type[Example]) -> list[str]:
+    """Return the parts of an example: `prompt`, and `completion` in SFT, `chosen` and `rejected` of pairs.
+
+    The token ids of a part are in the field of its name with `_ids` added.
+    """
+    return [field.name.removesuffix("_ids") for field in fields(example_type) if field.name.endswith("_ids")]
+
+
 def token_parts(example: Example) -> list[tuple[str, list[int]]]:
-    """Return the parts of an example: `prompt`, and `completion` in SFT, `chosen` and `rejected` of pairs."""
-    parts = [("prompt", example.prompt_ids)]
-    if isinstance(example, Demonstration):
-        parts += [("completion", example.completion_ids)]
-    elif isinstance(example, Pair):
-        parts += [("chosen", example.chosen_ids), ("rejected", example.rejected_ids)]
-    return parts
+    """Return the name and the token ids of each of the parts, see `list_parts`."""
+    return [(name, getattr(example, f"{name}_ids")) for name in list_parts(type(example))]
 
 
 def count_tokens(examples: Iterable[Example]) -> TokenCounts:

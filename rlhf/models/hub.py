@@ -107,11 +107,17 @@ def is_cached(name: str, kind: Kind) -> bool:
     from huggingface_hub import constants
 
     if kind == "dataset":  # `datasets` stores prepared files in folders with snake_case names
-        home = os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets")
         folder_name = _simplify(name.replace("/", "___"))
-        return any(_simplify(folder.name) == folder_name for folder in Path(home).glob("*/"))
+        return any(_simplify(folder.name) == folder_name for folder in find_datasets_cache().glob("*/"))
     snapshots = Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "snapshots")
     return any(path.is_file() for path in snapshots.glob("*/*"))
+
+
+def find_datasets_cache() -> Path:
+    """Return the folder in which `datasets` stores prepared data sets, without importing it."""
+    from huggingface_hub import constants
+
+    return Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets"))
 
 
 def _request(name: str, kind: Kind) -> None:
