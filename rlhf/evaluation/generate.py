@@ -17,7 +17,6 @@ from torch import Tensor
 
 from rlhf.config.schema import SamplingConfig
 from rlhf.data.batches import pad_right
-from rlhf.errors import ModelError
 from rlhf.evaluation.models import LanguageModel
 from rlhf.generation.decoder import Decoder
 from rlhf.losses.log_probs import masked
@@ -105,10 +104,7 @@ def score_completions(
 
 def _check(model: LanguageModel, wrong: bool) -> None:
     if wrong:
-        raise ModelError(
-            f"{model.name}: its likelihoods are not finite in {model.device.precision.name}; try --precision "
-            "fp32, or check the model's weights"
-        )
+        raise model.invalid_number("its likelihoods are not finite")
 
 
 def _computing(model: LanguageModel, rows: int) -> AbstractContextManager[None]:

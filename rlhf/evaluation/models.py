@@ -176,6 +176,11 @@ class EvaluatedModel:
     end_ids: list[int]
     max_length: int
 
+    def invalid_number(self, what: str) -> ModelError:
+        """Return the error of a result that is not finite; `what` says so, as "a score is nan"."""
+        precision = self.device.precision.name
+        return ModelError(f"{self.name}: {what} in {precision}; try --precision fp32, or check the model's weights")
+
 
 class LanguageModel(EvaluatedModel):
     """A causal language model."""
@@ -210,10 +215,7 @@ class RewardModel(EvaluatedModel):
         pad: Any = self.tokenizer.pad_token_id
         scores = self.device.map_rows(sequences, compute, pad=pad, batch_size=batch_size, description=description)
         if invalid := next((score for score in scores if not math.isfinite(score)), None):
-            raise ModelError(
-                f"{self.name}: a score is {invalid} in {self.device.precision.name}; try --precision fp32, or check "
-                "the model's weights"
-            )
+            raise self.invalid_number(f"a score is {invalid}")
         return scores
 
 

@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlhf.errors import ModelError
 from rlhf.evaluation.rows import EvaluationRows, Measurement, encode_examples
 
 if TYPE_CHECKING:
@@ -83,10 +82,7 @@ def measure_perplexity(
         nll, tokens = sum(next(values) for _ in row), sum(len(window.ids) - window.first for window in row)
         rows.append(RowLikelihood(example.row.source, nll, tokens, len((example.row.response or "").encode())))
     if wrong := next((row for row in rows if not math.isfinite(row.nll)), None):
-        raise ModelError(
-            f"{model.name}: the likelihood of {wrong.source} is not finite in {model.device.precision.name}; "
-            "try --precision fp32, or check the model's weights"
-        )
+        raise model.invalid_number(f"the likelihood of {wrong.source} is not finite")
     # True if exactly the replies are predicted, and all of their text.
     replies = config.sft.loss_on == "completion" and not report.truncated
     return Measurement(summarize_likelihoods(rows, replies=replies), rows, report)
@@ -106,9 +102,8 @@ def summarize_likelihoods(rows: Sequence[RowLikelihood], *, replies: bool = True
 
 def _targets(example: Demonstration, loss_on: str) -> tuple[list[int], int]:
     """Return (the tokens of an example, the index of the first target), as `rlhf.data.batches.collate_sft`."""
-    return example.prompt_ids + example.completion_ids, max(
-        len(example.prompt_ids), 1
-    ) if loss_on == "completion" else 1
+    first = max(len(example.prompt_ids), 1) if loss_on == "completion" else 1
+    return example.prompt_ids + example.completion_ids, first
 
 
 def _negative_log_likelihood(module: Any, input_ids: Tensor, attention_mask: Tensor, first: Tensor) -> Tensor:
