@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf.evaluation.rows import EvaluationRows, Measurement, encode_examples
+from rlhf.utils.statistics import perplexity
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from rlhf.config.schema import Config
     from rlhf.data.examples import Demonstration
     from rlhf.evaluation.models import LanguageModel
-
-_MAX_LOSS = 700.0  # exp(710) is beyond a float
 
 
 class TextWindow(NamedTuple):
@@ -95,7 +94,7 @@ def summarize_likelihoods(rows: Sequence[RowLikelihood], *, replies: bool = True
         "rows": len(rows),
         "tokens": tokens,
         "loss": nll / tokens,
-        "perplexity": math.exp(min(nll / tokens, _MAX_LOSS)),
+        "perplexity": perplexity(nll / tokens),
         "bits_per_byte": nll / math.log(2) / size if replies else None,
     }
 

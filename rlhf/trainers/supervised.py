@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,6 +27,7 @@ from rlhf.models.shape import TextLengths
 from rlhf.trainers.context import ModelLoader, StageContext
 from rlhf.trainers.loop import EvalResult
 from rlhf.trainers.stage_models import ModelFactory, log_outputs, save_outputs
+from rlhf.utils.statistics import perplexity
 
 
 class SupervisedTrainer:
@@ -177,8 +177,7 @@ class SFTTrainer(SupervisedTrainer):
             return {"nll": negative_log_likelihood(model, batch), "targets": self.count(batch)}
 
         sums = self.sum_over_heldout(f"perplexity {when}", statistics)
-        # exp(710) is beyond a float
-        return EvalResult({"perplexity": math.exp(min(sums["nll"] / max(sums["targets"], 1), 700))})
+        return EvalResult({"perplexity": perplexity(sums["nll"] / max(sums["targets"], 1))})
 
 
 def negative_log_likelihood(model: nn.Module, batch: Batch) -> Tensor:

@@ -11,6 +11,7 @@ from statistics import NormalDist, fmean, stdev
 from typing import NamedTuple
 
 CONFIDENCE = 0.95
+_MAX_LOSS = 700.0  # exp(710) is beyond a float
 
 
 class Interval(NamedTuple):
@@ -109,6 +110,11 @@ def distinct(completions: Sequence[Sequence[int]], length: int) -> float:
 def repeated(texts: Sequence[str]) -> float:
     """Return the share of texts that repeat an earlier one."""
     return 1 - len(set(texts)) / len(texts)
+
+
+def perplexity(loss: float) -> float:
+    """Return exp of the mean negative log-likelihood per token, or of `_MAX_LOSS` if that is smaller."""
+    return math.exp(min(loss, _MAX_LOSS))
 
 
 def _within(angle: float, degrees: int) -> float:
