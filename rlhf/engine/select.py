@@ -1,4 +1,4 @@
-"""Choose the accelerator and its kernels for a run, without loading torch or DeepSpeed."""
+"""Choose the accelerator, its kernels and its shapes for a run, without loading torch or DeepSpeed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhf.config.schema import Config
 from rlhf.errors import ConfigError
 
 if TYPE_CHECKING:
-    from accelerators import Accelerator, Selection
+    from accelerators import Accelerator, Selection, ShapePolicy
 
 
 def select_accelerator(config: Config, accelerator: str | None = None) -> Selection:
@@ -30,6 +30,14 @@ def select_accelerator(config: Config, accelerator: str | None = None) -> Select
     if programs not in path.split(os.pathsep):
         os.environ["PATH"] = os.pathsep.join(filter(None, [programs, path]))
     return selection
+
+
+def choose_shapes(config: Config, accelerator: Accelerator) -> ShapePolicy:
+    """Return the shape policy of `engine.shapes`; auto: the accelerator's."""
+    from accelerators import ShapePolicy
+
+    kind = config.engine.shapes
+    return accelerator.shape_policy() if kind == "auto" else ShapePolicy(kind)
 
 
 def choose_kernels(config: Config, accelerator: Accelerator) -> None:

@@ -66,11 +66,11 @@ class EvaluationDevice:
             AcceleratorError: no backend can be selected, or it lacks the precision.
             ConfigError: the backend lacks a kernel that `engine.kernels` names.
         """
-        from rlhf.engine.select import choose_kernels, select_accelerator
+        from rlhf.engine.select import choose_kernels, choose_shapes, select_accelerator
         from rlhf.reporting import verbosity
 
         selection = select_accelerator(config, accelerator)
-        from accelerators import ShapePolicy, stdout_to_stderr
+        from accelerators import stdout_to_stderr
 
         with stdout_to_stderr():  # the device's software may print to stdout
             backend = selection.create()
@@ -78,9 +78,7 @@ class EvaluationDevice:
             backend.seed(config.seed)
             choose_kernels(config, backend)
         verbosity.quiet_imported_libraries()
-        kind = config.engine.shapes
-        shapes = backend.shape_policy() if kind == "auto" else ShapePolicy(kind)
-        return cls(backend, backend.precision(config.precision), shapes)
+        return cls(backend, backend.precision(config.precision), choose_shapes(config, backend))
 
     def map_rows(
         self,

@@ -12,7 +12,6 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-import accelerators
 from rlhf.config.paths import WORLD
 from rlhf.config.schema import STAGES, Config, Stage
 from rlhf.data import toy_world as embedded
@@ -20,6 +19,7 @@ from rlhf.data.cache import StageCache
 from rlhf.data.load_sources import read_sources
 from rlhf.data.stage_dataset import StageData, load_stage
 from rlhf.engine import cpu_offload, distributed
+from rlhf.engine.select import choose_shapes
 from rlhf.errors import DataError
 from rlhf.memory.report import plan_next_stage
 from rlhf.models.compatibility import choose_attention
@@ -67,9 +67,6 @@ def stage_context(
     """Yield the context of a stage, with its records started, or continued after the newest checkpoint."""
     verbosity.quiet_imported_libraries()
     world, place = distributed.world(), directory.stage(stage)
-    shapes = accelerator.shape_policy()
-    if config.engine.shapes != "auto":
-        shapes = accelerators.ShapePolicy(config.engine.shapes)
     checkpoint = place.latest_checkpoint
     step = parse_step(checkpoint) if checkpoint else None
     title = f"{datetime.now(timezone.utc).isoformat(timespec='seconds')} {get_command_line()}"
@@ -80,6 +77,7 @@ def stage_context(
         if step is None and place.started and world.is_main:
             console.print(f"{stage}: its earlier steps were not saved; it starts again", markup=False)
         precision = accelerator.precision(config.precision)
+        shapes = choose_shapes(config, accelerator)
         yield StageContext(config, accelerator, precision, shapes, world, directory, place, recorder)
 
 
