@@ -15,21 +15,10 @@ from typing import NamedTuple
 from rlhf.config.schema import Config, PPOConfig, Stage
 from rlhf.memory.environment import Environment
 from rlhf.memory.model_state import BLOCK, MemoryItem, ModelMemory, block_item, sum_bytes
-from rlhf.models.shape import Shape, shape_from, shape_of
+from rlhf.models.shape import EMBEDDED, Shape, shape_from, shape_of
 from rlhf.roles.base_sharing import predict_sharing
 from rlhf.roles.lineage import resolve_base_model
 from rlhf.roles.roles import RoleName, model_placements
-
-EMBEDDED = {
-    "model_type": "llama",
-    "vocab_size": 1000,
-    "hidden_size": 192,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "tie_word_embeddings": True,
-}
-"""The embedded Llama (rlhf.models.loading), with the vocabulary of the embedded world's tokenizer."""
 
 Shapes = Mapping[str | None, Shape]
 """Shapes of models by the path that a stage loads them from; None is the embedded model."""

@@ -24,6 +24,7 @@ from rlhf.errors import ModelError
 from rlhf.models import lazy_tensors
 from rlhf.models.compatibility import check_model_folder, check_support
 from rlhf.models.hub import check_available, load_error
+from rlhf.models.shape import EMBEDDED
 from rlhf.models.tokenizers import find_end_tokens, load_tokenizer
 from rlhf.models.transformers_patches import forget_key_mapping
 from rlhf.models.weight_loading import (
@@ -356,14 +357,8 @@ def build_llama(tokenizer: PreTrainedTokenizerBase, *, attention: str, seed: int
 
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=6,
-        num_key_value_heads=6,
+        **EMBEDDED | {"vocab_size": len(tokenizer)},
         max_position_embeddings=max(128, max_length),
-        tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,

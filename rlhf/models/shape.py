@@ -27,6 +27,17 @@ from rlhf.models.hub import summarize_error
 
 _KNOWN = Path(__file__).parent / "known.yaml"
 
+EMBEDDED = {
+    "model_type": "llama",
+    "vocab_size": 1000,
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "tie_word_embeddings": True,
+}
+"""The embedded Llama (`rlhf.models.loading`), with the vocabulary of the embedded world's tokenizer."""
+
 
 class LinearShape(NamedTuple):
     """The shape of a linear layer: `inputs` to `outputs` numbers a token."""

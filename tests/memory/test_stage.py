@@ -13,7 +13,8 @@ from rlhf.config.schema import build_config
 from rlhf.memory.advice import advise, find_changes, list_changes, plan_stages
 from rlhf.memory.environment import Environment
 from rlhf.memory.report import count_operations
-from rlhf.memory.stage import EMBEDDED, build_models
+from rlhf.memory.stage import build_models
+from rlhf.models.shape import EMBEDDED
 from rlhf.roles.base_sharing import record_base
 
 LORA = {"rank": 8}
