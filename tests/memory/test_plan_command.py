@@ -101,7 +101,7 @@ def test_measured_run_gives_its_pace(forks: Forks, tmp_path: Path) -> None:
         (["--memory", "1TB", "--accelerator", "cpu"], "--memory and --accelerator: "),
         (["--memory", "1TB", "--stage", "kto"], "--stage: no stage 'kto'"),
         (["--memory", "1TB", "--devices", "3"], "sft.batch_size: 32 rows cannot be divided among 3 ranks"),
-        (["--memory", "1TB", "--measured", "nowhere"], "--measured nowhere: holds no run"),
+        (["--memory", "1TB", "--measured", "absent"], "--measured absent: holds no run"),
     ],
 )
 def test_wrong_option_is_a_one_line_error(forks: Forks, arguments: list[str], message: str) -> None:

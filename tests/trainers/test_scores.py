@@ -125,7 +125,7 @@ def test_columns_stand_above_what_was_read_in_them(tmp_path: Path) -> None:
 
 
 def test_records_are_kept_only_for_reward_functions(tmp_path: Path) -> None:
-    """They decide nothing else: a run goes on with the same rows."""
+    """Rows and fingerprints are the same with and without records."""
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a b", "answer": "c"}\n')
     config = DataConfig.model_validate({"datasets": [str(tmp_path / "rows.jsonl")]})
     sources = [read_sources(config, ["ppo"], seed=0, records=records) for records in (False, True)]
