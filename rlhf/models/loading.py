@@ -349,9 +349,9 @@ def build_llama_on_meta(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
 
 
 def build_llama(tokenizer: PreTrainedTokenizerBase, *, attention: str, seed: int, max_length: int) -> PreTrainedModel:
-    """Build the embedded model: a Llama of about three million parameters with the tokenizer's vocabulary.
+    """Build the embedded model: a Llama of about two million parameters with the tokenizer's vocabulary.
 
-    `seed` draws its weights.
+    `seed` determines its weights.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -29,7 +29,7 @@ _KNOWN = Path(__file__).parent / "known.yaml"
 
 EMBEDDED = {
     "model_type": "llama",
-    "vocab_size": 1000,
+    "vocab_size": 784,
     "hidden_size": 192,
     "intermediate_size": 512,
     "num_hidden_layers": 4,

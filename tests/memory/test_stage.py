@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from rlhf.config.schema import build_config
+from rlhf.data.toy_world import build_world_tokenizer
 from rlhf.memory.advice import advise, find_changes, list_changes, plan_stages
 from rlhf.memory.environment import Environment
 from rlhf.memory.report import count_operations
 from rlhf.memory.stage import build_models
-from rlhf.models.shape import EMBEDDED
+from rlhf.models.loading import build_llama_on_meta
+from rlhf.models.shape import EMBEDDED, shape_from
 from rlhf.roles.base_sharing import record_base
 
 LORA = {"rank": 8}
@@ -43,6 +45,12 @@ def shared_models(**settings: Any) -> set[str]:
 )
 def test_models_on_one_base_share_it_in_the_plan(settings: dict[str, Any], expected: set[str]) -> None:
     assert shared_models(**settings) == expected
+
+
+def test_shape_of_the_embedded_model_is_that_of_the_built_one() -> None:
+    built = build_llama_on_meta(build_world_tokenizer())
+    shape = shape_from(EMBEDDED, "the embedded model")
+    assert (shape.vocabulary, shape.parameters()) == (built.config.vocab_size, built.num_parameters())
 
 
 def test_named_reward_model_shares_its_recorded_base(tmp_path: Path) -> None:
