@@ -367,6 +367,15 @@ def another_forward(model: Any) -> None:
         layer.mlp.forward = MethodType(lambda mlp, hidden, plain=plain: plain(mlp, hidden) * 2, layer.mlp)
 
 
+def other_mlp(model: Any) -> None:
+    class MLP(type(model.model.layers[0].mlp)):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return super().forward(hidden) * 2
+
+    for layer in model.model.layers:
+        layer.mlp.__class__ = MLP
+
+
 def adapted(model: Any) -> Any:
     made = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
     return made.bfloat16().eval().base_model.model
@@ -413,6 +422,7 @@ OBSTACLES: dict[str, tuple[dict[str, Any], Any, str]] = {
     "hook": ({}, listened, "its parts have hooks"),
     "bias of the mlp": ({"mlp_bias": True}, None, "a layer has a bias that its family does not have"),
     "adapters": ({}, adapted, "a Linear has its own product"),
+    "mlp": ({}, other_mlp, "a part is not that of its family"),
     "forward": ({}, another_forward, "a part is not that of its family"),
     "width": ({"intermediate_size": 272}, None, "a size is no multiple of"),
     "heads": ({"head_dim": 16}, None, "a size is no multiple of 32"),
@@ -435,6 +445,22 @@ def test_layers_that_are_others_are_computed_as_before(name, calls, caplog):
         check(model, prompts(5))
     assert f"2 layers are not computed by decode.c: {reason}" in caplog.text
     assert not calls  # the output layer too: those who compute all of it pack it
+
+
+def test_output_layer_of_odd_size_is_not_packed(calls):
+    check(model_of(vocab_size=309), prompts(5))
+    assert calls["decode"]
+
+
+def test_float32_model_is_computed_as_before(calls, caplog):
+    model, given = model_of().float(), prompts(3)
+    exact = logits_of(truth(model), given)
+    with caplog.at_level("DEBUG", "accelerators.backends.cpu.kernels.decode"):
+        restore = decode.prepare(model, True)
+    assert off(logits_of(model, given), exact) < 1e-5
+    restore()
+    assert "2 layers are not computed by decode.c: its numbers are float32" in caplog.text
+    assert not calls
 
 
 # before and after
