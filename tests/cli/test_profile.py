@@ -26,7 +26,7 @@ def files(folder: Path) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def profiled(forks, tmp_path_factory) -> tuple[dict[str, Any], Path, str]:
-    """The embedded world, whose folder holds no run: what was printed, the trace, and what was said meanwhile."""
+    """Return the report, the folder and the notes of a profile of the embedded example, without a run."""
     folder = tmp_path_factory.mktemp("profile")
     settings = [f"{key}=8" for key in ("ppo.batch_size", "ppo.minibatch_size", "sft.batch_size", "reward.batch_size")]
     settings += ["data.max_completion_length=8", "ppo.steps=1"]
@@ -105,7 +105,7 @@ LAUNCHER = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": ":
     ("arguments", "environment", "message"),
     [
         (["--set", "ppo.stepz=3"], {}, "ppo.stepz"),
-        (["--trace", "nowhere/trace.json.gz"], {}, "--trace nowhere/trace.json.gz: its folder does not exist"),
+        (["--trace", "absent/trace.json.gz"], {}, "--trace absent/trace.json.gz: its folder does not exist"),
         (["--trace", "."], {}, "--trace .: is a folder; name a file in it, such as trace.json.gz"),
         ([], LAUNCHER, "rlhf profile measures one process; start it without"),
     ],

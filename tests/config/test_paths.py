@@ -72,7 +72,7 @@ def test_resolve_relative_to_joins_hub_id_only_if_it_exists(here: Path) -> None:
     (here / "org").mkdir()
     assert paths.resolve_relative_to("recipes", "gpt2") == "./recipes/gpt2"
     assert paths.resolve_relative_to("recipes", "org") == "org", (
-        "what exists in the working directory alone is not beside the file"
+        "the recipe's folder has no such file, only the working directory"
     )
 
 

@@ -20,13 +20,13 @@ from tests.helpers import NAMES
 
 
 def sections(model: type[BaseModel]) -> set[type[BaseModel]]:
-    """A section and all those below it, the items of lists included."""
-    found = {model}
+    """Return a section and all sections below it, also in items of lists."""
+    classes = {model}
     for field in model.model_fields.values():
         for candidate in (field.annotation, *getattr(field.annotation, "__args__", ())):
             if isinstance(candidate, type(BaseModel)):  # on Python 3.10 list[str] is a type
-                found |= sections(candidate)
-    return found
+                classes |= sections(candidate)
+    return classes
 
 
 def written(folder: Path, text: str) -> Path:

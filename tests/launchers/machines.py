@@ -110,8 +110,8 @@ class Machines:
 
     def process(self, rank: int) -> int:
         """The process of a rank."""
-        (found,) = (process for process, environ in self._alive() if f"\0RANK={rank}\0" in environ)
-        return found
+        (identifier,) = (process for process, environ in self._alive() if f"\0RANK={rank}\0" in environ)
+        return identifier
 
     def wait_for_all(self, seconds: float) -> float:
         """Seconds until no process is left that was started here or by these.
@@ -119,14 +119,14 @@ class Machines:
         Raises:
             AssertionError: that takes longer.
         """
-        begun = time.monotonic()
-        while found := [process for process, _ in self._alive()]:
-            assert time.monotonic() - begun < seconds, f"{len(found)} processes are left after {seconds} s"
+        start = time.monotonic()
+        while alive := [process for process, _ in self._alive()]:
+            assert time.monotonic() - start < seconds, f"{len(alive)} processes are left after {seconds} s"
             time.sleep(0.05)
-        return time.monotonic() - begun
+        return time.monotonic() - start
 
     def _alive(self) -> list[tuple[int, str]]:
-        found = []
+        alive = []
         for path in Path("/proc").glob("[0-9]*"):
             try:
                 state = (path / "stat").read_text().rpartition(")")[2].split()[0]
@@ -134,8 +134,8 @@ class Machines:
             except OSError:
                 continue
             if state != "Z" and f"\0MARK={self._mark}\0" in environ and int(path.name) != os.getpid():
-                found.append((int(path.name), environ))
-        return found
+                alive.append((int(path.name), environ))
+        return alive
 
     def close(self) -> None:
         for process, _ in self._alive():

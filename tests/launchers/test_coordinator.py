@@ -1,4 +1,4 @@
-"""Members of a run learn of each other's end: the cause, and not what it brought down."""
+"""Workers of a run receive one verdict: the root cause, without its consequences."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Run:
-    """Three ranks in this process, connected as processes of their own would be."""
+    """Three ranks in this process, connected as separate processes would be."""
 
     def __init__(self, count: int = 3, timeout: float = 30.0, absent: tuple[int, ...] = ()) -> None:
         listener = listen("127.0.0.1")
@@ -45,7 +45,7 @@ class Run:
         ]
 
     def together(self, *outcomes: ExitStatus | None) -> list[ExitStatus | None]:
-        """What the members learn that conclude with these, all at once."""
+        """Return the verdicts for members that end with these outcomes at the same time."""
         verdicts: dict[int, ExitStatus | None] = {}
 
         def conclude(number: int, outcome: ExitStatus | None) -> None:
@@ -59,7 +59,7 @@ class Run:
         return [verdicts[number] for number in sorted(verdicts)]
 
     def verdict(self, number: int, seconds: float = 10.0) -> ExitStatus:
-        """What a member learns that goes on working."""
+        """Wait for the verdict of a member that has not ended."""
         deadline = time.monotonic() + seconds
         while not (verdict := self.members[number].verdict):
             assert time.monotonic() < deadline, "no verdict"
@@ -80,17 +80,17 @@ def error(message: str, code: int = INTERNAL_ERROR, *, follows: bool = False) ->
     return ExitStatus(code, f"rlhf: error: {message}", math.inf if follows else time.time())
 
 
-def test_a_member_that_fails_is_named_to_those_that_go_on(run: Run) -> None:
-    found = run.members[1].conclude(error("KeyError: 'x'"))
-    assert found and found.line == "rlhf: error: rank 1 on host-1: KeyError: 'x'"
-    assert run.verdict(0).line == run.verdict(2).line == found.line
+def test_failed_member_is_named_to_the_others(run: Run) -> None:
+    verdict = run.members[1].conclude(error("KeyError: 'x'"))
+    assert verdict and verdict.line == "rlhf: error: rank 1 on host-1: KeyError: 'x'"
+    assert run.verdict(0).line == run.verdict(2).line == verdict.line
     assert len(run.verdicts) == 2
 
 
-def test_the_cause_comes_before_what_it_brought_down(run: Run) -> None:
+def test_cause_is_reported_instead_of_its_consequences(run: Run) -> None:
     lost = error("connection closed by peer", follows=True)
-    found = run.together(lost, error("no rows", USER_ERROR), lost)
-    assert [(verdict.code, verdict.message) for verdict in found if verdict] == 3 * [
+    verdicts = run.together(lost, error("no rows", USER_ERROR), lost)
+    assert [(verdict.code, verdict.message) for verdict in verdicts if verdict] == 3 * [
         (USER_ERROR, "rank 1 on host-1: no rows")
     ]
 
@@ -103,12 +103,12 @@ def test_killed_member_is_the_cause_though_others_report_first(run: Run) -> None
     ]
 
 
-def test_a_member_that_was_interrupted_interrupts_the_others(run: Run) -> None:
+def test_interrupted_member_interrupts_the_others(run: Run) -> None:
     run.members[1].conclude(ExitStatus(INTERRUPTED, "rlhf: interrupted; saved", time.time()))
     assert (run.verdict(0).code, run.verdict(0).line) == (INTERRUPTED, "rlhf: interrupted; saved")
 
 
-def test_a_member_that_ends_as_soon_as_it_has_come_is_heard() -> None:
+def test_member_that_ends_at_once_is_reported() -> None:
     run = Run(2, absent=(1,))
     hello = b'{"number": 1, "name": "rank 1 on host-1", "facts": {"name": "rank 1 on host-1"}}\n'
     with socket.create_connection(run.address) as other:
@@ -119,18 +119,18 @@ def test_a_member_that_ends_as_soon_as_it_has_come_is_heard() -> None:
 def test_signal_after_a_failure_is_not_the_cause(run: Run) -> None:
     run.members[2]._connection.shutdown(socket.SHUT_RDWR)
     time.sleep(0.05)
-    found = run.members[1].conclude(ExitStatus(INTERRUPTED, "rlhf: interrupted; by a signal", time.time()))
-    assert found and found.message == "rank 2 on host-2 exited and reported no error"
+    verdict = run.members[1].conclude(ExitStatus(INTERRUPTED, "rlhf: interrupted; by a signal", time.time()))
+    assert verdict and verdict.message == "rank 2 on host-2 exited and reported no error"
 
 
-def test_the_one_that_hangs_is_named_and_not_those_that_waited(run: Run) -> None:
+def test_hanging_member_is_named_instead_of_those_that_waited(run: Run) -> None:
     timed_out = error("Timed out waiting 1800000ms for recv operation", follows=True)
     assert {verdict and verdict.message for verdict in run.together(timed_out, timed_out)} == {
         "rank 2 on host-2 hangs: the others waited for it for 30 s (engine.timeout)"
     }
 
 
-def test_a_member_that_does_not_get_as_far_as_the_others_hangs() -> None:
+def test_member_behind_the_others_hangs() -> None:
     run = Run(timeout=0.7)
     for member in run.members:
         member.progress = 5
@@ -147,8 +147,8 @@ def test_stopped_process_hangs_though_it_is_not_behind(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_members_that_are_all_at_one_place_may_take_their_time(waits: bool) -> None:
-    """A compilation on all, or what one does while the others wait for as long as it takes."""
+def test_members_with_equal_progress_may_take_long(waits: bool) -> None:
+    """All compile, or one works while the others wait without a limit."""
     run = Run(timeout=0.3)
     if waits:
         run.members[0].progress, run.members[1].is_waiting, run.members[2].is_waiting = 1, True, True
@@ -157,18 +157,18 @@ def test_members_that_are_all_at_one_place_may_take_their_time(waits: bool) -> N
     assert run.together(None, None, None) == [None, None, None]
 
 
-def test_who_does_not_come_is_named() -> None:
+def test_missing_member_is_named() -> None:
     run = Run(timeout=0.5, absent=(1, 2))
     assert run.members[0].wait_for_all() is None
-    found = run.members[0].verdict
-    assert found and found.code == USER_ERROR
+    verdict = run.members[0].verdict
+    assert verdict and verdict.code == USER_ERROR
     assert (
-        found.message
+        verdict.message
         == "rank 1, 2 of 3 did not connect within 0 s; start all of them, and check that they can reach the first"
     )
 
 
-def test_nobody_waits_for_ever_for_a_hub_that_is_not_there() -> None:
+def test_missing_coordinator_is_an_error_after_the_timeout() -> None:
     listener = listen("127.0.0.1")
     port = listener.getsockname()[1]
     listener.close()
@@ -176,7 +176,7 @@ def test_nobody_waits_for_ever_for_a_hub_that_is_not_there() -> None:
         WorkerClient(("127.0.0.1", port), 1, "rank 1", {}, 0.3)
 
 
-def test_members_learn_that_the_hub_is_gone() -> None:
+def test_lost_coordinator_is_reported() -> None:
     listener = listen("127.0.0.1")
     member_side: list[WorkerClient] = []
     connecting = threading.Thread(
@@ -198,10 +198,10 @@ def test_members_learn_that_the_hub_is_gone() -> None:
     assert judged[0].message == "rank 0 on host-0 exited and reported no error"
 
 
-def test_strangers_are_shown_the_door(run: Run) -> None:
-    for said in (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b'{"number": "1"}\n'):
+def test_connection_of_another_program_is_closed(run: Run) -> None:
+    for message in (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b'{"number": "1"}\n'):
         with socket.create_connection(run.address) as stranger:
-            stranger.sendall(said)
+            stranger.sendall(message)
             stranger.settimeout(5)
             assert not stranger.recv(10)
     assert run.together(None, None, None) == [None, None, None]
@@ -211,8 +211,8 @@ def test_strangers_are_shown_the_door(run: Run) -> None:
     ("number", "why"),
     [(1, "already connected"), (3, "there are 3, numbered from 0"), (-1, "there are 3, numbered from 0")],
 )
-def test_a_member_that_is_not_awaited_learns_why(number: int, why: str) -> None:
-    """As of another run at the same port; the run goes on."""
+def test_unexpected_member_is_refused_with_the_reason(number: int, why: str) -> None:
+    """It may belong to another run at the same port; this run continues."""
     run = Run()
     assert all(member.wait_for_all() for member in run.members)
     other = WorkerClient(run.address, number, "another", {}, 5.0)
@@ -224,14 +224,14 @@ def test_a_member_that_is_not_awaited_learns_why(number: int, why: str) -> None:
     assert run.together(None, None, None) == [None, None, None]
 
 
-@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts what is open as Linux shows it")
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="reads the open files of Linux")
 def test_nothing_stays_open_or_running() -> None:
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
     run = Run()
     assert run.together(None, None, None) == [None, None, None]
     deadline = time.monotonic() + 5
     while True:
-        # Less than before where what other tests have left ends meanwhile.
+        # Negative if files or threads of earlier tests have closed since.
         more = len(os.listdir("/proc/self/fd")) - before[0], threading.active_count() - before[1]
         if max(more) <= 0 or time.monotonic() > deadline:
             break

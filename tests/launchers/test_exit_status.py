@@ -58,7 +58,7 @@ def run_that(monkeypatch: pytest.MonkeyPatch, folder: Path, error: BaseException
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), OSError(errno.EIO, "Input/output error")])
-def test_a_defect_leaves_its_traceback_in_the_run(
+def test_internal_error_leaves_its_traceback_in_the_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: BaseException
 ) -> None:
     with pytest.raises(InternalError, match=type(error).__name__):
@@ -67,7 +67,7 @@ def test_a_defect_leaves_its_traceback_in_the_run(
 
 
 def lacking_memory() -> list[BaseException]:
-    """What torch and Python raise: by a real allocation on the host, and as a device's allocator says it."""
+    """Return the errors of torch and Python: a real one of the host, and the text of a device's allocator."""
     import torch
 
     try:
@@ -79,23 +79,30 @@ def lacking_memory() -> list[BaseException]:
         """As a vendor's runtime may name it."""
 
     device = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-    return [host, device, DeviceOutOfMemory("2 GiB"), MemoryError(), from_(host, said=True), from_(device, said=False)]
+    return [
+        host,
+        device,
+        DeviceOutOfMemory("2 GiB"),
+        MemoryError(),
+        from_(host, explicit=True),
+        from_(device, explicit=False),
+    ]
 
 
-def from_(cause: BaseException, said: bool) -> BaseException:
-    """A KeyError that an error led to, as it says (`raise ... from`) or as it shows."""
+def from_(cause: BaseException, explicit: bool) -> BaseException:
+    """Return a KeyError caused by another error: with `raise ... from`, or raised while that one was handled."""
     try:
         try:
             raise cause
         except BaseException as error:
-            if said:
+            if explicit:
                 raise KeyError("cleaning up") from error
             raise KeyError("cleaning up")  # noqa: B904
     except KeyError as error:
         return error
 
 
-def test_too_little_memory_is_answered_with_what_to_lower(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_lack_of_memory_names_the_settings_to_lower(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for error in [*lacking_memory(), OSError(errno.ENOMEM, "Cannot allocate memory")]:
         with pytest.raises(OutOfMemory) as caught:
             run_that(monkeypatch, tmp_path, error)
@@ -107,11 +114,11 @@ def test_too_little_memory_is_answered_with_what_to_lower(monkeypatch: pytest.Mo
         shutil.rmtree(tmp_path / "run")
 
 
-def test_a_lack_of_memory_that_was_answered_is_none() -> None:
-    hidden = from_(MemoryError(), said=False)
+def test_translated_lack_of_memory_is_not_reported_again() -> None:
+    hidden = from_(MemoryError(), explicit=False)
     hidden.__suppress_context__ = True  # raise ... from None
     assert ExitStatus.from_error(hidden).code == 1
-    lacking = from_(MemoryError(), said=True)
+    lacking = from_(MemoryError(), explicit=True)
     for answer in (DataError("use smaller rows"), AcceleratorError("use another card")):
         answer.__cause__ = lacking
         assert ExitStatus.from_error(answer).line == f"rlhf: error: {answer}"
@@ -124,34 +131,34 @@ def test_a_lack_of_memory_that_was_answered_is_none() -> None:
 
 
 @pytest.mark.parametrize("library", ["torch", "safetensors"])
-def test_a_full_disk_is_answered_with_what_to_do(library: str) -> None:
+def test_full_disk_is_reported_with_the_remedy(library: str) -> None:
     import torch
     from safetensors import SafetensorError
 
     if library == "torch":
         with pytest.raises(RuntimeError) as caught:
             torch.save(torch.zeros(100_000), "/dev/full")
-    else:  # as its releases word it; a file cannot be had here, for it writes beside the name and renames
+    else:  # the text of its releases; it cannot write to /dev/full, since it renames a temporary file
         with pytest.raises(SafetensorError) as caught:
             raise SafetensorError('I/O error: Os { code: 28, kind: StorageFull, message: "No space left on device" }')
     outcome = ExitStatus.from_error(caught.value)
     assert outcome.code == 2 and "the disk is full" in outcome.line and "--resume" in outcome.line
 
 
-def test_the_process_is_left_as_it_was_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_run_restores_environment_and_signal_handlers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def opened(*_: object) -> AbstractContextManager[object]:
         os.environ.update(OMP_NUM_THREADS="77", NEW="1")
         return nullcontext((None, None))
 
     monkeypatch.setattr(launch, "_open", opened)
     monkeypatch.delenv("RLHF_ACCELERATOR", raising=False)
-    found = dict(os.environ), signal.getsignal(signal.SIGTERM)
+    before = dict(os.environ), signal.getsignal(signal.SIGTERM)
     config = load_config(None, [f"output='{tmp_path / 'run'}'", "accelerator=cpu"])
     launch.run(config, dry_run=True)
-    assert (dict(os.environ), signal.getsignal(signal.SIGTERM)) == found
-    with ThreadPoolExecutor(1) as threads:  # where no handler can be set
+    assert (dict(os.environ), signal.getsignal(signal.SIGTERM)) == before
+    with ThreadPoolExecutor(1) as threads:  # no handler can be set there
         threads.submit(launch.run, config, dry_run=True).result()
-    assert (dict(os.environ), signal.getsignal(signal.SIGTERM)) == found
+    assert (dict(os.environ), signal.getsignal(signal.SIGTERM)) == before
 
 
 @pytest.mark.parametrize(

@@ -42,12 +42,12 @@ def start(
 
 def ends(processes: list[subprocess.Popen[str]], seconds: float = 240) -> list[tuple[int, str, str]]:
     """Exit code, output and the last line of rlhf's on standard error, of each."""
-    found = []
+    results = []
     for process in processes:
         output, errors = process.communicate(timeout=seconds)
         lines = [line for line in errors.splitlines() if line.startswith("rlhf: ")]
-        found.append((process.returncode, output, lines[-1] if lines else errors[-2000:]))
-    return found
+        results.append((process.returncode, output, lines[-1] if lines else errors[-2000:]))
+    return results
 
 
 @pytest.mark.slow
@@ -55,10 +55,10 @@ def ends(processes: list[subprocess.Popen[str]], seconds: float = 240) -> list[t
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_machines_that_share_a_folder(machines: Machines, rlhf: Any, tmp_path: Path, launcher: str, ranks: int) -> None:
     output = machines.shared / "run"
-    found = ends(start(machines, launcher, ranks, rlhf.recipe, "--output", output))
-    assert [code for code, _, _ in found] == [0, 0], found
+    results = ends(start(machines, launcher, ranks, rlhf.recipe, "--output", output))
+    assert [code for code, _, _ in results] == [0, 0], results
     if launcher == "rlhf":
-        assert "supervised fine-tuning" in found[0][1] and found[1][1] == "", "one machine talks"
+        assert "supervised fine-tuning" in results[0][1] and results[1][1] == "", "one machine talks"
     rlhf("sft", "--output", tmp_path / "alone")
     assert_same_weights(output / "sft" / "model", tmp_path / "alone" / "sft" / "model", atol=2e-5)
 
@@ -71,22 +71,22 @@ def test_processes_that_srun_and_mpirun_start_train_together(
     output, meeting = machines.shared / "run", {"MASTER_ADDR": machines.first, "MASTER_PORT": str(find_free_port())}
     command = [sys.executable, "-m", "rlhf", "sft", "--config", rlhf.recipe, "--accelerator", "cpu", "--output", output]
     places = [(machine, local) for machine in range(2) for local in range(2)]
-    found = ends([machines.start(place[0], command, **meeting, **task(*place, 2)) for place in places])
-    assert [code for code, _, _ in found] == [0, 0, 0, 0], found
+    results = ends([machines.start(place[0], command, **meeting, **task(*place, 2)) for place in places])
+    assert [code for code, _, _ in results] == [0, 0, 0, 0], results
     rlhf("sft", "--output", tmp_path / "alone")
     assert_same_weights(output / "sft" / "model", tmp_path / "alone" / "sft" / "model", atol=2e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["rlhf", "torchrun"])
-def test_machines_with_folders_of_their_own_are_refused(
+def test_machines_with_different_folders_are_refused(
     machines: Machines, rlhf: Any, tmp_path: Path, launcher: str
 ) -> None:
     if not machines.namespaces:
         pytest.skip("network namespaces are not allowed here, and two loopback addresses see one file system")
-    found = ends(start(machines, launcher, 1, rlhf.recipe, "--output", machines.own / "run"))
+    results = ends(start(machines, launcher, 1, rlhf.recipe, "--output", machines.own / "run"))
     refusal = f"{machines.own}/run: machine-1 sees a different folder than machine-0; choose an --output that all"
-    for code, _, line in found:
+    for code, _, line in results:
         assert refusal in line
         assert launcher == "torchrun" or code == 2
     assert not list(tmp_path.glob("rlhf-*/run"))
@@ -105,7 +105,7 @@ def until_training(processes: list[subprocess.Popen[str]], output: Path) -> None
     ("failure", "rank"), [("exception", 3), ("exception", 0), ("kill", 3), ("kill", 0), ("stop", 3), ("stop", 0)]
 )
 @pytest.mark.parametrize("launcher", ["rlhf", "torchrun"])
-def test_the_failure_of_one_rank_ends_all_in_its_own_words(
+def test_failure_of_one_rank_ends_all_with_its_message(
     machines: Machines, rlhf: Any, launcher: str, failure: str, rank: int
 ) -> None:
     output, timeout = machines.shared / "run", 15
@@ -115,14 +115,14 @@ def test_the_failure_of_one_rank_ends_all_in_its_own_words(
     until_training(processes, output)
     if failure == "exception":
         machines.plant()
-        said = "ValueError: planted"
+        message = "ValueError: planted"
     elif failure == "kill":
         os.kill(machines.process(rank), signal.SIGKILL)
         # rlhf has started the rank and knows its exit status; under torchrun a connection ends
-        said = "was ended by SIGKILL" if launcher == "rlhf" else "exited and reported no error"
+        message = "was ended by SIGKILL" if launcher == "rlhf" else "exited and reported no error"
     else:
         os.kill(machines.process(rank), signal.SIGSTOP)
-        said = "hangs: the others waited for it for 15 s" if rank else "does not answer"
+        message = "hangs: the others waited for it for 15 s" if rank else "does not answer"
     limit = LIMIT + (timeout if failure == "stop" else 0)
     if failure == "stop" and launcher == "torchrun":  # it does not end what does not end by itself
         ends([processes[0 if rank else 1]], limit)
@@ -131,7 +131,7 @@ def test_the_failure_of_one_rank_ends_all_in_its_own_words(
     print(f"{launcher}, {failure} of rank {rank}: all ended after {seconds:.1f} s")
     for code, _, line in ends(processes):
         assert code == 1, line
-        assert f"rank {rank} on {machines.name(rank // 2)}" in line and said in line
+        assert f"rank {rank} on {machines.name(rank // 2)}" in line and message in line
     if launcher == "rlhf":
         assert not (output / ".rlhf.lock").exists()
 
@@ -144,8 +144,8 @@ def test_a_signal_to_one_machine_ends_all_after_their_step(machines: Machines, r
     processes = start(machines, "rlhf", 1, rlhf.recipe, *options)
     until_training(processes, output)
     processes[machine].send_signal(signal.SIGTERM)
-    found = ends(processes)
-    for number, (code, _, line) in enumerate(found):
+    results = ends(processes)
+    for number, (code, _, line) in enumerate(results):
         assert code == 130
         assert re.search(
             rf"sft is saved up to step-\d+; to continue: rlhf sft --output {output} --resume --ranks 1", line
@@ -160,7 +160,7 @@ def test_a_signal_to_one_machine_ends_all_after_their_step(machines: Machines, r
 
 
 @pytest.mark.slow
-def test_the_end_of_a_launcher_is_the_end_of_all(machines: Machines, rlhf: Any) -> None:
+def test_end_of_a_launcher_ends_all(machines: Machines, rlhf: Any) -> None:
     output = machines.shared / "run"
     processes = start(machines, "rlhf", 1, rlhf.recipe, "--output", output, "--set", "sft.max_steps=100000")
     until_training(processes, output)
@@ -171,7 +171,7 @@ def test_the_end_of_a_launcher_is_the_end_of_all(machines: Machines, rlhf: Any) 
 
 
 @pytest.mark.slow
-def test_a_machine_that_is_cut_off_is_the_end_of_all(machines: Machines, rlhf: Any) -> None:
+def test_lost_machine_ends_all(machines: Machines, rlhf: Any) -> None:
     if not machines.namespaces:
         pytest.skip("network namespaces are not allowed here, and a loopback address cannot be cut off")
     output = machines.shared / "run"

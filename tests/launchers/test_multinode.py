@@ -60,11 +60,11 @@ def test_options_that_are_missing_or_contradict_each_other(
         multinode.resolve_node(*options)
 
 
-def test_srun_with_one_task_a_machine_says_what_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_srun_with_one_task_per_machine_completes_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SRUN.items():
         monkeypatch.setenv(name, value)
-    found = multinode.resolve_node(2, None, None)
-    assert found and (found.number, found.count, found.host) == (1, 2, "node01")
+    node = multinode.resolve_node(2, None, None)
+    assert node and (node.number, node.count, node.host) == (1, 2, "node01")
     with pytest.raises(ConfigError, match="--nodes 4: srun has started 2 processes"):
         multinode.resolve_node(4, None, None)
 
@@ -103,7 +103,7 @@ def test_launchers_with_other_options_refuse() -> None:
         assert "machines were started with different --ranks: 1 on machine 0" in str(found)
 
 
-def test_what_the_first_machine_refuses_is_refused_on_all() -> None:
+def test_refusal_of_the_first_machine_reaches_all() -> None:
     _, other = meeting({"refusal": ExitStatus(2, "rlhf: error: no such model folder", 0.0)}, {})
     assert isinstance(other, RemoteRankError)
     assert (str(other), other.exit_code) == ("no such model folder", 2)

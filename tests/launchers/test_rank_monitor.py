@@ -36,8 +36,8 @@ except BaseException as error:
 """
 
 
-def own_words(forks: Forks, folder: Path, then: str) -> list[tuple[int, str]]:
-    """What each of two ranks says that another launcher started, which lets them end as they can."""
+def run_ranks(forks: Forks, folder: Path, then: str) -> list[tuple[int, str]]:
+    """Return the exit code and last line of two ranks of another launcher, which lets them end by themselves."""
     port = find_free_port()
     script = SCRIPT.format(then=then, timeout=60.0)
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -45,39 +45,41 @@ def own_words(forks: Forks, folder: Path, then: str) -> list[tuple[int, str]]:
         forks.start("-c", script, environment=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd=folder)
         for rank in range(2)
     ]
-    said = [process.communicate(timeout=100)[1].splitlines()[-1:] for process in processes]
-    return [(process.returncode, "".join(lines)) for process, lines in zip(processes, said)]
+    lines_of = [process.communicate(timeout=100)[1].splitlines()[-1:] for process in processes]
+    return [(process.returncode, "".join(lines)) for process, lines in zip(processes, lines_of)]
 
 
-def test_an_error_of_one_rank_is_what_all_report(forks: Forks, tmp_path: Path) -> None:
+def test_all_ranks_report_the_error_of_one(forks: Forks, tmp_path: Path) -> None:
     """The other is in a collective, which ends with a lost connection."""
     then = "if rank: raise DataError('no rows')\n        distributed.all_sum(torch.ones(1))"
-    first, other = own_words(forks, tmp_path, then)
+    first, other = run_ranks(forks, tmp_path, then)
     assert first == other
     assert first[0] == USER_ERROR and first[1].startswith("rlhf: error: rank 1 on ") and first[1].endswith(": no rows")
 
 
 def test_lost_connection_is_reported_as_the_other_ranks_end(forks: Forks, tmp_path: Path) -> None:
-    other, _ = own_words(forks, tmp_path, "os.kill(os.getpid(), 9) if rank else distributed.all_sum(torch.ones(1))")
+    other, _ = run_ranks(forks, tmp_path, "os.kill(os.getpid(), 9) if rank else distributed.all_sum(torch.ones(1))")
     assert other[0] == INTERNAL_ERROR, other[1]
     assert other[1].startswith("rlhf: error: rank 1 on ") and other[1].endswith("exited and reported no error")
 
 
-def test_a_rank_that_nothing_can_interrupt_is_ended(forks: Forks, tmp_path: Path) -> None:
-    begun = time.monotonic()
-    other, killed = own_words(forks, tmp_path, "os.kill(os.getpid(), 9) if rank else time.sleep(90)")
+def test_rank_that_cannot_be_interrupted_is_ended(forks: Forks, tmp_path: Path) -> None:
+    start = time.monotonic()
+    other, killed = run_ranks(forks, tmp_path, "os.kill(os.getpid(), 9) if rank else time.sleep(90)")
     assert killed[0] == -9 and other[0] == INTERNAL_ERROR
     assert "rank 1 on " in other[1] and other[1].endswith("exited and reported no error")
-    assert time.monotonic() - begun < 60
+    assert time.monotonic() - start < 60
 
 
 @pytest.mark.parametrize(("host", "why"), [("no-such-host.invalid", "no-such-host.invalid"), ("127.0.0.1", "in use")])
-def test_where_the_ranks_cannot_meet_rank_0_says_so_in_one_line(host: str, why: str) -> None:
+def test_unusable_address_is_one_line_on_rank_0(host: str, why: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         place = ProcessInfo(0, 2, 0, 2, 0, host, port, "torchrun")
         with pytest.raises(ConfigError) as caught, monitor_ranks(place, 1.0):
             pass
-    said = str(caught.value)
-    assert said.startswith(f"{host}:{port}: the ranks cannot meet there (") and why in said and "\n" not in said
-    assert said.endswith("); set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there")
+    message = str(caught.value)
+    assert (
+        message.startswith(f"{host}:{port}: the ranks cannot meet there (") and why in message and "\n" not in message
+    )
+    assert message.endswith("); set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there")

@@ -113,7 +113,7 @@ def test_the_innermost_launcher_counts() -> None:
     assert current_process(SRUN | {"PMIX_RANK": "5"}).launcher == "srun"
 
 
-def test_a_script_may_set_what_srun_says() -> None:
+def test_script_may_repeat_the_variables_of_srun() -> None:
     variables = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node01", "MASTER_PORT": "29400"}
     assert current_process(SRUN | variables).rank == 5
     assert current_process(SRUN | {"MASTER_ADDR": "other", "MASTER_PORT": "5", "WORLD_SIZE": "8"}).address == "other"
@@ -122,7 +122,7 @@ def test_a_script_may_set_what_srun_says() -> None:
     assert current_process(SRUN).port != current_process(SRUN | {"SLURM_STEP_ID": "1"}).port
 
 
-def test_processes_that_mpirun_starts_on_one_machine_meet_there() -> None:
+def test_mpirun_on_one_machine_meets_there() -> None:
     environ = {name: value for name, value in MPIRUN.items() if name != "MASTER_ADDR"}
     alone = current_process(environ | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8", "PMIX_NAMESPACE": "job-1"})
     assert alone.address == "127.0.0.1" and alone.port
@@ -166,7 +166,7 @@ def test_the_first_host_of_a_list(hosts: str, first: str) -> None:
         ({"OMPI_COMM_WORLD_RANK": "0"}, r"OMPI_COMM_WORLD_SIZE or PMI_SIZE is not set, but OMPI_COMM_WORLD_RANK=0"),
     ],
 )
-def test_what_is_half_set_or_contradicts_itself_is_refused(environ: dict[str, str], message: str) -> None:
+def test_incomplete_or_contradictory_variables_are_refused(environ: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         current_process(environ)
 

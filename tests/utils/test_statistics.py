@@ -93,6 +93,6 @@ def test_distinct_counts_runs_of_tokens_over_all_completions() -> None:
     assert distinct(both, 5) == 0
 
 
-def test_what_was_said_before_is_counted() -> None:
+def test_repeated_is_the_share_of_earlier_texts() -> None:
     assert repeated(["a", "b", "a", "a"]) == 0.5
     assert repeated(["a"]) == 0

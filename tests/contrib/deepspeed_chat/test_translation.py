@@ -53,8 +53,8 @@ def loaded(recipe: str, folder: Path) -> Config:
 
 
 def optimizer(section: str, rate: float | None, decay: float | None, warmup: int) -> dict[str, Any]:
-    said = {"learning_rate": rate, "weight_decay": decay, "warmup": warmup, "min_lr_ratio": 0.0}
-    return {f"{section}.{name}": value for name, value in said.items() if value is not None}
+    values = {"learning_rate": rate, "weight_decay": decay, "warmup": warmup, "min_lr_ratio": 0.0}
+    return {f"{section}.{name}": value for name, value in values.items() if value is not None}
 
 
 LORA = {"lora.target_modules": [r"re:.*decoder\.layers\..*"], "lora.also_train": UNADAPTED}
@@ -242,7 +242,7 @@ def test_flags_set_keys(stage: str, flags: str, expected: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("stage", "flags", "absent", "said"),
+    ("stage", "flags", "absent", "remark"),
     [
         ("sft", "--offload", "roles", "--offload: nothing for sft: nothing can be offloaded at ZeRO 0"),
         ("sft", "--only_optimize_lora", "lora", "--only_optimize_lora: nothing without adapters"),
@@ -262,9 +262,9 @@ def test_flags_set_keys(stage: str, flags: str, expected: dict[str, Any]) -> Non
         ("dpo", "--offload_reference_model", "reference", "--offload_reference_model: automatic: the reference's"),
     ],
 )
-def test_flag_without_effect_becomes_a_comment(stage: str, flags: str, absent: str, said: str) -> None:
+def test_flag_without_effect_becomes_a_comment(stage: str, flags: str, absent: str, remark: str) -> None:
     recipe = text(f"deepspeed --num_gpus 1 {MAIN[stage]} {flags}")
-    assert f"#   {said}" in recipe
+    assert f"#   {remark}" in recipe
     assert not [line for line in recipe.splitlines() if absent in line.partition("#")[0]]
 
 

@@ -59,7 +59,7 @@ def shown(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def swept(rlhf: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """A grid whose points ended in every way, and what the command said."""
+    """Return a grid whose points ended in every way, and the finished command."""
     path = written(tmp_path_factory.mktemp("sweep"), rlhf.recipe)
     return path, rlhf("sweep", path, recipe=None, check=False)
 
