@@ -33,6 +33,8 @@ try:
         {then}
 except BaseException as error:
     sys.exit(ExitStatus.from_error(error).report())
+finally:
+    dist.destroy_process_group()
 """
 
 
