@@ -76,6 +76,7 @@ class SweepRunner:
                 console.print(f"the output of each point is in {self.folder.console('POINT')}", **_PLAIN)
                 if shared and not self.folder.is_complete(shared):
                     console.print(f"{SHARED}: {', '.join(shared.stages)}, once for all points", **_PLAIN)
+                    self.folder.write_recipe(shared)
                     if outcome := self._train(shared):
                         raise RunError(f"the shared stages failed: {outcome.reason}")
                 with progress(len(todo), "sweep", unit="points") as bar:
@@ -93,7 +94,6 @@ class SweepRunner:
     def _train(self, point: Point) -> PointOutcome | None:
         """Run `rlhf` for the stages of a point that are not complete; return None if all are complete afterwards."""
         directory, log = self.folder.run(point.name), self.folder.console(point.name)
-        self.folder.write_recipe(point)
         log.parent.mkdir(parents=True, exist_ok=True)
         termination = RunTermination(directory, point.stages)
         arguments = ["--stages", ",".join(point.stages), "--config", str(self.folder.recipe(point.name))]
