@@ -32,7 +32,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise RunError(f"{path}: is not readable as JSON ({error}); restore it or choose another --output") from error
     if not isinstance(value, dict):
-        raise RunError(f"{path}: expected an object, found a {type(value).__name__}; choose another --output")
+        raise RunError(f"{path}: expected an object, got a {type(value).__name__}; choose another --output")
     return value
 
 
