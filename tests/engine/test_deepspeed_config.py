@@ -89,8 +89,9 @@ def test_managed_zero_setting_is_ignored_with_a_warning(accelerator, path, caplo
     check({"zero_optimization": nested(path, value)})
     (record,) = caplog.records
     key = path.replace("param_persistence", "stage3_param_persistence").replace("stage3_stage3", "stage3")
-    assert record.getMessage().startswith(f"engine.deepspeed.zero_optimization.{key}: ")
-    assert record.getMessage().endswith(f"set {_ZERO_KEYS[key]}")
+    assert record.getMessage() == (
+        f"engine.deepspeed.zero_optimization.{key}: is managed by rlhf and ignored; set {_ZERO_KEYS[key]}"
+    )
     plain, merged = (
         built(accelerator, 3, offload="all", nvme="/nvme", deepspeed=settings)
         for settings in ({}, {"zero_optimization": nested(path, "ignored")})
@@ -151,13 +152,16 @@ def test_each_model_has_a_separate_nvme_folder(accelerator, tmp_path):
 def test_nvme_needs_asynchronous_io(accelerator, monkeypatch, tmp_path):
     from deepspeed.accelerator import get_accelerator
 
+    def set_builder(builder):
+        monkeypatch.setattr(get_accelerator(), "create_op_builder", lambda name: builder, raising=False)
+
     nvme = build_config({"engine": {"nvme": str(tmp_path)}})
     for builder in (None, SimpleNamespace(NAME="async_io", is_compatible=lambda verbose=False: False)):
-        monkeypatch.setattr(get_accelerator(), "create_op_builder", lambda name: builder, raising=False)  # noqa: B023
+        set_builder(builder)
         check_nvme(build_config({}), accelerator)
         with pytest.raises(ConfigError, match=r"^engine.nvme: .*install libaio-dev, or remove engine.nvme"):
             check_nvme(nvme, accelerator)
-    builder = SimpleNamespace(NAME="async_io", is_compatible=lambda verbose=False: True)
+    set_builder(SimpleNamespace(NAME="async_io", is_compatible=lambda verbose=False: True))
     check_nvme(nvme, accelerator)
 
 

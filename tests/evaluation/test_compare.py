@@ -385,6 +385,8 @@ def test_terminal_shows_completions_side_by_side_and_tables(
         block = rf"prompt +{line['prompt']} *\n{scores[0]}.*\n{scores[1]}"
         assert bool(re.search(block, shown)) == (place < 2)
     assert "6 prompts, temperature 1, 2 samples of each, at most 8 tokens." in shown
+    for label in ("against a", "win rate", "KL, nats", "KL per token", "distinct 3", "repeated", "KL at most"):
+        assert f"┃ {label} " in shown or f"│ {label} " in shown or f" {label} ┃" in shown, label
     assert re.search(r"win rate +│ +│ [0-9.]+% \[[0-9.]+%, [0-9.]+%\]", shown)
     assert re.search(r"│ 2 │ 0\.1931 +│ \S+ ± \S+ +│ \S+ ± \S+ +│", shown)
     assert re.search(r"^b scores .* nats; the best of \S+ samples of a, at a KL of at most .* nats, ", shown, re.M)
