@@ -111,6 +111,13 @@ def test_the_weakest_visible_gpu_decides_for_all_ranks(on, monkeypatch):
     assert on("A100", "V100").precision().name == "bf16"
 
 
+def test_driver_is_asked_once(on):
+    cuda = on("A100")
+    cuda.precision()
+    sys.modules["pynvml"].nvmlInit = None
+    assert cuda.precision().name == "bf16"
+
+
 # kernels
 
 

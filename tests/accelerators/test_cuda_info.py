@@ -114,9 +114,20 @@ def test_the_library_is_closed_after_each_question(present, trouble):
         ),
         (
             ["A100"],
+            {"torch": TorchBuild("2.13.0+rocm7.1", None, "7.1.25424"), "cuda": 13000},
+            "torch 2.13.0+rocm7.1 is built for ROCm 7.1.25424; install a build of torch for CUDA 13",
+        ),
+        (
+            ["A100"],
             {"torch": CUDA_13, "driver": "550.54.15", "cuda": 12040},
             "driver 550.54.15 supports CUDA up to 12.4, but torch 2.13.0+cu130 is built for CUDA 13.0; "
             "update the driver, or install a build of torch for CUDA 12",
+        ),
+        (
+            ["V100"],
+            {"torch": CUDA_13, "cuda": 13000},
+            "torch 2.13.0+cu130, built for CUDA 13.0, has no code for sm_70 (Tesla V100-SXM2-32GB); "
+            "install a build of torch for CUDA 12.6",
         ),
         (
             ["A100", "V100"],
@@ -227,6 +238,7 @@ def test_most_fundamental_obstacle_is_the_reason(present, monkeypatch):
         ("0", [0]),
         ("2,0", [2, 0]),
         (" 1 , 2", [1, 2]),
+        ("1gpu,+2", [1, 2]),
         ("", []),
         ("-1", []),
         ("0,2,-1,1", [0, 2]),
@@ -236,7 +248,9 @@ def test_most_fundamental_obstacle_is_the_reason(present, monkeypatch):
         ("1,1", []),
         ("GPU-1", [1]),
         ("GPU-22222222-2222,GPU-0", [2, 0]),
+        ("GPU-", []),
         ("GPU-1,GPU-9,GPU-0", [1]),
+        ("GPU-1,0", [1]),
         ("0,GPU-1", [0]),
         ("GPU-1,GPU-11", []),
     ],

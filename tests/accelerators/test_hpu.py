@@ -240,6 +240,8 @@ def test_deepspeed_uses_its_own_hpu_accelerator(run_python):
         (RuntimeError("FATAL ERROR :: MODULE:PT_DEVMEM\nPOOL:: Cannot obtain device memory size."), True),
         (RuntimeError("synStatus=4 [Out of Device memory (OOM)] Device acquire failed."), True),
         (RuntimeError("synLaunch failed: synOutOfDeviceMemory"), True),
+        (RuntimeError("synLaunch failed: synOutOfHostMemory"), True),
+        (MemoryError(), True),
         (RuntimeError("FATAL ERROR :: MODULE:PT_DEVMEM wrong pool strategy"), False),
         (RuntimeError("synStatus=8 [Device not found] Device acquire failed."), False),
         (KeyError("synOutOfDeviceMemory"), False),

@@ -93,7 +93,7 @@ def test_boards_are_named_by_their_chip(hl_smi, board, model):
 
 @pytest.mark.parametrize(
     ("kinds", "count", "model"),
-    [(["GAUDI2B"] * 8, 8, "Gaudi2"), (["GAUDI3", "XDNA"], 1, "Gaudi3")],
+    [(["GAUDI"], 1, "Gaudi"), (["GAUDI2B"] * 8, 8, "Gaudi2"), (["GAUDI3", "XDNA"], 1, "Gaudi3")],
 )
 def test_without_hl_smi_the_drivers_files_tell(driver, kinds, count, model):
     driver(*((kind, str(module)) for module, kind in enumerate(kinds)))
