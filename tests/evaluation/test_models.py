@@ -16,6 +16,7 @@ from accelerators import Precision, ShapePolicy
 from rlhf.config.schema import Config, build_config
 from rlhf.data.prompt_encoding import make_conversation_row
 from rlhf.data.records import Message
+from rlhf.data.stage_dataset import load_stage
 from rlhf.errors import ModelError, OutOfMemory, RunError
 from rlhf.evaluation.models import (
     EvaluationDevice,
@@ -46,6 +47,7 @@ def test_scores_are_those_of_transformers_in_the_order_of_the_rows(
     found = judge.scores([ids or [] for ids in judge.encode(ROWS, REPLIES)], batch_size=batch_size)
     expected = [by_transformers(model, tokenizer, *pair) for pair in PAIRS]
     assert found == pytest.approx(expected, abs=1e-4) and len({round(score, 2) for score in expected}) == len(PAIRS)
+    assert judge.max_length == 128 and not judge.module.training
 
 
 @pytest.mark.parametrize("family", ["opt", "bloom", "gpt2", "gpt_neox"])
@@ -91,6 +93,12 @@ def test_of_a_run_the_reward_stage_s_model_is_meant(tmp_path: Path) -> None:
         found = find_run(inside)
         assert found is not None and found.path.samefile(run.path)
     assert find_run(tmp_path) is None
+
+
+def test_stage_records_the_ends_of_its_replies(data_file: Path, tokenizer: Any) -> None:
+    config = build_config({"data": {"datasets": [{"path": str(data_file)}]}}).data
+    for end_ids, recorded in (([1, 7], [1, 7]), (None, [1])):
+        assert load_stage(config, "reward", tokenizer, seed=0, end_ids=end_ids).summary["end_ids"] == recorded
 
 
 def test_prompts_and_ends_are_those_of_the_training(
@@ -250,9 +258,8 @@ def test_of_a_stage_that_left_adapters_alone_they_are_meant(tmp_path: Path) -> N
         (ppo.path / name).mkdir(parents=True)
     ppo.finish({"prompt_format": "plain"})
     for ema, name in ((False, "adapter"), (True, "adapter-ema")):
-        assert (
-            folder_of(run.path, ema=ema) == ppo.path / name
-            and read_summary(ppo.path / name)["prompt_format"] == "plain"
-        )
+        assert folder_of(run.path, ema=ema) == ppo.path / name
+    for name in ("adapter", "adapter-ema", "model", "model-ema", "critic"):
+        assert read_summary(ppo.path / name)["prompt_format"] == "plain"
     ppo.model.mkdir()
     assert folder_of(run.path) == folder_of(ppo.path) == ppo.model

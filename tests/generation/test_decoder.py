@@ -101,9 +101,13 @@ def test_row_ends_with_its_end_token_and_padding_follows(accelerator):
 
 def test_every_row_may_end_at_once(accelerator):
     model, (ids, mask) = build("llama"), prompts()
+    first_tokens = decoder(accelerator).generate(model, ids, mask, GREEDY).ids[:, 0].tolist()
     for shapes, is_full in (("static", True), ("dynamic", False)):  # dynamic ones drop columns that no row reached
-        drawn = decoder(accelerator, eos=range(60), length=40, shapes=shapes).generate(model, ids, mask, GREEDY)
+        decode = decoder(accelerator, eos=first_tokens, length=40, shapes=shapes)
+        longer = decode.generate(model, mask * 9, mask, GREEDY)
+        drawn = decode.generate(model, ids, mask, GREEDY)
         assert drawn.mask.sum(-1).tolist() == [1, 1, 1] and (drawn.ids.shape[1] == 40) == is_full
+        assert (drawn.ids[:, 1:] == 0).all() and longer.mask.sum() > 12, "the buffers keep an earlier call"
 
 
 @pytest.mark.parametrize("shapes", ["static", "dynamic"])
