@@ -124,8 +124,7 @@ class RewardProcess:
         try:
             # Children of a process that has exited may hold its end open: nothing would read the message.
             if self._process.poll() is None:
-                with suppress(ConnectionError):  # it exits now, but its replies can still be read
-                    self._connection.send(message)
+                self._connection.send(message)
             while True:
                 exited = self._process.poll() is not None  # checked first, so that all its replies have arrived
                 if not self._connection.poll(_POLL_SECONDS):
