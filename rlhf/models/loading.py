@@ -299,9 +299,8 @@ def _check_whole(path: str, report: dict[str, Any], kind: str, prefix: str, *, t
             if not trained:
                 continue  # a new one is drawn
             raise ModelError(
-                f"{path}: its head has {saved_shape[0]} outputs, a reward model has one; name one that "
-                "`rlhf reward` trained"
-                ", or call this one in a function of ppo.reward_functions"
+                f"{path}: its head has {saved_shape[0]} outputs, a reward model has one; name one that `rlhf reward` "
+                "trained, or call this one in a function of ppo.reward_functions"
             )
         stored, wanted = (" x ".join(map(str, shape)) for shape in (saved_shape, expected))
         raise ModelError(f"{path}: its weights do not fit: {name} is {stored}, expected {wanted}; check config.json")
@@ -312,8 +311,8 @@ def _check_whole(path: str, report: dict[str, Any], kind: str, prefix: str, *, t
         names = {name: f"rwtransformer.{name.removeprefix(f'{prefix}.')}" for name in missing}
         listed = ", ".join((names | {"score.weight": "v_head.weight"})[name] for name in missing[:3])
         raise ModelError(
-            f"{path}: is a reward model of DeepSpeed-Chat whose weights lack {listed}; "
-            "save it again with DeepSpeed-Chat"
+            f"{path}: is a reward model of DeepSpeed-Chat whose weights lack {listed}; save it again with "
+            "DeepSpeed-Chat"
         )
     others = sorted(name for name in report["unexpected_keys"] if not name.startswith("lm_head."))
     if missing == ["score.weight"] and others:  # a head of another name, such as TRL's v_head.summary

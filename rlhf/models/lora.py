@@ -149,7 +149,7 @@ def adapters_for_rollout(model: nn.Module, config: LoraConfig, memory: int) -> I
 
 
 def should_merge(model: nn.Module, config: LoraConfig, memory: int) -> tuple[bool, str]:
-    """Return whether adapters are merged for rollouts, or run next to the weights, and why they are not merged.
+    """Return (True if adapters are merged for rollouts, the reason why they run next to the weights instead).
 
     Merging needs as much `memory`, the device's in bytes, again as the adapted weights take.
     """

@@ -28,7 +28,7 @@ _README = """# A reward model that plain transformers has no class for
 
 transformers has no sequence classifier of {family} that scores tokens: `AutoModelForSequenceClassification` refuses
 this folder, or draws another head. rlhf loads it: name the folder in `ppo.reward_model` or `reward.model`. With
-plain transformers, the score of a text is what the head makes of its last token:
+plain transformers, the score of a text is the head's output for its last token:
 
 ```python
 from pathlib import Path

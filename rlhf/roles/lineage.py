@@ -1,8 +1,7 @@
 """The models that stages start from: named in the settings, or trained by an earlier stage of the run.
 
 `base_models` lists the references of a stage, and `resolve_base_model` turns a reference into a folder or hub name.
-Plan, preflight, loading, sweeps and profiles all use these functions. Needs no
-torch.
+Plan, preflight, loading, sweeps and profiles all use these functions. Needs no torch.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class RunDirectory:
         return [self.stage(name) for name in EVERY_STAGE]
 
     def is_continued(self, stages: Sequence[Stage], *, overwrite: bool = False) -> bool:
-        """Return whether part of the existing run remains when `stages` are run."""
+        """Return True if part of the existing run remains when `stages` are run."""
         return bool(self._remaining(stages, overwrite))
 
     def ensure_recipe(self) -> Path | None:
@@ -352,7 +352,7 @@ class RunDirectory:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def _holds_run(self) -> bool:
-        """Return whether the folder is a run's; False if it does not exist or is empty.
+        """Return True if the folder is a run's, False if it does not exist or is empty.
 
         Raises:
             RunError: it holds something else.

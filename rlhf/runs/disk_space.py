@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from accelerators import Precision
 
-# Bytes a parameter: two moments of AdamW, and the weight in float32 once more, where it has fewer bits or is sharded.
+# Bytes per parameter: two moments of AdamW, and a float32 copy of a weight that has fewer bits or is sharded.
 _MOMENTS, _MASTER = 8, 4
 
 
@@ -58,8 +58,7 @@ def bytes_needed(config: Config, needs: Mapping[Stage, StorageNeed], precision: 
         written = -(-need.steps // every) if every else 1
         averaged = stage == "ppo" and config.ppo.ema is not None  # the actor once more, in checkpoints and as a model
         checkpoint += 0 if adapters_only else _MASTER * averaged * sum(counts[:1])
-        # The newest two are kept, and a third is written before the oldest is deleted; the model is written next to
-        # two.
+        # The newest two are kept. A third is written before the oldest is deleted, and the model next to two.
         critic = sum(counts[1:]) if stage == "ppo" and config.ppo.save_critic else 0
         trained = width * ((1 + averaged) * sum(counts[:1]) + critic)
         best = trained if getattr(config, stage).selection_metric else 0  # kept while other models are evaluated

@@ -59,10 +59,10 @@ def test_peft_computes_what_the_merged_model_does(accelerator, tmp_path, also):
     save_adapter(trained, tmp_path / "adapter", str(tmp_path / "base"))
     save_model(trained, build_tokenizer(), tmp_path / "merged")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    found = logits(PeftModel.from_pretrained(base, tmp_path / "adapter"))
+    actual = logits(PeftModel.from_pretrained(base, tmp_path / "adapter"))
     expected = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
-    torch.testing.assert_close(found, expected)
-    assert (found - logits(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))).abs().max() > 0.01
+    torch.testing.assert_close(actual, expected)
+    assert (actual - logits(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))).abs().max() > 0.01
 
 
 def test_an_adapter_names_its_base(accelerator, tmp_path):
@@ -93,15 +93,15 @@ def test_a_reward_model_is_its_language_model_and_its_adapter(accelerator, tmp_p
     model.model.load_state_dict(language.model.state_dict())
     trained = engine(accelerator, model, "reward")
     save_adapter(trained, tmp_path / "adapter", None)
-    found = build_on_base(
+    rebuilt = build_on_base(
         SharedBase(language.requires_grad_(False)),
         ModelConfig(),
         attention="sdpa",
         scalar_head=True,
         adapter=tmp_path / "adapter",
     )
-    torch.testing.assert_close(logits(found), logits(model))
-    assert found.model.norm.weight is language.model.norm.weight
+    torch.testing.assert_close(logits(rebuilt), logits(model))
+    assert rebuilt.model.norm.weight is language.model.norm.weight
     assert {
         name.split(".lora_")[1]
         for name in read_adapter_tensors(tmp_path / "adapter", FROZEN_ADAPTER)
@@ -123,6 +123,6 @@ def test_reset_norm_is_saved_with_the_adapter(accelerator, tmp_path):
     trained = engine(accelerator, model, "reward")
     save_adapter(trained, tmp_path / "adapter", None)
     base = SharedBase(language.requires_grad_(False))
-    found = build_on_base(base, ModelConfig(), attention="sdpa", scalar_head=True, adapter=tmp_path / "adapter")
-    torch.testing.assert_close(logits(found), logits(model))
-    assert found.model.norm.weight is not language.model.norm.weight
+    rebuilt = build_on_base(base, ModelConfig(), attention="sdpa", scalar_head=True, adapter=tmp_path / "adapter")
+    torch.testing.assert_close(logits(rebuilt), logits(model))
+    assert rebuilt.model.norm.weight is not language.model.norm.weight

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent on every rank, two of them, and what is said of one that cannot be read."""
+"""Checkpoints: whole or absent on every rank, the newest two, and the error for an unreadable one."""
 
 from pathlib import Path
 

@@ -142,7 +142,7 @@ def test_completion_ends_where_generation_ends(plain: Any) -> None:
         (ids,) = encode_replies(plain, rows, [reply], prompts, chat_template=True, end_ids=[plain.eos_token_id, turn])
         assert plain.decode(ids) == f"{reply}<end_of_turn>"
     (ids,) = encode_replies(plain, rows, ["Here."], prompts, chat_template=True)
-    assert plain.decode(ids) == "Here.<end_of_turn><eos>", "where nothing but <eos> ends generation"
+    assert plain.decode(ids) == "Here.<end_of_turn><eos>", "only <eos> ends generation"
 
 
 @pytest.mark.parametrize(

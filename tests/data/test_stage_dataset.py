@@ -1,4 +1,4 @@
-"""What a stage gets from its sources: shares, held-out rows, weights; and what a check tells beforehand."""
+"""The rows of a stage: shares of the sources, held-out rows, weights; and the check of a sample in advance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The norm before a scalar head is found in every family, and reset under a new head if its gains are unequal."""
+"""Find the norm before a scalar head in every family, and reset it under a new head if its gains are unequal."""
 
 from __future__ import annotations
 

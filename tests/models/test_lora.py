@@ -1,4 +1,4 @@
-"""Adapters: what they train, that they start as nothing, and that merging and switching them off is exact."""
+"""Adapters train the right weights, start without effect, and are merged and switched off exactly."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Runs whose rewards come from functions, as a user starts them: beside a reward model or without one, and broken."""
+"""Runs whose rewards come from functions, as a user starts them: with and without a reward model, and broken."""
 
 from __future__ import annotations
 

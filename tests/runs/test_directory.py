@@ -1,4 +1,4 @@
-"""The run directory: what a stage leaves, what may be written to it, and that nothing is ever half-written."""
+"""The run directory: a stage's files, permission to write to it, and no file that is half-written."""
 
 import json
 import shlex

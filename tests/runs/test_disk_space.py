@@ -50,9 +50,9 @@ def test_the_need_is_what_a_run_leaves_on_the_disk(
     one = max(size(path) for path in (output / "ppo" / "checkpoints").glob("step-????????"))
     actor, critic = llama(len(tokenizer)), scalar_llama(len(tokenizer))
     settings = config(engine={"zero_stage": 1}, ppo={"checkpoint_every": 1})
-    found = bytes_needed(settings, {"ppo": StorageNeed([actor, critic], 500)}, precision)
+    needed = bytes_needed(settings, {"ppo": StorageNeed([actor, critic], 500)}, precision)
     # Names, buffers and counters come on top, which count in a model as small as this one.
-    assert 0.8 * 3 * one < found < 3 * one
+    assert 0.8 * 3 * one < needed < 3 * one
 
 
 def test_at_the_fullest_moment_three_checkpoints_lie_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,12 +93,12 @@ def test_bytes_needed_are_those_counted_by_hand(tmp_path: Path, monkeypatch: pyt
     assert (
         bytes_needed(config(), {"sft": StorageNeed([model], 201)}, FP32) == 3 * 12 * 10**6
     )  # three, before the model comes
-    best = config(sft={"eval_every": 10, "keep": "best(perplexity)"})  # beside the three
+    best = config(sft={"eval_every": 10, "keep": "best(perplexity)"})  # next to the three
     assert bytes_needed(best, {"sft": StorageNeed([model], 201)}, FP32) == (3 * 12 + 4) * 10**6
     assert (
         bytes_needed(config(reward={"checkpoint_every": 0}), {"reward": StorageNeed([model], 201)}, FP32) == 16 * 10**6
     )
-    averaged = config(ppo={"ema": 0.9})  # 4 MB more in a checkpoint, and another model, beside actor and critic
+    averaged = config(ppo={"ema": 0.9})  # 4 MB more in a checkpoint, and another model, next to actor and critic
     assert bytes_needed(averaged, {"ppo": StorageNeed([model, model], 1)}, FP32) == (2 * 12 + 4 + 3 * 4) * 10**6
     alone = config(ppo={"save_critic": False})
     assert bytes_needed(alone, {"ppo": StorageNeed([model, model], 1)}, FP32) == (2 * 12 + 4) * 10**6

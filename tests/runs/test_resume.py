@@ -1,4 +1,4 @@
-"""A run knows its settings and its rows: what goes on from it takes them from there, or is refused."""
+"""A run records its settings and rows: a resumed run reads them there, and others are refused."""
 
 import json
 import re
@@ -75,7 +75,7 @@ def test_a_file_in_the_place_of_a_run_has_no_settings(tmp_path: Path) -> None:
 
 
 def test_backup_is_restored_before_the_recipe_is_read(tmp_path: Path) -> None:
-    """The recipe of the run that was killed is not that of the one that goes on."""
+    """The killed run's recipe is not that of the run that is resumed."""
     run = run_stages(config_in(tmp_path / "run", "ppo.steps=200"), "ppo", finish=False)
     new = config_in(tmp_path / "run", "ppo.steps=5")
     opened = run.open_for(new, stages=("ppo",), overwrite=True)
