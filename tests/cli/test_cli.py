@@ -82,7 +82,7 @@ def test_stages_option_lists_stages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def printed(*arguments: str, before: Sequence[str] = ()) -> str:
-    """What `rlhf config` prints."""
+    """Return the output of `rlhf config`."""
     done = CliRunner().invoke(app, [*before, "config", *arguments])
     assert done.exit_code == 0, done.output
     return done.stdout

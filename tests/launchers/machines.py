@@ -34,7 +34,7 @@ if os.environ.get("RANK") == os.environ.get("PLANTED_RANK", "none"):
 
 
 def namespaces_are_allowed() -> bool:
-    """Whether this process may make network namespaces; it is tried."""
+    """Return whether this process may create network namespaces, by an attempt."""
     if not shutil.which("ip") or not shutil.which("unshare"):
         return False
     name = f"rlhf-{uuid.uuid4().hex[:6]}"
@@ -77,7 +77,7 @@ class Machines:
 
     @property
     def first(self) -> str:
-        """The address of the first."""
+        """Return the address of the first machine."""
         return "10.213.0.1" if self.namespaces else "127.0.0.1"
 
     def name(self, machine: int) -> str:
@@ -109,7 +109,7 @@ class Machines:
         _ip("-n", self._names[1], "link", "set", f"r{self._mark[:6]}b", "down")
 
     def process(self, rank: int) -> int:
-        """The process of a rank."""
+        """Return the process id of a rank."""
         (identifier,) = (process for process, environ in self._alive() if f"\0RANK={rank}\0" in environ)
         return identifier
 
@@ -161,7 +161,7 @@ def torchrun(machines: Machines, machine: int, ranks: int, *arguments: object, p
 
 
 def deepspeed(machines: Machines, machine: int, ranks: int, *arguments: object, port: int = 29400) -> list[object]:
-    """What the deepspeed launcher starts on each machine."""
+    """Return the command that the deepspeed launcher starts on each machine."""
     slots = json.dumps({f"machine-{number}": list(range(ranks)) for number in range(2)})
     world = base64.urlsafe_b64encode(slots.encode()).decode()
     meeting = [f"--world_info={world}", f"--node_rank={machine}", f"--master_addr={machines.first}"]
@@ -170,7 +170,7 @@ def deepspeed(machines: Machines, machine: int, ranks: int, *arguments: object, 
 
 
 def srun(machine: int, local: int, ranks: int) -> dict[str, str]:
-    """The environment of a task that srun starts; where all meet is set, for there is no SLURM to resolve a name."""
+    """Return the environment of a task that srun starts on a machine."""
     return {
         "SLURM_JOB_ID": "77",
         "SLURM_STEP_ID": "0",
@@ -184,7 +184,7 @@ def srun(machine: int, local: int, ranks: int) -> dict[str, str]:
 
 
 def mpirun(machine: int, local: int, ranks: int) -> dict[str, str]:
-    """The environment of a process that Open MPI starts."""
+    """Return the environment of a process that Open MPI starts."""
     return {
         "OMPI_COMM_WORLD_RANK": str(machine * ranks + local),
         "OMPI_COMM_WORLD_SIZE": str(2 * ranks),

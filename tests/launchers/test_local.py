@@ -156,11 +156,11 @@ def test_ranks_that_do_not_end_after_a_signal_are_killed(
     if limit:
         monkeypatch.setattr(local, limit, 0.2)
     signal_ranks(tmp_path, *numbers)
-    begun = time.monotonic()
+    begin = time.monotonic()
     status = start(until_signalled(tmp_path, then))
     assert status is not None and line in status.line
     assert status.code == (INTERNAL_ERROR if "SIGKILL" in line else INTERRUPTED)
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begin < 30
     assert "SIGKILL" in line or not list(Path(tempfile.gettempdir()).iterdir()), "only logs of failed ranks stay"
 
 

@@ -70,25 +70,25 @@ def test_srun_with_one_task_per_machine_completes_the_options(monkeypatch: pytes
 
 
 def meeting(*machines: dict[str, object]) -> list[object]:
-    """What each of two launchers comes to: a meeting, or the error."""
+    """Return the rendezvous or the error of each launcher."""
     port = find_free_port()
-    found: dict[int, object] = {}
+    results: dict[int, object] = {}
 
     def go(number: int) -> None:
         machine = NodeSpec(number, 2, "127.0.0.1", port)
         try:
             if number == 0:
                 serve_rendezvous(machine, 1.0)
-            found[number] = join_rendezvous(machine, timeout=1.0, **({"ranks": 1} | machines[number]))  # type: ignore[arg-type]
+            results[number] = join_rendezvous(machine, timeout=1.0, **({"ranks": 1} | machines[number]))  # type: ignore[arg-type]
         except (ConfigError, RemoteRankError) as error:
-            found[number] = error
+            results[number] = error
 
     threads = [threading.Thread(target=go, args=(number,)) for number in range(len(machines))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return [found[number] for number in range(len(machines))]
+    return [results[number] for number in range(len(machines))]
 
 
 def test_launchers_meet_and_learn_where_the_ranks_do() -> None:
@@ -98,9 +98,9 @@ def test_launchers_meet_and_learn_where_the_ranks_do() -> None:
 
 
 def test_launchers_with_other_options_refuse() -> None:
-    for found in meeting({"ranks": 1}, {"ranks": 2}):
-        assert isinstance(found, ConfigError)
-        assert "machines were started with different --ranks: 1 on machine 0" in str(found)
+    for error in meeting({"ranks": 1}, {"ranks": 2}):
+        assert isinstance(error, ConfigError)
+        assert "machines were started with different --ranks: 1 on machine 0" in str(error)
 
 
 def test_refusal_of_the_first_machine_reaches_all() -> None:
@@ -109,13 +109,13 @@ def test_refusal_of_the_first_machine_reaches_all() -> None:
     assert (str(other), other.exit_code) == ("no such model folder", 2)
 
 
-def test_a_machine_that_does_not_come_is_named() -> None:
+def test_missing_machine_is_named() -> None:
     (alone,) = meeting({})
     assert isinstance(alone, RemoteRankError) and alone.exit_code == 2
     assert str(alone).startswith("machine 1 of 2 did not connect within 1 s; start all")
 
 
-def test_a_port_that_is_taken() -> None:
+def test_port_in_use_is_an_error() -> None:
     port = find_free_port()
     serve_rendezvous(NodeSpec(0, 2, "127.0.0.1", port), 5.0)
     with pytest.raises(ConfigError, match=r": cannot bind: Address already in use; choose another port"):
@@ -131,5 +131,5 @@ def test_ctrl_c_while_a_machine_waits_is_reported() -> None:
         with pytest.raises(Interrupted, match=r"^nothing was started$"):
             join_rendezvous(machine, 1, timeout=2.0)
     except KeyboardInterrupt:  # which would end pytest
-        pytest.fail("Ctrl-C is not answered")
+        pytest.fail("Ctrl-C was not turned into an error")
     timer.join()

@@ -1,4 +1,4 @@
-"""A place in the world, from the variables that each launcher sets."""
+"""The rank of a process, from the variables that each launcher sets."""
 
 from __future__ import annotations
 

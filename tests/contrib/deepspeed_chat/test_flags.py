@@ -1,4 +1,4 @@
-"""The table has every flag of the originals, and each becomes something that there is here."""
+"""The table has every flag of the originals, with keys, options and readers that exist."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_earlier_names_are_known() -> None:
 
 
 def test_table_has_every_flag_of_the_launcher() -> None:
-    """Of the installed version; the table has those of earlier ones too."""
+    """The table has the flags of the installed DeepSpeed and of earlier releases."""
     flags = set(re.findall(r'add_argument\(\s*(?:"-\w",\s*)?"(--\w+)"', LAUNCHER.read_text(encoding="utf-8")))
     assert len(flags) > 20
     assert [name for name in flags if not find_flag("deepspeed", name)] == []

@@ -38,7 +38,7 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def keys(*texts: str, devices: int | None = None, **environment: str) -> dict[str, Any]:
-    """What the recipe holds, as a reader of YAML finds it."""
+    """Return the values of the translated recipe by their full keys."""
     return flat(parse_yaml(text(*texts, devices=devices, **environment)))
 
 
