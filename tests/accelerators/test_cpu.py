@@ -54,6 +54,8 @@ def test_bf16_where_the_processor_has_it_and_fp32_elsewhere(cpu, processor, flag
     assert (precision.name, precision.dtype, precision.loss_scaling) == (name, dtype, False)
     assert re.match(reason, precision.reason)
     assert precision.deepspeed_config() == ({} if name == "fp32" else {"bf16": {"enabled": True}})
+    with precision.autocast():  # weights have the precision already
+        assert not torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.parametrize(

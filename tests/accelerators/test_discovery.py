@@ -49,6 +49,7 @@ BROKEN: dict[str, tuple[Callable[[], Any], str]] = {
     "hook has no end": (lambda: plugin(rlhf_accelerators=endless), "rlhf_accelerators gave more than 100 answers"),
     "hook raises halfway": (lambda: offers(spec(), raises(OSError("x"))), HOOK + "(OSError: x)"),
     "spec is a dict": (lambda: offers(lambda: GOOD), "rlhf_accelerators returned a dict instead of AcceleratorSpec"),
+    "name is empty": (lambda: offers(spec(name="")), "name is '', expected one word"),
     "name=auto": (lambda: offers(spec(name="auto")), "name is 'auto', expected one word other than auto"),
     "priority=nan": (lambda: offers(spec(priority=float("nan"))), "priority is nan, expected an int"),
     "api_version=1": (lambda: offers(spec(api_version=1)), "version 1 of the accelerator interface; rlhf supports 2"),

@@ -94,6 +94,10 @@ def test_auto_says_why_it_chose_and_why_not_the_others(installed):
             {"one": backend("a", ok=False), "two": backend("b", ok=False)},
             "auto: a, b are not available, `rlhf accelerators explain` tells why",
         ),
+        (
+            {"one": backend("a", ok=False), "two": backend("b", priority=-5)},
+            "auto: a is not available, `rlhf accelerators explain` tells why",
+        ),
         ({"one": backend("a", ok=False, count=1), "two": backend("b", ok=False)}, "auto: a is not used: no a device"),
     ],
 )
