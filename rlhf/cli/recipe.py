@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.syntax import Syntax
 
 import accelerators
 from rlhf.cli.options import Options, shared, sort_stages
@@ -123,6 +122,8 @@ def _read_command(command: str) -> str:
 
 def _print_recipe(text: str) -> None:
     if console.is_terminal:
+        from rich.syntax import Syntax  # imports pygments
+
         console.print(Syntax(text, "yaml", theme="ansi_dark", background_color="default", word_wrap=True))
     else:
         print(text, end="")
