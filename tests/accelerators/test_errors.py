@@ -52,6 +52,7 @@ CALLS = {
     "bind raises": ({"bind": raises(NO_CARD)}, lambda npu: npu.bind(0), "bind()", OSError),
     "bind returns 0": ({"bind": returns(0)}, lambda npu: npu.bind(0), "bind()", TypeError),
     "synchronize exits": ({"synchronize": raises(SystemExit(3))}, lambda npu: npu.synchronize(), "synchronize()", None),
+    "info returns a dict": ({"info": returns({})}, lambda npu: npu.info(), "info()", TypeError),
     "memory returns a tuple": ({"memory": returns((1, 2, 3))}, lambda npu: npu.memory(), "memory()", TypeError),
     "precision is a dtype": (
         {"precision": returns(torch.float32)},
@@ -64,6 +65,12 @@ CALLS = {
         lambda npu: npu.precision().autocast(),
         "autocast()",
         OSError,
+    ),
+    "prepare_deepspeed returns None": (
+        {"prepare_deepspeed": returns(None)},
+        lambda npu: npu.prepare_deepspeed(),
+        "prepare_deepspeed()",
+        TypeError,
     ),
     "deepspeed_accelerator raises": (
         {"deepspeed_accelerator": raises(NO_CARD)},
@@ -369,6 +376,7 @@ class Step:
 FORMS = {
     "method": lambda step: step.method,
     "decorated": lambda step: step.decorated,
+    "object": lambda step: step,
     "partial": lambda step: functools.partial(Step.method, step),
 }
 
@@ -410,6 +418,11 @@ def test_plugin_may_compile_captured_function(created):
 def test_capture_error_reaches_trainers(created):
     with pytest.raises(CaptureError):
         created(capture=by_super).capture(lambda: torch.ones(1).item(), key="step")()
+
+
+def test_function_that_is_not_recorded_is_returned_itself(created):
+    step = Step().method
+    assert created(capture=lambda self, fn, key: fn).capture(step, key="step") is step
 
 
 # values
