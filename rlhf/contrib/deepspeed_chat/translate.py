@@ -216,7 +216,7 @@ def _merge(steps: Sequence[tuple[str, Sequence[Setting]]], recipe: TranslatedRec
                 value = format_scalar(setting.value)
                 recipe.notes.append(
                     f"{key} is {format_scalar(first.value)} ({first.why}); {STEPS[stage]} has {value} ({setting.why}): "
-                    f"start rlhf {stage} separately, with --set {key}={value}"
+                    f"start rlhf {stage} separately, with --set {shlex.quote(f'{key}={value}')}"
                 )
     sources = [(stage, setting) for stage, settings in steps for setting in settings if setting.key == SOURCES]
     if len({str(setting.value) for _, setting in sources}) > 1:

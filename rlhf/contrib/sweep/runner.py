@@ -6,6 +6,7 @@ Complete points are kept, interrupted ones are resumed, and a failed point does 
 from __future__ import annotations
 
 import re
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -99,7 +100,8 @@ class SweepRunner:
         arguments = ["--stages", ",".join(point.stages), "--config", str(self.folder.recipe(point.name))]
         arguments += [*(["--resume"] if directory.description.is_file() else []), *(["--debug"] if self.debug else [])]
         with log.open("ab") as output:
-            output.write(f"$ rlhf {' '.join(arguments)} --ranks {self.grid.ranks}\n".encode())
+            command = ["rlhf", *arguments, "--ranks", str(self.grid.ranks)]
+            output.write(f"$ {shlex.join(command)}\n".encode())
             output.flush()
             status = local.spawn_ranks(self.grid.ranks, local.rank_command(arguments), debug=self.debug, console=output)
             if status:

@@ -350,9 +350,13 @@ def test_working_directory_tells_the_step() -> None:
 
 def test_adapters_that_need_another_scale_are_noted() -> None:
     known = {stage: MAIN[stage].replace("path m", "path facebook/opt-1.3b") for stage in ("sft", "dpo")}
-    recipe = translate_commands([f"{known['sft']} --lora_dim 128", f"{known['dpo']} --lora_dim 32"], {}, 1)
+    recipe = translate_commands(
+        [f"{known['sft']} --lora_dim 128", f"{known['dpo']} --lora_dim 32 --lora_module_name layers"], {}, 1
+    )
     assert recipe.settings["lora.alpha"].value == 4.0  # of width 2048: the square roots of 16 and, below, of 64
     assert [note for note in recipe.notes if note.endswith("with --set lora.alpha=8.0")]
+    (note,) = (note for note in recipe.notes if "target_modules" in note)
+    assert note.endswith("""with --set 'lora.target_modules=[re:.*layers.*]'"""), "quoted for a shell"
     unknown = text(f"{MAIN['sft']} --lora_dim 8")
     assert "# To be set by you: lora.alpha (to sqrt(width / dim), because the width of m is not known here)." in unknown
 
