@@ -1,4 +1,4 @@
-"""`rlhf.session`: steps that are the stage's, texts that are transformers', and a program that goes on afterwards."""
+"""`rlhf.session`: steps that are the stage's, texts that are transformers', and a program that continues afterwards."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, finished_run: Path) -> Path
 
 @pytest.fixture(scope="module")
 def found(places: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What each part printed; one process runs them all, one after the other."""
+    """Return the output of each part; one process runs them all, one after the other."""
     first = f"PLACES = {json.dumps(places)!r}\n{START}"
     cells = run_cells([first, *PARTS.values()], folder, timeout=600)
     errors = [error for _, error in cells if error]
@@ -141,7 +141,7 @@ def found(places: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def test_steps_by_hand_are_those_of_the_stage(found: dict[str, Any], folder: Path, finished_run: Path) -> None:
-    """With a checkpoint between, after which it goes on; every number but the speed is recorded as the stage's."""
+    """With a checkpoint in between, from which it resumes; every number but the speed is recorded as the stage's."""
     done, *steps = found["loop"]
     assert done == 2
     assert_same_weights(folder / "mine/ppo/model", finished_run / "ppo/model")
@@ -158,7 +158,7 @@ def test_steps_by_hand_are_those_of_the_stage(found: dict[str, Any], folder: Pat
 
 
 def _ids(tokenizer: Any, *turns: str) -> list[int]:
-    """What the tokenizer's chat template makes of a prompt, or of a prompt and a reply with its end."""
+    """Return a prompt, or a prompt and a reply with its end, in the tokenizer's chat template."""
     messages = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), turns)]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=len(turns) == 1)
     return tokenizer(text.rstrip() if len(turns) > 1 else text, add_special_tokens=False)["input_ids"]
@@ -237,7 +237,7 @@ def test_every_mistake_is_one_line_that_says_what_to_do(found: dict[str, Any]) -
 
 
 def test_the_program_goes_on_as_it_was(found: dict[str, Any]) -> None:
-    """Environment, signals and logging are its own again; there is no process group."""
+    """Environment, signals and logging are restored; there is no process group."""
     assert found["afterwards"] == [True, True, True, False, False]
 
 

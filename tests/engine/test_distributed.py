@@ -1,4 +1,4 @@
-"""What rank 0 does alone: the others wait for it as long as it takes, and learn how it ended; and sessions in a row."""
+"""Actions of rank 0 alone, for which the others wait and learn how they ended; and sessions one after the other."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ except BaseException as error:
 
 
 def on_two_ranks(forks: Forks, folder: Path, *, takes_long: bool = True, then: str = "pass") -> list[str]:
-    """What each rank came to, in a process group whose collectives wait for two seconds."""
+    """Return the outcome of each rank, in a process group whose collectives wait for two seconds."""
     script = SCRIPT.format(folder=str(folder), takes_long=takes_long, then=then)
     forks.python("-c", RANKS, "2", script, timeout=60)
     return [(folder / f"rank{rank}").read_text() for rank in range(2)]

@@ -1,4 +1,4 @@
-"""fp16: where one engine's gradients overflow, no engine that steps with it steps, and its loss scale alone falls."""
+"""fp16: if the gradients of one engine overflow, no engine that steps with it steps, and only its loss scale falls."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_overflow_at_the_lowest_loss_scale_ends_training(accelerator, tmp_path, 
 
 
 def test_without_loss_scaling_gradients_are_of_one_model_at_a_time(accelerator, tmp_path):
-    """What two models' gradients take is for fp16 alone."""
+    """Only fp16 needs the memory of two models' gradients."""
     ppo, are_zero = build_ppo(accelerator, tmp_path, 0), []
     critic_loss = ppo._critic_loss
 

@@ -83,7 +83,7 @@ def test_adapters_step_at_a_rate_of_their_own():
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_engine_steps_adapters_and_head_by_recorded_rates(accelerator, zero_stage):
-    """As above, through DeepSpeed, which makes groups of its own."""
+    """As above, through DeepSpeed, which makes other groups."""
     config = build_config({"lora": {"rank": 2}, "engine": {"zero_stage": zero_stage}})
     engine = TrainingEngine(
         "test",
@@ -108,7 +108,7 @@ def test_engine_steps_adapters_and_head_by_recorded_rates(accelerator, zero_stag
 
 
 def adapted():
-    """A layer with adapters beside a head."""
+    """A layer with adapters, and a head."""
 
     class Model(nn.Module):
         base_model_prefix = "layer"

@@ -1,4 +1,4 @@
-"""What two processes of one group run for `test_two_ranks`: averages and overflows, and what each rank saw of them."""
+"""Functions that two processes of one group run for `test_two_ranks`: averages and overflows on each rank."""
 
 from __future__ import annotations
 

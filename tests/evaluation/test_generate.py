@@ -1,4 +1,4 @@
-"""What a model writes in padded batches is what plain transformers generates of each prompt alone; so are log-probs."""
+"""Completions and log-probabilities of padded batches are those of plain transformers for each prompt alone."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""What models are loaded by which names, and that they score as plain transformers does, row by row without padding."""
+"""The models that names load, and their scores: those of plain transformers, row by row without padding."""
 
 from __future__ import annotations
 

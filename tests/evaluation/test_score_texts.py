@@ -1,4 +1,4 @@
-"""Sentences of one's own: read from lines and arguments, and scored as plain transformers scores them."""
+"""The user's sentences: read from lines and arguments, and scored as plain transformers scores them."""
 
 from __future__ import annotations
 

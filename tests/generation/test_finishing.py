@@ -23,9 +23,9 @@ from tests.generation.test_decoder import decoder as any_decoder
 
 FAMILIES = ("Llama 3", "GPT-2", "GPT-Neo", "OPT", "BLOOM", "Falcon RW", "Mistral", "Gemma 3", "Qwen3")
 WHOLE_ROWS = ("Qwen3-Next", "LFM2")
-"""Layers with a state of their own, in which no row can be left out."""
+"""Layers with another state, in which no row can be dropped."""
 WHOLE = ("Falcon-H1",)
-"""Layers with such a state beside keys and values, which are seen whole."""
+"""Layers with such a state next to keys and values, which are seen whole."""
 LENGTH = 20
 
 
@@ -48,7 +48,7 @@ def family(name: str) -> Any:
 
 
 def alone(model: Any, ids: torch.Tensor, mask: torch.Tensor, ends: list[int] | None = None) -> list[list[int]]:
-    """What plain transformers generates for each prompt by itself."""
+    """Return the tokens that plain transformers generates for each prompt alone."""
     found = []
     for row, shown in zip(ids, mask.bool()):
         prompt = row[shown].unsqueeze(0)
@@ -176,7 +176,7 @@ def recording(accelerator: Any, monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
 def test_each_window_is_recorded_once_in_the_first_rollout(
     accelerator: Any, recording: list[Graph], narrow: int
 ) -> None:
-    """Even where every row of that ends at once: later on, nothing is recorded or compiled anew."""
+    """Even if every row ends at once: nothing is recorded or compiled later."""
     model, (ids, mask) = family("Llama 3"), prompts()
     decode = any_decoder(accelerator, eos=range(64), length=LENGTH)
     assert decode.generate(model, ids, mask, GREEDY).mask.sum() == 6

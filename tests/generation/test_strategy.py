@@ -1,4 +1,4 @@
-"""What of `ppo.generation_weights` and `ppo.tensor_parallel` cannot be had is refused, with what can be."""
+"""Impossible values of `ppo.generation_weights` and `ppo.tensor_parallel` are refused, with a possible one."""
 
 import pytest
 

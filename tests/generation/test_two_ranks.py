@@ -14,7 +14,7 @@ from tests.generation.two_ranks import GREEDY, MODELS, SAMPLED, SHARDED
 
 
 def run(forks: Forks, function: str, count: int, folder: Path) -> list[Any]:
-    """What each of `count` ranks left that ran a function of `two_ranks`."""
+    """Run a function of `two_ranks` on `count` ranks, and return the result of each."""
     forks.ranks(count, f"from tests.generation import two_ranks; two_ranks.{function}({str(folder)!r})")
     return [torch.load(folder / f"rank {rank}", weights_only=False) for rank in range(count)]
 

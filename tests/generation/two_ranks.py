@@ -1,4 +1,4 @@
-"""What two processes of one group generate for `test_two_ranks`, from ZeRO-3's shards; left in a folder."""
+"""Generation by two processes of one group for `test_two_ranks`, from ZeRO-3's shards; results are in a folder."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ CASES = {
 
 
 def chosen(trained: TrainingEngine, rank: int, mode: str, size: int | None, memory: tuple[float, float]) -> Any:
-    """(the kind of rank_group, what was said)."""
+    """Return the kind of the rank group, and the lines about it."""
     lengths = {"max_prompt_length": 8, "max_completion_length": 8}
     values = {"generation_weights": mode, "tensor_parallel": size, "batch_size": 4, "generation_batch_size": 1}
     config = build_config({"data": lengths, "engine": {"zero_stage": 3}, "ppo": values})

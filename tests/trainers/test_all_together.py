@@ -1,4 +1,4 @@
-"""What PPO may be told, all at once, on two ranks: a run that is killed goes on to what one would that was not."""
+"""Many of PPO's settings at once, on two ranks: a killed run resumes to the weights of an uninterrupted one."""
 
 from __future__ import annotations
 

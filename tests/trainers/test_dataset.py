@@ -54,7 +54,7 @@ dist.destroy_process_group()
 
 
 def on_two_ranks(forks: Forks, folder: Path, machines: str, *rows: int) -> list[Any]:
-    """What each rank says it did; `machines` names the one that it is on, and `rows` how many it finds."""
+    """The report of each rank; `machines` names the one that it is on, and `rows` how many it finds."""
     sources = []
     for number in rows:
         sources.append(str(folder / f"{number}.jsonl"))

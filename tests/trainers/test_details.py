@@ -28,7 +28,7 @@ DECIDED = re.findall(rf"`((?:{'|'.join(Config.model_fields)})(?:\.[a-z_]+)+)", D
 
 
 def defined(tree: ast.AST, path: list[str]) -> bool:
-    """Whether a module or class defines `path[0]`, and that the rest of it."""
+    """Return whether a module or class defines `path[0]`, and that defines the rest of the path."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == path[0]:
             return len(path) == 1 or defined(node, path[1:])

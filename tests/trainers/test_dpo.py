@@ -1,4 +1,4 @@
-"""DPO as a stage: what its reference is and when it is found, going on after a stop, and where its model goes next."""
+"""DPO as a stage: its reference and when it is computed, resuming, and the stages that use its model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_reference_is_the_first_policy_without_dropout(accelerator, tmp_path):
 @pytest.mark.parametrize("frozen", ["auto", "int8"])
 @pytest.mark.parametrize("also_train", [(), ("norms",)])
 def test_live_reference_equals_the_precomputed_one(accelerator, tmp_path, frozen, also_train):
-    """With LoRA the policy without its adapters; where more is trained, a model of its own."""
+    """With LoRA the policy without its adapters; if more is trained, a separate model."""
     values = {"lora": cases.LORA | {"also_train": also_train}, "engine": {"frozen": frozen}}
     found = [run(accelerator, tmp_path / way, values=values, reference=way) for way in ("precomputed", "beside")]
     for first, second in zip(*found, strict=True):

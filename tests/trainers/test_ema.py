@@ -1,4 +1,4 @@
-"""A run with `ppo.ema`: what it leaves, in plain transformers' and peft's eyes, and that it goes on where it was."""
+"""A run with `ppo.ema`: its models as transformers and peft load them, and that it resumes where it stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user can get wrong is one line and exit code 2, and leaves nothing half-written."""
+"""A user's mistake is one line and exit code 2, and leaves nothing half-written."""
 
 import json
 import shutil
@@ -36,7 +36,7 @@ def test_error_of_all_ranks_is_printed_once_and_leaves_nothing(rlhf, tmp_path):
 
 
 def test_failing_stage_leaves_the_one_it_was_to_replace(rlhf, finished_run, tmp_path):
-    """A reward model with another vocabulary is refused when the stage has begun."""
+    """A reward model with another vocabulary is refused after the stage has started."""
     shutil.copytree(finished_run, tmp_path / "run")
     before = contents(tmp_path / "run")
     other = tmp_path / "reward"

@@ -62,7 +62,7 @@ def test_completions_of_a_prompt_are_neighbours_and_differ(build):
 
 @pytest.mark.parametrize("name", ["rloo", "grpo", "reinforce++"])
 def test_the_plan_has_no_critic(recipe, name):
-    """And three of the four models' weights, in all that is held."""
+    """The critic's weights, master weights and moments are saved."""
     values = {**recipe, "model": {"path": "opt-1.3b"}, "ppo": {"batch_size": 32}}
     (four,) = plan_stages(build_config(values), ["ppo"], Environment())
     (three,) = plan_stages(

@@ -28,14 +28,14 @@ def records(folder: Path, stage: str = "sft") -> list[dict[str, Any]]:
 
 
 def measured(folder: Path, key: str = "heldout_perplexity", stage: str = "sft") -> dict[int, float]:
-    """What is recorded of each evaluation, by its step; none twice."""
+    """Return the recorded number of each evaluation by its step; no step is recorded twice."""
     found = [(record["step"], record[key]) for record in records(folder, stage) if key in record]
     assert [step for step, _ in found] == sorted({step for step, _ in found})
     return dict(found)
 
 
 def perplexity(model: Path) -> float:
-    """What plain transformers finds."""
+    """Return the number that plain transformers computes."""
     from transformers import AutoModelForCausalLM
 
     with torch.no_grad():

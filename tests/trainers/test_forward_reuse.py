@@ -22,7 +22,7 @@ ONE = {"batch_size": 6, "minibatch_size": None, "micro_batch_size": 2, "ppo_epoc
 
 @pytest.fixture
 def build(accelerator, recipe, tokenizer, tmp_path, monkeypatch):
-    """(PPO, the lines that it has said)"""
+    """Build PPO, and return it with the lines that it logged."""
 
     def ppo(
         model: Any = llama, *, zero_stage=1, precision="fp32", lora=None, **changes: Any
@@ -171,7 +171,7 @@ def test_with_loss_scaling_too(build, zero_stage, rows):
 
 
 def test_scores_that_are_asked_for_leave_nothing_behind(build):
-    """What `session.score` and evaluation call takes no training passes."""
+    """The scoring of `session.score` and of evaluations makes no training passes."""
     ppo, _ = build()
     (prompts,) = ppo.batches.step(0)
     scored = ppo.score(ppo.generate(prompts))

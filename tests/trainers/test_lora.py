@@ -1,4 +1,4 @@
-"""Training with LoRA: only adapters and heads learn, the actor is its own reference, and what a run leaves is plain."""
+"""LoRA: only adapters and heads learn, the actor without adapters is the reference, and saved models are plain."""
 
 import json
 import shutil

@@ -179,7 +179,7 @@ def test_where_shapes_are_one_rows_stay_and_no_length_is_read():
 @pytest.mark.parametrize("policy", [DYNAMIC, BUCKETED, STATIC], ids=lambda policy: policy.kind)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_what_micro_batches_give_comes_back_in_place(policy, size):
-    """All but what is padding: that is 0 where it was cut off."""
+    """All numbers are unchanged but those of padding, which are 0 if their columns were removed."""
     (before, after), parts = drawn(), cut(policy, size)
     columns, rows = torch.randn(4, 6) * after, torch.randn(4)
     assert torch.equal(join_rows(parts, [part.select(columns, 6) for part in parts], 6), columns)

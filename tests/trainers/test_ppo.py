@@ -1,4 +1,4 @@
-"""One step of PPO through its own interface: what must hold before the first update, whatever the model."""
+"""One step of PPO: facts that hold before the first update, for any model."""
 
 import pytest
 import torch

@@ -18,7 +18,7 @@ STAGES = ("sft", "reward", "ppo")
 
 @pytest.fixture(scope="module", params=[pytest.param("int8", marks=pytest.mark.slow), "int4"])
 def quantized_run(request, rlhf, tmp_path_factory) -> tuple[Path, str]:
-    """The directory of a complete run of the tiny recipe with LoRA on quantized weights, and what it said."""
+    """The directory of a complete run of the tiny recipe with LoRA on quantized weights, and its output."""
     output = tmp_path_factory.mktemp("quantized") / "run"
     done = rlhf("--output", output, "--set", "lora.rank=4", "--set", f"engine.frozen={request.param}")
     return output, done.stdout

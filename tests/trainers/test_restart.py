@@ -96,7 +96,7 @@ def test_closed_terminal_leaves_a_checkpoint_to_resume(rlhf, finished_run, tmp_p
 
 
 def test_output_to_a_closed_terminal_is_no_error():
-    """What is printed to it is lost; the process goes on and ends as it would have."""
+    """Lines printed to it are lost; the process continues and ends as usual."""
     script = """
 import os, signal, sys
 terminal, other = os.openpty()

@@ -1,4 +1,4 @@
-"""What a person sees of a rollout while PPO trains: whole words, nothing that the terminal would obey."""
+"""Samples of a rollout that PPO prints: whole words, no commands to the terminal."""
 
 from __future__ import annotations
 

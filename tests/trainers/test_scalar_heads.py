@@ -1,4 +1,4 @@
-"""All stages with a family that transformers has no sequence classifier of: what runs, what is left, what is said."""
+"""All stages with a family that transformers has no sequence classifier of: runs, their folders, and their messages."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_they_are_recorded_as_means_over_real_rows(file: Path) -> None:
 
 
 def rows_of(folder: Path, *records: dict[str, Any]) -> dict[str, Prompt]:
-    """By their prompts, the examples that a file of these records gives PPO."""
+    """Return PPO's examples from a file of these records, by their prompts."""
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     values = {"datasets": [{"path": str(path), "stages": ["ppo"]}], "heldout_fraction": 0.5}

@@ -78,7 +78,7 @@ def test_static_shapes_add_no_operator_after_the_first_step(build, zero_stage, r
 
 
 def comparisons_by_step(ppo: PPOTrainer, steps: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How often each step had the ranks compare the order in which they gather weights, as DeepSpeed does anew."""
+    """Return how often the ranks compared their order of gathering weights, for each step."""
     from deepspeed.runtime.zero import partitioned_param_coordinator as zero_3
 
     compared: list[list[int]] = []

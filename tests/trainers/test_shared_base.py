@@ -40,7 +40,7 @@ def lora_run(rlhf, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def build(accelerator, recipe, lora_run, capsys):
-    """PPO's models as a run makes them, before its first step; gives PPO, and what was said."""
+    """Build PPO with a run's models, before its first step; return it with the output."""
 
     def made(precision="fp32", zero_stage=1, roles=None, engine=None, **lora):
         values = {
@@ -92,7 +92,7 @@ def test_every_frozen_weight_of_the_base_is_there_once(build, precision, zero_st
 
 
 def test_four_models_take_one_base_their_adapters_and_two_heads(build, tokenizer):
-    """Counted by hand; at ZeRO 0 and in fp32, where DeepSpeed adds nothing of its own."""
+    """Counted by hand; at ZeRO 0 and in fp32, for which DeepSpeed adds nothing."""
     ppo, _ = build(zero_stage=0)
     hidden, middle, keys = 32, 48, 16
     linear = [(hidden, hidden), (hidden, keys), (hidden, keys), (hidden, hidden)]

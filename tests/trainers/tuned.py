@@ -1,4 +1,4 @@
-"""Fine-tuning in a process of its own whose perplexity falls until step 7 and rises then, and which may be killed.
+"""Fine-tuning in a separate process, which may be killed; its perplexity falls until step 7 and rises then.
 
 `python -m tests.trainers.tuned FOLDER` starts it once for each of `PLACES`, and kills it there.
 """
@@ -25,7 +25,7 @@ SETTINGS = {
 
 
 def tune(accelerator: Any, folder: Path, **changes: Any) -> dict[str, Any]:
-    """The stage's summary; the stage goes on from its newest checkpoint."""
+    """Run the stage, from its newest checkpoint if there is one, and return its summary."""
     from rlhf.data.stage_dataset import StageData
     from rlhf.reporting.recorder import Recorder
     from rlhf.runs.directory import RunDirectory
