@@ -109,6 +109,8 @@ def test_beginning_token_appears_once(plain: Any) -> None:
 
     plain.add_special_tokens({"bos_token": "<bos>"})
     bos = plain.bos_token_id
+    prompt, completion = encode(plain, row("Hi"), "Hello")
+    assert bos not in prompt + completion, "the tokenizer has one, and does not add it"
     plain.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", bos)])
     for text in ("Hi", "<bos>Hi"):
         prompt, completion = encode(plain, row(text), "Hello")
