@@ -18,11 +18,12 @@ from rich.control import Control
 from rich.file_proxy import FileProxy
 from rich.text import Text
 
+from rlhf.reporting.verbosity import OWN_LOGGERS
+
 if TYPE_CHECKING:
     from rich.progress import Progress
 
 _WIDTH = 120  # columns of tables in a copy
-_LOGGERS = ("rlhf", "accelerators")
 
 
 class Terminal(Console):
@@ -53,13 +54,13 @@ def copy_console_to(path: Path, title: str) -> Iterator[None]:
     with path.open("a", encoding="utf-8") as file:
         notes, outer = _Notes(file), console.copy
         console.copy = Console(file=file, width=_WIDTH, highlight=False, force_terminal=False, color_system=None)
-        for name in _LOGGERS:
+        for name in OWN_LOGGERS:
             logging.getLogger(name).addHandler(notes)
         try:
             yield
         finally:
             console.copy = outer
-            for name in _LOGGERS:
+            for name in OWN_LOGGERS:
                 logging.getLogger(name).removeHandler(notes)
 
 

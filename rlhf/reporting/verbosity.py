@@ -34,7 +34,7 @@ _PROGRESS_BARS = (
     ("huggingface_hub.utils", "disable_progress_bars"),
     ("datasets.utils", "disable_progress_bars"),
 )
-_OWN_LOGGERS = ("rlhf", "accelerators")
+OWN_LOGGERS = ("rlhf", "accelerators")
 
 _is_quiet = False
 
@@ -49,7 +49,7 @@ def configure_logging(*, debug: bool) -> None:
     _is_quiet = not debug
     notes = _NoteHandler(logging.DEBUG if debug else logging.WARNING)
     notes.setFormatter(logging.Formatter("rlhf: note: %(message)s"))
-    for name in _OWN_LOGGERS:
+    for name in OWN_LOGGERS:
         logger = logging.getLogger(name)
         logger.setLevel(notes.level)
         logger.handlers = [notes]
