@@ -22,7 +22,7 @@ MODES = {"lazy": True, "eager": False}
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("hpex", [(), habana.HPEX])
+@pytest.mark.parametrize("hpex", [(), *((name,) for name in habana.HPEX), habana.HPEX])
 def test_fused_kernels_are_used_if_they_can_be_imported(machine, mode, hpex):
     hpu = machine(lazy=MODES[mode], hpex=hpex)
     used = {operation: support.implementation for operation, support in hpu.kernels.capabilities().items()}
