@@ -1,4 +1,4 @@
-"""Backends that are the CPU's but for one fault each, for the conformance kit to find."""
+"""Backends of the CPU with one fault each, which the conformance kit must report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ATTENTION = "broken_attention"
 
 
 def with_kernel(operation: str, made: Any, **fields: Any) -> dict[str, Any]:
-    """The methods of a backend that also brings this kernel."""
+    """Return the methods of a backend that has this kernel too."""
     kernel = fast(operation, made, **fields)
     return {"kernel_implementations": lambda self: (*CPU.kernel_implementations(self), kernel)}
 
@@ -57,7 +57,7 @@ class RoundingPrecision(Precision):
 
 
 def with_precision(**wishes: Any) -> dict[str, Any]:
-    """A backend that answers these wishes with what the functions return."""
+    """Return the method of a backend that answers these wishes with the functions' results."""
 
     def precision(self, wish="auto"):
         return wishes[wish](self) if wish in wishes else CPU.precision(self, wish)
@@ -171,7 +171,7 @@ def adamw_in_bf16(params, **options):
     return optimizer
 
 
-# attention: each is torch's, but for one fault
+# attention: torch's, with one fault each
 
 
 def with_attention(attend: Callable[..., Any]) -> dict[str, Any]:
@@ -480,4 +480,4 @@ BROKEN: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("a copy of it: logits: differs by", with_kernel("fused_layers", tying_copies)),
     ],
 }
-"""For each check that needs no other process: part of the line that it fails with, and the methods to blame."""
+"""For each check that needs no other process: part of its error, and the methods with the fault."""

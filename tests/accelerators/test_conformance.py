@@ -1,4 +1,4 @@
-"""The conformance kit: a good backend passes, and each broken one fails the check that is there to find it."""
+"""The conformance kit: a good backend passes, and each broken one fails the check of its fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the interface asks of every backend, and gives to one that says no more than it must."""
+"""The interface: the operations that trainers use, and the defaults that a backend inherits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_trainers_ask_for_every_operation():
     assert asked == set(OPERATIONS)
 
 
-# a backend that says no more than it must
+# a backend with the defaults
 
 
 class Terse(CPU):

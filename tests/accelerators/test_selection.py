@@ -1,4 +1,4 @@
-"""The rules by which one backend is chosen, over plugins that exist only here."""
+"""The rules that select a backend, with plugins that exist only in this file."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def environment(site: Path) -> dict[str, str]:
     """A user's environment in which the simulator is installed and turned off."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("RLHF_", "PT_HPU_", "HABANA"))}
-    # A working tree that these tests were pointed to, above the installed one.
+    # A working tree that PYTHONPATH names precedes the packages of this environment.
     paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
     return clean | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 

@@ -1,6 +1,6 @@
 """The proof: rlhf's unmodified hpu backend, trainers and DeepSpeed on the simulated device, against the plain CPU.
 
-`rlhf evaluate` on the runs that this leaves compiles one graph for all its batches, and reads no value inside one.
+`rlhf evaluate` on these runs compiles one graph for all its batches, and reads no value inside one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Backends with one fault each that shows in another process; their names say how."""
+"""Backends with one fault each that shows in another process; their names state it."""
 
 import os
 import time

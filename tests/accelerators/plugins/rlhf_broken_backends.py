@@ -1,4 +1,4 @@
-"""The backends of `rlhf_broken`: the CPU's, each but for one fault."""
+"""The backends of `rlhf_broken`: the CPU's, with one fault each."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The backend of `rlhf_faulty`: the CPU's, with what FAULTS says of the variable FAULT."""
+"""The backend of `rlhf_faulty`: the CPU's, with the methods that FAULTS lists for the variable FAULT."""
 
 import os
 import resource
