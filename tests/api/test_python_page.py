@@ -44,7 +44,7 @@ def test_the_notebook_is_of_nbformat_4() -> None:
 
 
 @pytest.mark.slow
-def test_what_the_page_shows_is_what_comes_out(tmp_path: Path) -> None:
+def test_page_shows_the_actual_output(tmp_path: Path) -> None:
     """The notebook's cells in one namespace; what a cell shows ends with what the page says."""
     code = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
     found = run_cells(code, tmp_path)

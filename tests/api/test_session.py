@@ -236,7 +236,7 @@ def test_every_mistake_is_one_line_that_says_what_to_do(found: dict[str, Any]) -
         assert part in line and "\n" not in line, (line, part)
 
 
-def test_the_program_goes_on_as_it_was(found: dict[str, Any]) -> None:
+def test_program_is_unchanged_after_a_session(found: dict[str, Any]) -> None:
     """Environment, signals and logging are restored; there is no process group."""
     assert found["afterwards"] == [True, True, True, False, False]
 
@@ -249,7 +249,7 @@ def test_settings_in_every_form(settings: Any, tmp_path: Path) -> None:
     session.close()
 
 
-def test_what_a_setting_holds_arrives_as_it_is(tmp_path: Path) -> None:
+def test_values_of_settings_arrive_unchanged(tmp_path: Path) -> None:
     values = {"output": tmp_path, "model": {"path": None}, "lora": {"target_modules": ["a", "b"]}, "precision": "fp32"}
     with package.session({**values, "ppo.kl_coef": 1e-7, "seed": 3}) as session:
         config = session.config
@@ -265,7 +265,7 @@ def test_several_processes_need_a_folder_that_is_named(monkeypatch: pytest.Monke
         package.session(["ppo.steps=1"])
 
 
-def test_a_wrong_setting_is_said_at_once() -> None:
+def test_wrong_setting_is_an_error_at_once() -> None:
     with pytest.raises(ConfigError, match="did you mean"):
         package.session(["ppo.stepz=1"])
 

@@ -38,7 +38,7 @@ def test_the_others_wait_longer_than_a_collective_does(forks: Forks, tmp_path: P
     assert on_two_ranks(forks, tmp_path) == ["done", "done"]
 
 
-def test_what_fails_on_rank_0_after_a_long_time_fails_on_all(forks: Forks, tmp_path: Path) -> None:
+def test_late_failure_of_rank_0_fails_on_all_ranks(forks: Forks, tmp_path: Path) -> None:
     first, other = on_two_ranks(forks, tmp_path, then="raise OSError('disk')")
     assert first == "OSError: disk"
     assert other == "RemoteRankError: downloading failed on rank 0: OSError('disk')"

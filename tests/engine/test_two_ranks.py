@@ -39,7 +39,7 @@ def test_the_average_of_shards_is_that_of_the_whole(folder, name):
 
 
 @pytest.mark.parametrize("name", [name for name in two_ranks.AVERAGES if "LoRA" not in name])
-def test_what_is_saved_is_the_average(folder, name):
+def test_saved_model_is_the_average(folder, name):
     saved, expected = weights(folder / name), seen(folder, "averages")[0][name]["expected"]
     assert saved.keys() == expected.keys()
     for parameter, tensor in saved.items():

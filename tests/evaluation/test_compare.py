@@ -216,7 +216,7 @@ def test_best_of_n_is_the_mean_over_all_subsets_of_samples(run: Run, models: dic
     assert (same_kl["reward"] is None) == (number > 5)
 
 
-def test_texts_are_scored_where_vocabularies_differ(run: Run, models: dict[str, Path], tmp_path: Path) -> None:
+def test_different_vocabularies_are_compared_by_text(run: Run, models: dict[str, Path], tmp_path: Path) -> None:
     output = tmp_path / "all.jsonl"
     done = run(models["a"], models["c"], "-R", models["stranger"], "--json", "--output", output)
     document, judge = printed_json(done), plain_judge(models["stranger"])

@@ -55,7 +55,7 @@ def plain_log_prob(model: Any, prompt: list[int], completion: list[int], tempera
     return sum(logits[at].log_softmax(-1)[token].item() for at, token in zip(places, completion))
 
 
-def test_greedy_completions_are_those_of_plain_transformers_token_for_token(writer: LanguageModel) -> None:
+def test_greedy_completions_are_those_of_transformers(writer: LanguageModel) -> None:
     counted: list[int] = []
     written = generate_completions(writer, PROMPTS, manner(), counted.append)
     for prompt, completion in zip(PROMPTS, written, strict=True):

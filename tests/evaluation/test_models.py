@@ -76,7 +76,7 @@ def test_a_model_of_deepspeed_chat_is_read_at_the_token_before_the_end(
     assert judge.scores([ids]) == pytest.approx([float(theirs.scores(ids[:-1])[-1])], abs=1e-4)
 
 
-def test_of_a_run_the_reward_stage_s_model_is_meant(tmp_path: Path) -> None:
+def test_reward_model_of_a_run_is_that_of_its_reward_stage(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     with run.open_for(Config()):
         for name in ("sft", "ppo"):
@@ -128,7 +128,7 @@ def test_scores_in_16_bits_are_computed_in_float32(device: EvaluationDevice, jud
     assert expected != pytest.approx(torch.tensor(expected).bfloat16().tolist(), rel=1e-4)
 
 
-def test_settings_switch_a_template_off_where_no_training_says_how(
+def test_settings_switch_off_a_template_that_no_stage_recorded(
     device: EvaluationDevice, judge_folder: tuple[Path, Any]
 ) -> None:
     config = build_config({"data": {"chat_template": False}})
@@ -217,7 +217,7 @@ def adapter(model_folder: Path, tmp_path: Path) -> tuple[Path, Any]:
     return tmp_path / "adapter", model.eval()
 
 
-def test_an_adapter_alone_writes_as_peft_has_it(
+def test_lone_adapter_is_merged_as_by_peft(
     device: EvaluationDevice, adapter: tuple[Path, Any], model_folder: Path
 ) -> None:
     folder, model = adapter
@@ -249,7 +249,7 @@ def test_adapter_of_no_model_or_another_one_is_an_error(
         assert "\n" not in str(caught.value)
 
 
-def test_of_a_stage_that_left_adapters_alone_they_are_meant(tmp_path: Path) -> None:
+def test_folder_of_a_stage_with_only_adapters_is_the_adapters(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     run.path.mkdir()
     run.description.write_text("{}")

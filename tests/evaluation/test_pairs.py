@@ -112,7 +112,7 @@ def test_a_source_is_what_data_datasets_takes(
     assert printed_json(evaluate(judge_folder[0], "--pairs", mapping, "--json"))["models"] == wanted
 
 
-def test_what_a_model_has_no_room_for_is_left_out(
+def test_pair_longer_than_the_model_allows_is_left_out(
     evaluate: Evaluate, judge_folder: tuple[Path, Any], tmp_path: Path
 ) -> None:
     """Its room is 128 tokens, for prompt and reply together; settings may ask for less of either."""

@@ -47,7 +47,7 @@ def test_data_sets_give_their_prompts_in_every_format(tmp_path: Path) -> None:
         ("texts.jsonl", b'{"prompt": ""}', r"has no prompts; name another file with --prompts"),
     ],
 )
-def test_what_holds_no_prompts_is_named(tmp_path: Path, name: str, content: bytes | None, said: str) -> None:
+def test_source_without_prompts_is_an_error(tmp_path: Path, name: str, content: bytes | None, said: str) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=rf"{name}: .*{said}"):

@@ -94,7 +94,9 @@ def test_arguments_are_a_question_too_and_a_pipe_gets_tabs(
     )
 
 
-def test_what_cannot_be_scored_is_named(evaluate: Evaluate, judge_folder: tuple[Path, Any], model_folder: Path) -> None:
+def test_line_that_cannot_be_scored_is_an_error(
+    evaluate: Evaluate, judge_folder: tuple[Path, Any], model_folder: Path
+) -> None:
     assert "standard input is empty" in str(evaluate(judge_folder[0], given="\n").exception)
     long = str(evaluate(judge_folder[0], given="cow\tmoo\ncow\t" + "moo " * 200).exception)
     assert "standard input:2: prompt and reply have" in long and "accepts 128" in long

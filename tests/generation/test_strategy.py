@@ -39,7 +39,7 @@ def test_settings_that_do_not_go_together(zero_stage, ranks, ppo, words):
     assert [word for word in words if word not in line] == [], line
 
 
-def test_quantized_weights_are_not_told_to_be_sharded():
+def test_error_for_quantized_weights_suggests_no_sharding():
     quantized = {"engine": {"zero_stage": 2, "frozen": "int8"}, "lora": {"rank": 4}}
     line = refusal(check_generation, build_config(quantized | {"ppo": {"generation_weights": "layerwise"}}), 2)
     assert line.endswith("; remove it")
@@ -100,7 +100,7 @@ def test_experts_are_not_split():
     assert "mixtral has layers that rlhf cannot split (moe_tp_experts" in line
 
 
-def test_a_plan_whose_parts_do_not_fit_together_is_found_before_the_run():
+def test_plan_with_misfitting_parts_is_refused_before_the_run():
     """Its norms over each head are not in transformers' plan."""
     from transformers import CohereConfig, CohereForCausalLM
 
@@ -111,7 +111,7 @@ def test_a_plan_whose_parts_do_not_fit_together_is_found_before_the_run():
     assert "the layers of cohere do not fit together when they are split; use layerwise" in line
 
 
-def test_below_zero_3_weights_are_where_they_are(accelerator):
+def test_below_zero_3_each_rank_generates_alone(accelerator):
     said = []
     assert type(choose_rank_group(trained(accelerator, 2), configuration(2), say=said.append)).__name__ == "SingleRank"
     assert not said

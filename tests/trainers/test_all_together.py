@@ -39,7 +39,7 @@ KEYS = (
 
 
 @pytest.mark.slow
-def test_a_killed_run_of_everything_goes_on(rlhf, finished_run, tmp_path):
+def test_killed_run_of_many_settings_resumes_to_the_same_weights(rlhf, finished_run, tmp_path):
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": f"word {n} and more of it " * 5}) + "\n" for n in range(30)))
     functions = tmp_path / "rewards.py"

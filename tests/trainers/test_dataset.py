@@ -74,7 +74,7 @@ def test_one_rank_tokenizes_and_both_have_its_examples(forks: Forks, tmp_path: P
 
 
 @pytest.mark.slow
-def test_on_two_machines_each_has_its_own(forks: Forks, tmp_path: Path) -> None:
+def test_each_machine_has_a_separate_cache(forks: Forks, tmp_path: Path) -> None:
     first, other = on_two_ranks(forks, tmp_path, "ab", 100)
     assert (first[0], other[0]) == (20, 20)
     assert first[1:3] == other[1:3]
@@ -91,7 +91,7 @@ def test_each_rank_tokenizes_if_the_cache_cannot_be_written(forks: Forks, tmp_pa
 
 
 @pytest.mark.slow
-def test_machines_with_other_rows_are_told_apart(forks: Forks, tmp_path: Path) -> None:
+def test_machines_with_different_rows_are_refused(forks: Forks, tmp_path: Path) -> None:
     found = on_two_ranks(forks, tmp_path, "ab", 100, 101)
     assert found == [["DataError", found[0][1]]] * 2
     assert found[0][1].startswith("sft: rows, tokenizers or versions of rlhf differ between ranks; ")

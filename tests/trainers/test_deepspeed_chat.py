@@ -29,10 +29,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Reward
 
 
 @pytest.mark.slow
-def test_ppo_runs_and_scores_alike_however_the_model_is_held(
+def test_ppo_scores_are_the_same_at_every_zero_stage_and_with_lora(
     rlhf: Any, models: tuple[Path, Path, RewardModel], tmp_path: Path
 ) -> None:
-    """Sharded, and on the base of the critic, its replies are scored at the same token."""
+    """Sharded or on the critic's base, the model scores replies at the same token."""
     actor, reward, _ = models
     before = []
     sharded = ["engine.zero_stage=3", "engine.zero_persistence_threshold=0"]

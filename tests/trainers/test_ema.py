@@ -69,7 +69,7 @@ def test_chat_answers_with_it_on_request(one_update):
 
 
 @pytest.mark.parametrize("save", ["adapter", "both"])
-def test_an_adapter_has_its_average_beside_it(rlhf, finished_run, tmp_path, save):
+def test_average_of_an_adapter_is_saved_next_to_it(rlhf, finished_run, tmp_path, save):
     from safetensors.torch import load_file
 
     keys = ("ppo.steps=1", "lora.rank=2", f"lora.save={save}")

@@ -69,7 +69,7 @@ def test_it_is_the_model_of_a_stage_that_ends_there(whole, accelerator, tmp_path
     assert_same_weights(tmp_path / "sft" / "model", whole[0] / "sft" / "model")
 
 
-def test_the_last_model_is_left_where_the_best_is_not_asked_for(whole, accelerator, tmp_path):
+def test_last_model_is_kept_unless_the_best_is_requested(whole, accelerator, tmp_path):
     summary = tune(accelerator, tmp_path, keep="last", eval_every=5)
     found = measured(tmp_path)
     assert sorted(found) == [0, 5, 10, STEPS]
@@ -261,7 +261,7 @@ def test_a_kept_model_that_is_gone_is_named(accelerator, tmp_path, monkeypatch):
         tune(accelerator, tmp_path)
 
 
-def test_what_was_begun_without_evaluations_goes_on_with_them(accelerator, tmp_path):
+def test_stage_started_without_evaluations_resumes_with_them(accelerator, tmp_path):
     """`eval_every` may change when a stage is resumed, and so may the number of steps."""
     tune(accelerator, tmp_path, max_steps=4, eval_every=0, keep="last")
     tune(accelerator, tmp_path, max_steps=8, eval_every=3, keep="last")

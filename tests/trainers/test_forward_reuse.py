@@ -86,14 +86,14 @@ def test_a_row_passes_once_through_policy_and_critic(build, changes, each):
         ({"reuse_forward": False}, "ppo.reuse_forward is false"),
     ],
 )
-def test_why_it_passes_twice_is_said_in_a_line(build, changes, why):
+def test_reason_for_separate_passes_is_logged(build, changes, why):
     _, said = build(**changes)
     (line,) = (line for line in said if "separate passes" in line)
     assert line.startswith("ppo: rollouts are scored in separate passes, not in those of the update: " + why)
 
 
 @pytest.mark.parametrize("changes", [{"lora": {"rank": 2, "dropout": 0.5}}, {"model": dropping}])
-def test_nothing_is_said_where_it_passes_once(build, changes):
+def test_reused_passes_log_nothing(build, changes):
     _, said = build(**changes)
     assert not [line for line in said if "separate passes" in line]
 
@@ -102,7 +102,7 @@ def test_nothing_is_said_where_it_passes_once(build, changes):
     ("rows", "told"),
     [(2, "activations of 3 micro-batches of each model"), (None, "activations of one micro-batch of each model")],
 )
-def test_where_memory_is_short_it_passes_twice(build, accelerator, monkeypatch, rows, told):
+def test_short_memory_needs_separate_passes(build, accelerator, monkeypatch, rows, told):
     """On any rank; there all micro-batches' activations would have to be kept at one time."""
     monkeypatch.setattr(accelerator, "memory", lambda: Memory(allocated=2**28, peak=2**28, total=2**28))
     ppo, said = build(micro_batch_size=rows)

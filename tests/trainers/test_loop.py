@@ -35,7 +35,7 @@ def train(accelerator, recipe, tokenizer):
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("failing", ["evaluation", "export"])
-def test_what_fails_after_the_last_step_loses_no_step(train, tmp_path, monkeypatch, failing, failure):
+def test_failure_after_the_last_step_loses_no_step(train, tmp_path, monkeypatch, failing, failure):
     expected = train(tmp_path / "whole")
     evaluate = SFTTrainer.evaluate
 
@@ -88,7 +88,7 @@ def test_a_signal_during_the_last_checkpoint_is_not_lost(train, tmp_path, monkey
     assert not (tmp_path / "sft" / "model").exists()
 
 
-def test_a_stage_that_resumes_goes_on_with_the_sums_of_its_steps(accelerator, recipe, tmp_path):
+def test_resumed_stage_continues_the_sums_of_its_steps(accelerator, recipe, tmp_path):
     def run(total, arrived):
         context = stage_context(accelerator, tmp_path, "sft", recipe)
 

@@ -170,7 +170,7 @@ def test_columns_that_are_padding_in_all_rows_are_cut_off():
     assert [(part.prompt, part.completion) for part in bucketed] == [(5, 6), (4, 4)]
 
 
-def test_where_shapes_are_one_rows_stay_and_no_length_is_read():
+def test_static_shapes_keep_all_rows_and_read_no_length():
     assert MicroBatcher(2, STATIC).lengths(*drawn()) is None
     parts = cut(STATIC, 2)
     assert [(part.rows.tolist(), part.prompt, part.completion) for part in parts] == [([0, 1], 5, 6), ([2, 3], 5, 6)]
@@ -178,7 +178,7 @@ def test_where_shapes_are_one_rows_stay_and_no_length_is_read():
 
 @pytest.mark.parametrize("policy", [DYNAMIC, BUCKETED, STATIC], ids=lambda policy: policy.kind)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_what_micro_batches_give_comes_back_in_place(policy, size):
+def test_outputs_of_micro_batches_are_joined_in_order(policy, size):
     """All numbers are unchanged but those of padding, which are 0 if their columns were removed."""
     (before, after), parts = drawn(), cut(policy, size)
     columns, rows = torch.randn(4, 6) * after, torch.randn(4)

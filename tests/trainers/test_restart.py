@@ -221,7 +221,7 @@ def test_other_accelerators_generators_are_seeded_with_a_line(capsys, state, err
     assert "ppo: the checkpoint's random numbers are of another accelerator" in capsys.readouterr().out
 
 
-def test_random_numbers_of_this_accelerator_go_on_silently(capsys):
+def test_same_accelerators_generators_continue_without_a_line(capsys):
     accelerator, world = Elsewhere(), distributed.World(0, 1)
     context = StageContext(Config(), accelerator, None, None, world, None, StageDirectory(Path("x"), "ppo"), None)
     _restore_generators(context, {"python": 0, "here": 1}, 5)

@@ -79,7 +79,7 @@ def test_without_a_model_the_functions_alone(file: Path) -> None:
     assert "reward_model" not in parts
 
 
-def test_without_functions_the_model_s_score_and_nothing_beside() -> None:
+def test_score_without_functions_is_the_reward_models() -> None:
     total, parts = rewards(reward_weight=0.5)
     assert parts == {} and torch.equal(total, MODEL / 2)
 

@@ -193,7 +193,7 @@ def test_trained_norms_give_the_reference_its_own_model(build):
         ({"rank": 0}, None),
     ],
 )
-def test_what_is_not_shared_is_said(build, settings, line):
+def test_models_that_share_no_base_are_logged(build, settings, line):
     _, said = build(**settings)
     assert line in said if line else "share" not in said
 
@@ -291,7 +291,7 @@ def test_quantized_base_is_shared(build):
     ppo.step(0)
 
 
-def test_what_ppo_leaves_is_merged_or_an_adapter_or_both(rlhf, lora_run, tmp_path):
+def test_ppo_saves_a_merged_model_an_adapter_or_both(rlhf, lora_run, tmp_path):
     def logits(model):
         with torch.no_grad():
             return model.eval()(input_ids=torch.arange(2, 12)[None]).logits
