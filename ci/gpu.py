@@ -91,9 +91,9 @@ def stages(name: str, precisions: dict[str, dict[str, Any]]) -> dict[str, Any]:
             say(f"  {wish}: refused ({precisions[wish]['reason']})")
             continue
         with tempfile.TemporaryDirectory() as folder:
-            begun = time.perf_counter()
+            started = time.perf_counter()
             done = train(name, Path(folder) / "run", TOY | {"precision": wish})
-            facts: dict[str, Any] = {"seconds": round(time.perf_counter() - begun, 1)}
+            facts: dict[str, Any] = {"seconds": round(time.perf_counter() - started, 1)}
             facts |= summaries(Path(folder) / "run") if done.returncode == 0 else {"error": last_line(done)}
         runs[wish] = verdict(f"three stages in {wish}", done.returncode == 0, facts)
     return {"passed": all(run["passed"] for run in runs.values()), **runs}
@@ -118,7 +118,7 @@ def zero(name: str) -> dict[str, Any]:
 
 
 def rollout_apart(name: str) -> dict[str, Any]:
-    """`rollout`, in a process of its own."""
+    """`rollout`, in a separate process."""
     command = [sys.executable, __file__, "--rollout-worker", "--accelerator", name]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     if done.returncode:
@@ -192,11 +192,11 @@ def _rollout(
     for repeat in range(repeats + 1):  # the first warms up
         for kind, one in (("recorded", recorded), ("plain", plain)):
             accelerator.synchronize()
-            begun = time.perf_counter()
+            started = time.perf_counter()
             completions[kind] = one.generate(model, ids, mask, SamplingConfig(temperature=0)).ids
             accelerator.synchronize()
             if repeat:
-                seconds[kind].append(time.perf_counter() - begun)
+                seconds[kind].append(time.perf_counter() - started)
     medians = {kind: statistics.median(times) for kind, times in seconds.items()}
     capability = accelerator.kernels.capabilities()["graph_capture"]
     return {

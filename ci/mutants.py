@@ -138,19 +138,19 @@ def serve() -> None:
 def _answer(answers: TextIO) -> None:
     """Run pytest for each line of standard input."""
     for line in sys.stdin:
-        begun = time.monotonic()
+        started = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             output, failed = Path(folder, "output"), Path(folder, "failed")
             failed.touch()
             pid = os.fork()
             if pid == 0:
                 _run_pytest(json.loads(line), output, failed)
-            code = _wait(pid, begun + _SECONDS)
+            code = _wait(pid, started + _SECONDS)
             _kill_children()
             answer = {
                 "code": code,
                 "failed": [json.loads(name) for name in failed.read_text().splitlines()],
-                "seconds": time.monotonic() - begun,
+                "seconds": time.monotonic() - started,
                 "output": output.read_text(errors="replace")[-4000:] if output.exists() else "",
             }
         print(json.dumps(answer), file=answers)
@@ -251,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.check:
         print(f"{len(chosen) - len(problems)} of {len(chosen)} faults have their place and their tests")
         return 2 if problems else 0
-    begun = time.monotonic()
+    started = time.monotonic()
     verdicts = [Verdict(fault, problem=problem) for fault, problem in problems.items()]
     with tempfile.TemporaryDirectory(prefix="rlhf-mutants-") as folder:
         workers = [Worker(Path(folder, str(number))) for number in range(min(options.workers, len(chosen)))]
@@ -265,7 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         failing = _find_failing(workers, verdicts)
         for worker in workers:
             worker.close()
-    minutes = (time.monotonic() - begun) / 60
+    minutes = (time.monotonic() - started) / 60
     verdicts.sort(key=lambda verdict: chosen.index(verdict.fault))
     if not options.words:
         RESULTS.write_text(_table(verdicts, minutes), encoding="utf-8")

@@ -67,7 +67,7 @@ $plugins || exit 0
 
 echo "== tests of the simulated Gaudi"
 if $lowest; then
-    echo "not run: the simulated Gaudi works with torch 2.13 alone; torch 2.9 built for CUDA takes no Gaudi beside it"
+    echo "not run: the simulated Gaudi works with torch 2.13 alone; torch 2.9 built for CUDA takes no Gaudi next to it"
 elif command -v "${CXX:-g++}" >/dev/null && python -c \
     'import pathlib, sys, sysconfig; sys.exit(not pathlib.Path(sysconfig.get_path("include"), "Python.h").exists())'; then
     cd plugins/rlhf-gaudi-sim # its device is compiled first, in about a minute, once

@@ -30,14 +30,14 @@ def vendor(installed: Iterable[metadata.Distribution]) -> tuple[str, str] | None
     if not _PLAIN.fullmatch(version):
         return version, "by its version"
     bridge = next((_name(found) for found in distributions if _is_bridge(found)), None)
-    return (version, f"by {bridge} beside it") if bridge else None
+    return (version, f"by {bridge} next to it") if bridge else None
 
 
 def constraints(installed: Iterable[metadata.Distribution]) -> tuple[list[str], list[str]]:
     """(pip's constraints, what the new environment holds in another version) on top of what is installed.
 
     Kept are torch, its bridges to devices and all that these need, and each requirement of the project whose version
-    is admitted. The rest pip may put beside what is installed, where something needs another version.
+    is admitted. pip may install another version of the rest next to it if something needs one.
 
     Raises:
         ValueError: the project does not admit this torch.

@@ -1,4 +1,4 @@
-"""Runs cells of Python in one namespace, as a notebook does, in a process of its own.
+"""Runs cells of Python in one namespace, as a notebook does, in a separate process.
 
     echo '["a = 1", "print(a)"]' | python -m tests.cells      [["", null], ["1\\n", null]]
 

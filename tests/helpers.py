@@ -110,9 +110,9 @@ def models_of(run: Path) -> tuple[str, str]:
 
 
 def start(rlhf: Any, *arguments: object, **options: Any) -> subprocess.Popen[str]:
-    """Start the command line with the tiny recipe of the fixture `rlhf`, in a session of its own, and do not wait.
+    """Start the command line with the tiny recipe of the fixture `rlhf`, in a separate session, and do not wait.
 
-    `options` are those of `subprocess.Popen`; output is in pipes where they do not say otherwise.
+    `options` are those of `subprocess.Popen`; output goes to pipes unless they set something else.
     """
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True} | options
     command = [sys.executable, "-m", "rlhf", *map(str, arguments), "--config", str(rlhf.recipe)]

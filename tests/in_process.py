@@ -65,7 +65,7 @@ def scalar_llama(vocabulary: int, *, seed: int = 0, **changes: Any) -> Any:
 
 
 class GivenModels:
-    """A `ModelFactory` of models that are at hand; `load` returns that of a role."""
+    """A `ModelFactory` of loaded models; `load` returns the one of a role."""
 
     def __init__(self, load: Callable[[Any], Any]) -> None:
         self.causal_lm = self.scalar_head = load

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PUBLIC = {"accelerators", "accelerators.testing"}
-# In any spelling (CudaGraph, use_cuda), and words of their own where they are parts of others (output, input).
+# In any spelling (CudaGraph, use_cuda), and as whole words if other words contain them (output, input).
 VENDORS = re.compile(
     r"cuda|cudnn|cublas|nvidia|nvml|nccl|habana|gaudi|synapse|hccl|rocm|oneccl|ascend|graphcore|mark_step"
     r"|\b(?:is_|use_|on_)?(?:hpu|xpu|npu|mps|tpu|mlu|ipu|hip|gpu)s?\b",

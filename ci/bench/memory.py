@@ -103,7 +103,7 @@ def settings(row: Row, folder: Path) -> dict[str, Any]:
 
 
 def reward_model(row: Row, place: Path) -> Path:
-    """The one that a row's PPO starts from: where a base is to be shared, one with its adapter beside it."""
+    """The one that a row's PPO starts from: where a base is to be shared, one with its adapter next to it."""
     if row.settings.get("lora.share_base"):
         return place / f"{row.shape}-adapted" / "reward" / "model"
     return place / f"{row.shape}-reward"

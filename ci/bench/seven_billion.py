@@ -60,7 +60,7 @@ def recipe(place: Path, model: Path, reward: Path, frozen: str) -> dict[str, Any
 
 
 def adapted(folder: Path, model: Path) -> Path:
-    """A reward model as the reward stage leaves one that LoRA trained on `model`: an adapter and a head beside it.
+    """A reward model as the reward stage leaves one that LoRA trained on `model`: an adapter and a head next to it.
 
     Its own weights, which are not read where the base is shared, are links to those of `model`.
     """

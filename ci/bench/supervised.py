@@ -4,10 +4,10 @@
     python ci/bench/supervised.py --stage reward
     python ci/bench/supervised.py --micro-batch 16       one micro-batch
 
-Each step takes the same 16 rows (pairs), in an order of the side's own, so that all sides see the same tokens. The same
-precision as ours, bf16 products with float32 masters, is TRL's default: float32 weights under bf16 autocast; its bf16
-weights, without masters, are timed beside it. Of TRL's ways to treat padding and loss that are exact, each is tried
-first, and the fastest takes its turns. Make TRL's environment first with `setup_trl.sh`.
+Each step takes the same 16 rows (pairs), each side in its order, so that all sides see the same tokens. TRL's default
+has the same precision, bf16 products with float32 weights: float32 weights under bf16 autocast. Its bf16 weights,
+without a float32 copy, are timed as well. Of TRL's exact ways to treat padding and loss, each is tried first, and the
+fastest takes its turns. Make TRL's environment first with `setup_trl.sh`.
 """
 
 from __future__ import annotations

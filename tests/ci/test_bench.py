@@ -107,7 +107,7 @@ def test_medians_are_of_each_phase_and_memory_is_the_most(bench) -> None:
 
 
 class Side:
-    """A worker whose steps take a second of a clock of its own."""
+    """A worker whose steps take a second of its clock."""
 
     now: ClassVar[float] = 0.0
 
@@ -147,7 +147,7 @@ def test_an_interrupted_measurement_goes_on_and_a_changed_one_begins_anew(bench,
     assert {name: len(steps) for name, steps in again.steps.items()} == {"ours": 3, "theirs": 3}
     assert turns(3, settings="other").done == 0
     again.finish([], note=1)
-    assert turns(3).done == 0  # what is complete is measured anew
+    assert turns(3).done == 0  # what is complete is measured again
     assert json.loads((tmp_path / "found.json").read_text())["sides"]["ours"]["peak_gib"] == 1.5
 
 

@@ -1,4 +1,4 @@
-"""`ci/gpu.sh` on a backend that is at hand here; on a GPU machine people run it for `cuda`."""
+"""`ci/gpu.sh` on the CPU's backend; on a machine with a GPU it checks `cuda`."""
 
 import json
 import subprocess

@@ -34,15 +34,15 @@ def test_without_torch_there_is_no_vendors_torch(tmp_path: Path) -> None:
 
 
 def test_a_bridge_beside_a_plain_torch_makes_it_a_vendors(tmp_path: Path) -> None:
-    beside = ("habana_torch_plugin", "1.24.1.3", "torch")
-    assert versions.vendor(installed(tmp_path, ("torch", "2.9.0"), beside)) == (
+    bridge = ("habana_torch_plugin", "1.24.1.3", "torch")
+    assert versions.vendor(installed(tmp_path, ("torch", "2.9.0"), bridge)) == (
         "2.9.0",
-        "by habana-torch-plugin beside it",
+        "by habana-torch-plugin next to it",
     )
     folder = tmp_path / "other"
     unpacked([wheel(folder, "torch-npu", "2.9.0", ["torch"], GAUDI)], folder)
     found = [*metadata.distributions(path=[str(folder)]), *installed(folder, ("torch", "2.9.0"))]
-    assert versions.vendor(found) == ("2.9.0", "by torch-npu beside it")
+    assert versions.vendor(found) == ("2.9.0", "by torch-npu next to it")
 
 
 def test_torch_its_bridge_what_they_need_and_admitted_requirements_stay(tmp_path: Path) -> None:
