@@ -34,7 +34,7 @@ def engine(accelerator: Any, stage: int) -> TrainingEngine:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_disk_that_fills_up_leaves_what_was_there(accelerator, tmp_path, monkeypatch, stage):
+def test_full_disk_leaves_the_previous_model(accelerator, tmp_path, monkeypatch, stage):
     tokenizer, trained = build_tokenizer(), engine(accelerator, stage)
     save_model(trained, tokenizer, tmp_path / "model")
     before = (tmp_path / "model" / "model.safetensors").read_bytes()

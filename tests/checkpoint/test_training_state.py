@@ -71,7 +71,7 @@ def test_unreadable_checkpoint_error_names_the_one_before(engine, tmp_path):
 
 
 @pytest.mark.parametrize("is_cut", [True, False])
-def test_the_only_checkpoint_is_not_said_to_have_one_before_it(engine, tmp_path, is_cut):
+def test_error_of_the_only_checkpoint_names_no_earlier_one(engine, tmp_path, is_cut):
     training_state.save_checkpoint(place(tmp_path), 5, {"model": engine}, {})
     state = place(tmp_path).latest_checkpoint / "state-rank0.pt"
     state.write_bytes(b"cut off") if is_cut else state.unlink()
@@ -80,7 +80,7 @@ def test_the_only_checkpoint_is_not_said_to_have_one_before_it(engine, tmp_path,
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA out of memory."), PermissionError(13, "denied")])
-def test_what_is_no_fault_of_the_checkpoint_is_not_blamed_on_it(engine, tmp_path, monkeypatch, error):
+def test_resource_errors_do_not_blame_the_checkpoint(engine, tmp_path, monkeypatch, error):
     training_state.save_checkpoint(place(tmp_path), 1, {"model": engine}, {})
 
     def load(*arguments, **options):
@@ -108,7 +108,7 @@ def test_bf16_training_in_micro_batches_resumes_bit_for_bit(accelerator, zero_st
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1])
-def test_a_checkpoint_goes_on_in_smaller_micro_batches(accelerator, zero_stage, tmp_path):
+def test_checkpoint_resumes_in_smaller_micro_batches(accelerator, zero_stage, tmp_path):
     whole = build(accelerator, zero_stage)
     train(whole)
     training_state.save_checkpoint(place(tmp_path), 1, {"model": whole}, {})

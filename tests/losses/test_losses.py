@@ -238,7 +238,7 @@ def test_parts_of_a_batch_whiten_as_the_whole_does():
 
 
 @pytest.mark.parametrize("deviation", [1.0, 0.01, 0.001])
-def test_whitening_keeps_its_digits_beside_a_large_mean(deviation):
+def test_whitening_keeps_its_digits_at_a_large_mean(deviation):
     values, mask = torch.randn(16, 64, dtype=torch.float64) * deviation + 5, torch.ones(16, 64)
     actual = whiten(values.float(), mask)
     assert actual.std(unbiased=False).item() == pytest.approx(1, abs=6e-3)  # 1e-8 is added to the variance

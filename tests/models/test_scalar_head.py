@@ -23,7 +23,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "apertus": {"num_key_value_heads": 2},
     "cohere2": {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6},
     "ernie4_5": {"num_key_value_heads": 2, "head_dim": 8},
-    "gemma4": {  # reads text with a part of its own
+    "gemma4": {  # reads text with a separate part
         "text_config": {
             **SIZES,
             "vocab_size": 300,

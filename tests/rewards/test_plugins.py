@@ -43,7 +43,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("site")
-def test_plugin_function_is_found_by_its_name() -> None:
+def test_plugin_function_has_its_name() -> None:
     process = start("plugin:brevity")
     assert process([Sample("p", "abc", {})]) == [[-3.0]]
     process.close()

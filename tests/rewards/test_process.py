@@ -63,7 +63,7 @@ def leaves_with_a_fork(prompt, completion, row): os._exit(7) if os.fork() else t
 def exits(prompt, completion, row): sys.exit(3)
 
 def detaches(prompt, completion, row):
-    """A child in a session of its own, which holds the connection open."""
+    """A child in another session, which holds the connection open."""
     if child := os.fork():
         return child
     os.setsid()

@@ -151,7 +151,7 @@ def test_critic_may_start_from_another_model(rlhf: Callable[..., Any], finished_
 def test_run_without_reward_model_with_lora_or_sharding(
     rlhf: Callable[..., Any], alone: Callable[..., list[str]], rewards: Path, engine: str
 ) -> None:
-    """The critic has a base of its own, and a head that is trained and kept."""
+    """The critic has a separate base, and a head that is trained and kept."""
     lora = ["--set", "lora.rank=2"] if engine.endswith("0") else []
     result = rlhf(*alone("words"), "--set", engine, *lora)
     assert ("actor and reference share one frozen base; the others do not: the critic" in result.stdout) == bool(lora)

@@ -111,7 +111,7 @@ def shared(**sections: Any) -> Sharing:
 
 
 def test_predict_sharing_by_base_models() -> None:
-    """The reward model may stand on the actor's base; a critic with weights of its own stands on none."""
+    """The reward model may use the actor's base; a critic with other weights uses none."""
     other = shared(ppo={"critic": "opt-350m"})
     assert dict(other.donors) == {"reward": "actor"}
     assert other.obstacle and "does not start from the" in other.obstacle.reason

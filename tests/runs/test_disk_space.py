@@ -34,7 +34,7 @@ def config(**sections: Any) -> Config:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", [pytest.param(FP32, id="fp32"), pytest.param(BF16, id="bf16")])
-def test_the_need_is_what_a_run_leaves_on_the_disk(
+def test_bytes_needed_are_those_of_a_real_run(
     rlhf: Any, finished_run: Path, tmp_path: Path, tokenizer: Any, precision: Precision
 ) -> None:
     output = tmp_path / "run"

@@ -100,7 +100,7 @@ def test_a_checkpoint_settles_a_stage_whose_records_are_rare(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("moment", ["copy2", "rename", "atomic_write_json", "in the block", "settled", "rmtree"])
-def test_what_overwrite_replaces_survives_a_kill_at_any_moment(tmp_path: Path, moment: str) -> None:
+def test_overwrite_killed_at_any_moment_loses_nothing(tmp_path: Path, moment: str) -> None:
     """A killed process does not clean up; the next one finds the old run, or the new one, and nothing between."""
     run = run_stages(config_in(tmp_path / "run"), *STAGES)
     before = contents(run.path)

@@ -38,7 +38,7 @@ def test_recipe_of_a_run_gives_its_settings_from_any_folder(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("stages", [STAGES, ("reward",)])
-def test_what_goes_on_without_a_recipe_takes_the_runs_own(tmp_path: Path, stages: tuple[Stage, ...]) -> None:
+def test_resume_without_a_recipe_takes_the_runs(tmp_path: Path, stages: tuple[Stage, ...]) -> None:
     run_stages(config_in(tmp_path / "run", "sft.batch_size=8", "ppo.kl_coef=0.3"), "sft")
     options = Options(output=tmp_path / "run", overrides=["ppo.steps=7"]).with_run_recipe(stages)
     config = options.load()
@@ -46,7 +46,7 @@ def test_what_goes_on_without_a_recipe_takes_the_runs_own(tmp_path: Path, stages
     assert (config.sft.batch_size, config.ppo.kl_coef, config.ppo.steps) == (8, 0.3, 7)
 
 
-def test_a_run_that_was_moved_goes_on_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moved_run_resumes_in_its_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_stages(config_in(tmp_path / "run"), "sft")
     (tmp_path / "here" / "runs").mkdir(parents=True)
     moved = tmp_path / "here" / "runs" / "default"
@@ -88,7 +88,7 @@ def test_backup_is_restored_before_the_recipe_is_read(tmp_path: Path) -> None:
     opened.__exit__(None, None, None)
 
 
-def test_a_recipe_that_is_lost_is_written_anew(tmp_path: Path) -> None:
+def test_lost_recipe_is_written_again(tmp_path: Path) -> None:
     run = run_stages(config_in(tmp_path / "run", "ppo.kl_coef=0.3"), "sft")
     run.recipe.unlink()
     assert Options(output=run.path).with_run_recipe(("reward",)).load().ppo.kl_coef == 0.3
@@ -134,7 +134,7 @@ def test_texts_of_ppo_may_be_named_when_it_begins_and_no_later(tmp_path: Path) -
     check(config_in(run), stages=("ppo",), overwrite=True)
 
 
-def test_each_stage_is_compared_with_what_it_was_trained_with(tmp_path: Path) -> None:
+def test_each_stage_is_compared_with_its_own_settings(tmp_path: Path) -> None:
     run_stages(config_in(tmp_path / "run", "engine.zero_stage=2"), "ppo", finish=False)
     run_stages(config_in(tmp_path / "run", "engine.zero_stage=0"), "sft")
     check(config_in(tmp_path / "run", "engine.zero_stage=2"), stages=("ppo",), resume=True)
@@ -250,7 +250,7 @@ def test_changed_source_is_named_and_nothing_is_written(tmp_path: Path) -> None:
         pass
 
 
-def test_a_project_that_was_moved_as_a_whole_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moved_project_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or is mounted elsewhere, in a container."""
 
     def project(name: str) -> Config:
@@ -273,7 +273,7 @@ def test_a_project_that_was_moved_as_a_whole_goes_on(tmp_path: Path, monkeypatch
         check(load_config(Path("recipe.yaml"), ["model.path=./other"]), stages=("sft",), resume=True)
 
 
-def test_ranks_with_different_settings_are_told_where(tmp_path: Path) -> None:
+def test_first_difference_names_the_key_and_the_ranks(tmp_path: Path) -> None:
     configs = [config_in(tmp_path / "run", f"ppo.steps={steps}").model_dump(mode="json") for steps in (7, 7, 9)]
     assert find_first_difference(configs[:2]) == ""
     assert find_first_difference(configs) == "ppo.steps (7 on rank 0, 9 on rank 2)"
