@@ -94,10 +94,10 @@ def test_numbers_that_are_none_are_an_error(
 ) -> None:
     head = writer.module.get_output_embeddings()
     monkeypatch.setattr(head, "forward", lambda hidden: hidden @ head.weight.T * torch.nan)
-    said = "it: its likelihoods are not finite in fp32; try --precision fp32, or check the model's weights"
-    with pytest.raises(ModelError, match=said):
+    message = "it: its likelihoods are not finite in fp32; try --precision fp32, or check the model's weights"
+    with pytest.raises(ModelError, match=message):
         generate_completions(writer, PROMPTS, manner(temperature), lambda rows: None)
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=message):
         score_completions(writer, PROMPTS, PROMPTS, manner(temperature), lambda rows: None)
 
 
@@ -105,9 +105,9 @@ def test_a_lack_of_memory_names_what_to_lower(writer: LanguageModel, monkeypatch
     def forward(*arguments: Any, **options: Any) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
 
-    said = "cpu: too little memory for 4 completions of it at a time; lower --batch-size or --max-tokens"
+    message = "cpu: too little memory for 4 completions of it at a time; lower --batch-size or --max-tokens"
     monkeypatch.setattr(writer.module.base_model, "forward", forward)
-    with pytest.raises(OutOfMemory, match=said):
+    with pytest.raises(OutOfMemory, match=message):
         generate_completions(writer, PROMPTS, manner(), lambda rows: None)
-    with pytest.raises(OutOfMemory, match=said):
+    with pytest.raises(OutOfMemory, match=message):
         score_completions(writer, PROMPTS, PROMPTS, manner(), lambda rows: None)

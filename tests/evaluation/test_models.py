@@ -237,14 +237,14 @@ def test_adapter_of_no_model_or_another_one_is_an_error(
     config = json.loads((folder / "adapter_config.json").read_text())
     llama(300, hidden_size=64).save_pretrained(tmp_path / "wider")
     build_tokenizer().save_pretrained(tmp_path / "wider")
-    for base, said in {
+    for base, message in {
         None: "names no base model; set base_model_name_or_path in adapter_config.json",
         str(tmp_path / "gone"): "gone: no such model folder",
         str(folder): "holds a LoRA adapter",
         str(tmp_path / "wider"): r"this adapter cannot be merged into .*wider \(.*for PeftModel\); check its files",
     }.items():
         (folder / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": base}))
-        with pytest.raises(ModelError, match=said) as caught:
+        with pytest.raises(ModelError, match=message) as caught:
             load_language_model(folder, Config(), device)
         assert "\n" not in str(caught.value)
 

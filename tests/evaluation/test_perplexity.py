@@ -99,7 +99,7 @@ def test_a_long_text_is_read_in_windows(
 
 
 def test_texts_of_the_wrong_kind_are_errors(evaluate: Evaluate, model_folder: Path, tmp_path: Path) -> None:
-    for name, content, said in (
+    for name, content, message in (
         ("empty.txt", b" \n", "empty.txt: has no text"),
         ("latin.txt", b"\xe4", "latin.txt: is not UTF-8 text"),
         ("empty.jsonl", b"", "empty.jsonl: no usable row"),
@@ -107,7 +107,7 @@ def test_texts_of_the_wrong_kind_are_errors(evaluate: Evaluate, model_folder: Pa
         ("page.html", b"a", "unknown kind of file"),
     ):
         (tmp_path / name).write_bytes(content)
-        assert said in str(evaluate(model_folder, "--text", tmp_path / name).exception)
+        assert message in str(evaluate(model_folder, "--text", tmp_path / name).exception)
     assert "check --text" in str(evaluate(model_folder, "--text", tmp_path / "absent.txt").exception)
 
 

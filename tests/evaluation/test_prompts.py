@@ -39,7 +39,7 @@ def test_data_sets_give_their_prompts_in_every_format(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "expected"),
     [
         ("empty.txt", b"\n \n", r"has no prompts; name another file with --prompts"),
         ("bytes.txt", b"a\xff", r"is not UTF-8 text \(byte 1\); save it as UTF-8"),
@@ -47,10 +47,10 @@ def test_data_sets_give_their_prompts_in_every_format(tmp_path: Path) -> None:
         ("texts.jsonl", b'{"prompt": ""}', r"has no prompts; name another file with --prompts"),
     ],
 )
-def test_source_without_prompts_is_an_error(tmp_path: Path, name: str, content: bytes | None, said: str) -> None:
+def test_source_without_prompts_is_an_error(tmp_path: Path, name: str, content: bytes | None, expected: str) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=rf"{name}: .*{said}"):
+    with pytest.raises(DataError, match=rf"{name}: .*{expected}"):
         texts(tmp_path / name) if name.endswith(".txt") else read_prompts(of(tmp_path / name))
 
 

@@ -190,10 +190,10 @@ def test_capture_that_fails_is_noted_only_if_others_capture(accelerator, monkeyp
     drawing, model = decoder(accelerator), reading_on_the_host(build("llama"))
     for _ in range(2):
         assert torch.equal(drawing.generate(model, ids, mask, GREEDY).ids, expected.ids)
-    said = [(record.levelname, record.getMessage()) for record in caplog.records]
-    assert [level for level, _ in said] == (["WARNING"] if recording else []) + ["DEBUG"]
-    assert said[-1][1].startswith("generation is not captured: ") and "test_decoder.py:" in said[-1][1]
-    assert not recording or "slower than possible" in said[0][1]
+    logged = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert [level for level, _ in logged] == (["WARNING"] if recording else []) + ["DEBUG"]
+    assert logged[-1][1].startswith("generation is not captured: ") and "test_decoder.py:" in logged[-1][1]
+    assert not recording or "slower than possible" in logged[0][1]
 
 
 @pytest.fixture

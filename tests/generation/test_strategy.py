@@ -112,6 +112,6 @@ def test_plan_with_misfitting_parts_is_refused_before_the_run():
 
 
 def test_below_zero_3_each_rank_generates_alone(accelerator):
-    said = []
-    assert type(choose_rank_group(trained(accelerator, 2), configuration(2), say=said.append)).__name__ == "SingleRank"
-    assert not said
+    lines = []
+    assert type(choose_rank_group(trained(accelerator, 2), configuration(2), say=lines.append)).__name__ == "SingleRank"
+    assert not lines

@@ -78,9 +78,9 @@ def test_rank_of_a_group_holds_its_part_and_releases_it(results):
     [(case, *expected) for case, expected in two_ranks.CASES.items()],
 )
 def test_first_rank_group_that_fits_on_all_ranks_is_chosen(results, case, rank_group, words):
-    (kind, said), (other, _) = (found["chosen"][case] for found in results)
+    (kind, lines), (other, _) = (found["chosen"][case] for found in results)
     assert kind == other == rank_group
-    assert len(said) == bool(words) and words in "".join(said)
+    assert len(lines) == bool(words) and words in "".join(lines)
 
 
 @pytest.mark.slow

@@ -96,11 +96,11 @@ def chosen(trained: TrainingEngine, rank: int, mode: str, size: int | None, memo
     values = {"generation_weights": mode, "tensor_parallel": size, "batch_size": 4, "generation_batch_size": 1}
     config = build_config({"data": lengths, "engine": {"zero_stage": 3}, "ppo": values})
     weights = 4 * sum(parameter.ds_numel for parameter in trained.module.parameters())
-    said: list[str] = []
+    logged: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trained.accelerator, "memory", lambda: Memory(0, 0, int(weights * memory[rank] * 2)))
-        rank_group = choose_rank_group(trained, config, say=said.append)
-    return type(rank_group).__name__, said
+        rank_group = choose_rank_group(trained, config, say=logged.append)
+    return type(rank_group).__name__, logged
 
 
 @contextmanager

@@ -105,8 +105,8 @@ def test_dpo_follows_sft_and_chat_and_ppo_take_its_model(rlhf, finished_run, fin
     output = tmp_path / "run"
     rlhf("sft", "--output", output)
     assert model_folder(output) == output / "sft" / "model"
-    said = rlhf("dpo", "--output", output, *sets("dpo.reference=beside")).stdout
-    assert "this run's sft model" in said
+    printed = rlhf("dpo", "--output", output, *sets("dpo.reference=beside")).stdout
+    assert "this run's sft model" in printed
     assert model_folder(output) == output / "dpo" / "model" and model_folder(output, "sft") == output / "sft" / "model"
     keys = sets(*models_of(finished_run), f"ppo.actor={output / 'dpo' / 'model'}")
     assert f"{output}/dpo/model" in rlhf("ppo", "--output", tmp_path / "ppo", *keys, "--dry-run").stdout

@@ -29,8 +29,8 @@ def test_three_stages_from_a_tokenizer_without_an_end(rlhf: Any, tmp_path: Path)
         "sft.optimizer.learning_rate": 1e-2,
     }
     settings = sets(*(f"{key}={value}" for key, value in keys.items()))
-    said = rlhf("--stages", "sft,reward", "--output", output, *settings).stdout
-    assert "has no end-of-sequence token; added '<|end|>' (id 300), to be learned" in said
+    printed = rlhf("--stages", "sft,reward", "--output", output, *settings).stdout
+    assert "has no end-of-sequence token; added '<|end|>' (id 300), to be learned" in printed
     assert not (output / "ppo").exists()
     rlhf("ppo", "--output", output, recipe=None)
     assert json.loads((output / "ppo" / "stage.json").read_text())["after"]["response_length"] < 16

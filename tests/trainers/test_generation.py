@@ -23,8 +23,8 @@ def ppo_on_two_ranks(rlhf, finished_run, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(ppo_on_two_ranks):
-    output, said = ppo_on_two_ranks("whole", "ppo.generation_weights=whole")
-    assert "in rollouts" not in said
+    output, log = ppo_on_two_ranks("whole", "ppo.generation_weights=whole")
+    assert "in rollouts" not in log
     return output
 
 
@@ -38,13 +38,13 @@ def whole(ppo_on_two_ranks):
 @pytest.mark.slow  # tests/generation/test_two_ranks.py compares the tokens
 def test_a_run_is_the_same_however_its_rollouts_are_made(ppo_on_two_ranks, whole, mode, rows, words):
     """The five held-out prompts do not fill the last part of either rank."""
-    output, said = ppo_on_two_ranks(
+    output, log = ppo_on_two_ranks(
         mode,
         f"ppo.generation_weights={mode}",
         "ppo.tensor_parallel=" + ("2" if mode == "tensor_parallel" else ""),
         f"ppo.generation_batch_size={rows}",
     )
-    assert words in " ".join(said.split())
+    assert words in " ".join(log.split())
     found, expected = (json.loads((folder / "ppo" / "stage.json").read_text()) for folder in (output, whole))
     assert found["samples"] == expected["samples"]
     for when in ("before", "after"):

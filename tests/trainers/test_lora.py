@@ -219,8 +219,8 @@ def test_killed_run_resumes_to_the_same_weights(rlhf, lora_run, tmp_path):
     output = Path(shutil.copytree(lora_run, tmp_path / "run"))
     arguments = ["ppo", "--output", output, *LORA, "--overwrite", *sets("ppo.checkpoint_every=1")]
     kill_at(output / "ppo" / "checkpoints" / "step-00000001", rlhf, *arguments)
-    said = rlhf("ppo", "--output", output, *LORA, "--resume").stdout
-    assert "resumed after step" in said and "actor, reference, critic and reward share one frozen base" in said
+    printed = rlhf("ppo", "--output", output, *LORA, "--resume").stdout
+    assert "resumed after step" in printed and "actor, reference, critic and reward share one frozen base" in printed
     assert_same_weights(output / "ppo" / "model", lora_run / "ppo" / "model")
 
 

@@ -39,10 +39,10 @@ def test_plain_models_differ_in_adapted_layers_alone(quantized_run, model_folder
 
 
 def test_run_reports_and_counts_quantized_weights(quantized_run):
-    output, said = quantized_run
-    assert "sft: the 15,360 frozen weights of its linear layers are in int" in said
-    assert said.count("are in int") == 3  # of PPO's models on one base once
-    assert "share one frozen base" in said
+    output, log = quantized_run
+    assert "sft: the 15,360 frozen weights of its linear layers are in int" in log
+    assert log.count("are in int") == 3  # of PPO's models on one base once
+    assert "share one frozen base" in log
     assert json.loads((output / "ppo" / "stage.json").read_text())["before"]["kl"] == 0.0
     base = sum(tensor.numel() for tensor in weights(output / "sft" / "model").values())
     counts = json.loads((output / "sft" / "stage.json").read_text())["parameters"]

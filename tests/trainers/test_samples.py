@@ -62,14 +62,14 @@ def test_a_text_stays_readable(text: str, expected: str) -> None:
 def test_samples_stand_in_a_log_and_among_the_records(rlhf: Any, finished_run: Path, tmp_path: Path) -> None:
     keys = ("ppo.steps=4", "ppo.samples_every=2", "ppo.samples=2", f"output={tmp_path}")
     output = rlhf("ppo", *sets(*models_of(finished_run), *keys)).stdout
-    told = re.findall(r"^ppo: step (\d) +score (\S+), KL (\S+), (\d+) tokens", output, re.M)
+    shown_numbers = re.findall(r"^ppo: step (\d) +score (\S+), KL (\S+), (\d+) tokens", output, re.M)
     records = [json.loads(line) for line in (tmp_path / "ppo" / "metrics.jsonl").read_text().splitlines()]
     texts = [record for record in records if record.get("tag", "").startswith("sample_")]
     assert [(record["step"], record["tag"]) for record in texts] == [
         (step, f"sample_{number}") for step in (2, 4) for number in (0, 1)
     ]
-    assert [step for step, *_ in told] == ["2", "2", "4", "4"]
-    for (_, score, kl, tokens), record in zip(told, texts, strict=True):
+    assert [step for step, *_ in shown_numbers] == ["2", "2", "4", "4"]
+    for (_, score, kl, tokens), record in zip(shown_numbers, texts, strict=True):
         assert record["text"].endswith(f"\nscore {score}, KL {kl}, {tokens} tokens")
 
 

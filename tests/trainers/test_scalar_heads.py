@@ -36,12 +36,12 @@ def finished(rlhf: Any, model: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def test_all_stages_run_and_label_the_reward_model(finished: tuple[Path, str]) -> None:
-    output, said = finished
+    output, log = finished
     folder = output / "reward" / "model"
     assert json.loads((output / "ppo" / "stage.json").read_text())["steps"] == 3
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["Cohere2ScalarHead"]
     assert (folder / "README.md").is_file() and not (output / "ppo" / "model" / "README.md").exists()
-    (line,) = (line for line in said.splitlines() if "plain transformers does not load it" in line)
+    (line,) = (line for line in log.splitlines() if "plain transformers does not load it" in line)
     assert line.startswith(f"note: {folder}: transformers has no class for cohere2 with a scalar head")
 
 

@@ -83,8 +83,8 @@ def frozen_base(ppo):
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_frozen_weight_of_the_base_is_there_once(build, precision, zero_stage):
-    ppo, said = build(precision, zero_stage)
-    assert f"ppo: {BASE}\n" in said
+    ppo, log = build(precision, zero_stage)
+    assert f"ppo: {BASE}\n" in log
     actor, critic, reward = frozen_base(ppo).values()
     assert actor == critic == reward and len(actor) == 2 * 9 + 2  # of two layers; embeddings and the last norm
     ppo.step(0)
@@ -117,8 +117,8 @@ def test_numbers_are_those_of_four_separate_models(build, precision):
     The policy is the same in either case, to the last bit.
     """
     shared, _ = build(precision)
-    apart, said = build(precision, share_base=False)
-    assert "critic" not in said.partition("rows")[0]
+    apart, log = build(precision, share_base=False)
+    assert "critic" not in log.partition("rows")[0]
     assert frozen_base(apart)["actor"].isdisjoint(frozen_base(apart)["critic"] | frozen_base(apart)["reward"])
     (sequences, scored), (same, expected) = first_rollout(shared), first_rollout(apart)
     assert torch.equal(sequences.input_ids, same.input_ids)
@@ -139,10 +139,10 @@ def test_numbers_are_those_of_four_separate_models(build, precision):
 
 
 def test_fully_trained_critic_shares_nothing(build):
-    ppo, said = build(roles={"actor": {"lora_rank": 8}, "critic": {"lora_rank": 0}})
+    ppo, log = build(roles={"actor": {"lora_rank": 8}, "critic": {"lora_rank": 0}})
     assert (
         "ppo: actor, reference and reward share one frozen base; the others do not: the critic is trained in full\n"
-        in said
+        in log
     )
     bases = frozen_base(ppo)
     assert bases["critic"] == set() and bases["actor"] == bases["reward"] and len(bases["actor"]) == 20
@@ -157,15 +157,15 @@ def test_fully_trained_critic_shares_nothing(build):
 
 
 def test_fully_trained_actor_leaves_the_others_one_base(build):
-    ppo, said = build(roles={"actor": {"lora_rank": 0}})
-    assert "ppo: critic and reward share one frozen base; the others do not: the actor is trained in full\n" in said
+    ppo, log = build(roles={"actor": {"lora_rank": 0}})
+    assert "ppo: critic and reward share one frozen base; the others do not: the actor is trained in full\n" in log
     bases = frozen_base(ppo)
     assert bases["critic"] == bases["reward"] and bases["reference"].isdisjoint(bases["critic"]) and not bases["actor"]
 
 
 def test_trained_norms_give_the_reference_its_own_model(build):
-    ppo, said = build(also_train=["norms"])
-    assert "ppo: actor, critic, reference and reward share one frozen base\n" in said
+    ppo, log = build(also_train=["norms"])
+    assert "ppo: actor, critic, reference and reward share one frozen base\n" in log
     bases = frozen_base(ppo)
     assert bases["actor"] < bases["reference"] and len(bases["reference"] - bases["actor"]) == 5
     sequences, scored = first_rollout(ppo)
@@ -194,8 +194,8 @@ def test_trained_norms_give_the_reference_its_own_model(build):
     ],
 )
 def test_models_that_share_no_base_are_logged(build, settings, line):
-    _, said = build(**settings)
-    assert line in said if line else "share" not in said
+    _, log = build(**settings)
+    assert line in log if line else "share" not in log
 
 
 def test_another_base_is_named(build, lora_run, recipe, model_folder):
@@ -203,12 +203,12 @@ def test_another_base_is_named(build, lora_run, recipe, model_folder):
     before = record.read_text()
     record.write_text(before.replace('"fingerprint": "', '"fingerprint": "0'))
     try:
-        _, said = build()
+        _, log = build()
     finally:
         record.write_text(before)
     there = lora_run.with_name("run") / "sft" / "model"
     line = f"{lora_run}/reward/model was trained on {there}, and the actor starts from {lora_run}/sft/model"
-    assert f"share one frozen base; the others do not: {line}\n" in said.replace("ppo: ", "")
+    assert f"share one frozen base; the others do not: {line}\n" in log.replace("ppo: ", "")
 
 
 TOKENS = torch.randint(2, 60, (2, 8), generator=torch.Generator().manual_seed(0))
@@ -276,10 +276,10 @@ def test_two_ranks_keep_one_base_each(forks, tmp_path):
 
 
 def test_quantized_base_is_shared(build):
-    ppo, said = build(engine={"frozen": "int8"})
+    ppo, log = build(engine={"frozen": "int8"})
     assert (
-        BASE in said
-        and "actor: rollouts apply the adapters separately from the weights: the frozen weights are quantized" in said
+        BASE in log
+        and "actor: rollouts apply the adapters separately from the weights: the frozen weights are quantized" in log
     )
     packed = [
         {buffer.data_ptr() for buffer in module.buffers() if buffer.dtype == torch.int8}
@@ -313,6 +313,6 @@ def test_ppo_saves_a_merged_model_an_adapter_or_both(rlhf, lora_run, tmp_path):
 
 
 def test_model_of_later_stages_is_saved_next_to_its_adapter(rlhf, tmp_path):
-    said = rlhf("sft", "--output", tmp_path / "run", "--set", "lora.rank=4", "--set", "lora.save=adapter").stdout
-    assert "sft: its model is saved next to its adapter: later stages start from it" in said
+    log = rlhf("sft", "--output", tmp_path / "run", "--set", "lora.rank=4", "--set", "lora.save=adapter").stdout
+    assert "sft: its model is saved next to its adapter: later stages start from it" in log
     assert all((tmp_path / "run" / "sft" / name).is_dir() for name in ("model", "adapter"))
