@@ -146,6 +146,10 @@ def raising_another_error(self, fn, key):
 # optimizers
 
 
+def adamw_with_other_eps(params, **options):
+    return torch.optim.AdamW(params, **{**options, "eps": 1e-3})
+
+
 def adamw_without_decay(params, **options):
     optimizer = torch.optim.AdamW(params, **options)
     for group in optimizer.param_groups:
@@ -400,6 +404,7 @@ BROKEN: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("capture answers .item() with PluginError, expected CaptureError", {"capture": raising_another_error}),
     ],
     "adamw": [
+        (f"adamw over a list of parameters: {DIFFERS}", with_kernel("adamw", adamw_with_other_eps)),
         (f"adamw over a list of parameters: {DIFFERS}", with_kernel("adamw", adamw_without_decay)),
         (
             "adamw over groups, one of them empty failed (PluginError: adamw kernel 'fast' of bad 2.0",
