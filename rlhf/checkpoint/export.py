@@ -96,7 +96,7 @@ def save_adapter(engine: TrainingEngine, path: Path, base: str | None, merged: s
         merged: the folder of the model with the adapter merged; None: there is none.
     """
     model = engine.module.model if isinstance(engine.module, ScalarHead) else engine.module
-    named = [(name, parameter) for name, parameter in model.named_parameters(remove_duplicate=False)]
+    named = model.named_parameters(remove_duplicate=False)
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     lora = engine.placement.lora
     with _gather(parameter for _, parameter in trained), distributed.on_main(f"saving {path}") as main:
