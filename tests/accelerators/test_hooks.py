@@ -19,7 +19,7 @@ from accelerators import (
     hookspecs,
     select,
 )
-from tests.accelerators.fake_plugins import plugin, raises
+from tests.accelerators.fake_plugins import fast, plugin, raises
 
 HOOKS = {
     "rlhf_accelerators": ({}, AcceleratorSpec),
@@ -73,3 +73,12 @@ def test_all_objections_to_a_run_come_in_one_error():
     assert "the check of plugin plugin-1 failed (KeyError: 'zero')" in str(raised.value)
     selection = with_plugins(content)
     selection.check_run(selection.create(), {})
+
+
+def test_plugin_whose_kernels_fail_stops_no_other(caplog):
+    kernel = fast("graph_capture", max)
+    working, failing = (plugin(rlhf_kernels=hook) for hook in (lambda: [kernel], raises(OSError("no library"))))
+    for plugins in ((failing, working), (working, failing)):
+        kernels = with_plugins(*plugins).create().kernels
+        assert kernels.capabilities()["graph_capture"].implementation == "fast"
+        assert f"plugin plugin-{plugins.index(failing)} offers no kernels: OSError: no library" in caplog.text
