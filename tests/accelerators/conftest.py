@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -123,3 +124,24 @@ def machine(monkeypatch: pytest.MonkeyPatch):
         return hpu
 
     return make
+
+
+@pytest.fixture
+def decode_calls(monkeypatch) -> Counter[str]:
+    """How often each function of decode.c was called."""
+    from accelerators.backends.cpu.kernels import decode
+
+    counts: Counter[str] = Counter()
+    functions = decode._functions()
+
+    def counted(name: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            counts[name] += 1
+            return getattr(functions, name)(*arguments)
+
+        return call
+
+    counting = SimpleNamespace(**{name: counted(name) for name in ("pack", "linear", "decode")})
+    counting.amx, counting.omp_get_max_threads = functions.amx, functions.omp_get_max_threads
+    monkeypatch.setattr(decode, "_functions", lambda: counting)
+    return counts

@@ -1,0 +1,117 @@
+"""Small bf16 models, and their logits as a rollout computes them: prompts first, then a token at a time."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from accelerators.backends.cpu import attention as cpu_attention
+from accelerators.backends.cpu.kernels import decode
+from rlhf.generation.kv_cache import WindowedStaticCache
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True},  # of the output's projection too
+    "mistral": {"tie_word_embeddings": True},
+    "qwen2": {},  # biases of q, k and v
+    "qwen3": {"attention_bias": True},  # norms of q and k
+}
+SIZES = {
+    "hidden_size": 96,
+    "intermediate_size": 288,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "rms_norm_eps": 0.01,  # as large as the squares
+    "vocab_size": 304,  # 19 panels: the last block has one
+}
+PROMPT, STEPS = 12, 5
+"""Columns of the prompts, and tokens that are decoded one at a time: 17, 18, ... columns in caches that grow."""
+
+
+def model_of(family: str = "llama", **changes: Any) -> Any:
+    """In bf16, with weights so large that attention looks at few tokens, and no bias or norm of zeros or ones."""
+    cpu_attention.composed(None)
+    config = CONFIG_MAPPING[family](**{**SIZES, **FAMILIES[family], "pad_token_id": 0, **changes})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=cpu_attention.ATTENTION).bfloat16().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.5)
+            elif parameter.dim() == 1:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.mul_(4)
+    return model
+
+
+def truth(model: Any) -> Any:
+    """The same weights in float32, with transformers' own attention."""
+    exact = copy.deepcopy(model).float()
+    exact.set_attn_implementation("eager")
+    return exact
+
+
+def prompts(rows: int, columns: int = PROMPT) -> tuple[Tensor, Tensor]:
+    """Tokens [rows, columns + STEPS] and the mask of the prompts; every other row is padded left."""
+    ids, mask = torch.randint(3, 304, (rows, columns + STEPS)), torch.ones(rows, columns, dtype=torch.long)
+    mask[::2, : columns // 2] = 0
+    return ids, mask
+
+
+class Viewed:
+    """Rlhf's: parts of longer buffers, of which the last row leaves on the way; or buffers that grow by fours."""
+
+    def __init__(self, config: Any, length: int, grows: bool) -> None:
+        self.cache, self.grows = WindowedStaticCache(config, 3 * length, grows=grows), grows
+
+    def show(self, rows: int, first: int, tokens: int) -> None:
+        columns = -(-(first + tokens) // 4) * 4
+        self.cache.show(rows, columns, torch.arange(first, first + tokens), first)
+
+
+@torch.no_grad()
+def logits_of(model: Any, given: tuple[Tensor, Tensor], kind: str = "viewed", leaves: bool = False) -> Tensor:
+    """[STEPS + 1, rows, vocabulary] in float64: of the prompts, then of a token at a time.
+
+    `leaves`: the last row is there for the prompts and the first token alone.
+    """
+    ids, mask = given
+    columns, rows = mask.shape[1], len(ids)
+    view = Viewed(model.config, columns + STEPS + 3, kind == "grown")
+    positions, found = (mask.cumsum(1) - 1).clamp(min=0), []
+    for first, last in [(0, columns), *((column, column + 1) for column in range(columns, columns + STEPS))]:
+        if leaves and first > columns:
+            rows = len(ids) - 1
+        if first:
+            mask = torch.cat([mask, mask.any(1, keepdim=True).long()], 1)
+            positions = positions[:, -1:] + 1
+        view.show(rows, first, last - first)
+        logits = model(
+            input_ids=ids[:rows, first:last],
+            attention_mask=mask[:rows],
+            position_ids=positions[:rows],
+            past_key_values=view.cache,
+            use_cache=True,
+        ).logits[:, -1]
+        found.append(torch.cat([logits, logits.new_zeros(len(ids) - rows, logits.shape[1])]))
+    return torch.stack(found).double()
+
+
+def off(found: Tensor, exact: Tensor) -> float:
+    return ((found - exact).pow(2).mean() / exact.pow(2).mean()).sqrt().item()
+
+
+def check(model: Any, given: tuple[Tensor, Tensor], kind: str = "viewed") -> None:
+    """Logits of the prepared model are as near to float32 as those of the model are; they were a bit nearer."""
+    exact, plain = logits_of(truth(model), given), logits_of(model, given)
+    restore = decode.prepare(model, True)
+    found = logits_of(model, given, kind)
+    restore()
+    error, usual = off(found, exact), off(plain, exact)
+    assert 1e-4 < usual < 0.05
+    assert error <= 1.1 * usual, f"{error:.4f} of the logits, plain bf16 {usual:.4f}"

@@ -1,0 +1,249 @@
+"""What decode.c does not compute is left to the layers, with the reason, and its logits are as before."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import StaticCache
+
+from accelerators.backends.cpu.kernels import decode
+from tests.accelerators.decoding import STEPS, check, logits_of, model_of, off, prompts, truth
+
+pytestmark = pytest.mark.skipif(not decode.supported(None), reason=decode.supported(None).reason)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@torch.no_grad()
+def test_weights_are_read_by_nobody_who_computes_otherwise(decode_calls):
+    """Gradients, autocast and many tokens: the model's own operators, to the bit."""
+    model, (ids, mask) = model_of(), prompts(4)
+    many = ids.repeat(9, 1)  # 612 tokens
+
+    def results() -> list[Tensor]:
+        with torch.enable_grad():
+            model(ids).logits.float().logsumexp(-1).sum().backward()
+            found = [model.model.layers[0].self_attn.q_proj.weight.grad.clone()]
+            cache = StaticCache(config=model.config, max_cache_len=20)
+            model(ids, past_key_values=cache)
+            found.append(model(ids[:, :1], past_key_values=cache).logits)
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(logits_of(model, (ids, mask)))
+        found.append(model(many).logits)
+        return found
+
+    expected = results()
+    restore = decode.prepare(model, True)
+    decode_calls.clear()
+    assert all(torch.equal(one, other) for one, other in zip(results(), expected))
+    assert not decode_calls
+    restore()
+
+
+@torch.no_grad()
+def test_token_without_a_cache_is_left_to_the_layers(decode_calls):
+    model, (ids, _) = model_of(), prompts(5)
+    plain, exact = model(ids[:, :1], use_cache=False).logits, truth(model)(ids[:, :1], use_cache=False).logits
+    restore = decode.prepare(model, True)
+    logits = model(ids[:, :1], use_cache=False).logits
+    restore()
+    assert off(logits, exact) <= 1.1 * off(plain, exact)
+    assert decode_calls["linear"] and not decode_calls["decode"]
+
+
+@torch.no_grad()
+def test_hooks_of_layers_receive_their_outputs(decode_calls):
+    model, given = model_of(), prompts(5)
+
+    def outputs() -> list[Tensor]:
+        results: list[Tensor] = []
+        hooks = [layer.register_forward_hook(lambda *call: results.append(call[2])) for layer in model.model.layers]
+        logits_of(model, given)
+        for hook in hooks:
+            hook.remove()
+        return results
+
+    expected = outputs()
+    restore = decode.prepare(model, True)
+    actual = outputs()
+    assert not decode_calls["decode"]
+    logits_of(model, given)
+    assert decode_calls["decode"] == STEPS
+    restore()
+    assert len(actual) == 2 * (STEPS + 1)
+    assert all(off(output.double(), plain.double()) < 0.05 for output, plain in zip(actual, expected))
+
+
+class OneColumn:
+    """A cache of the token at hand alone."""
+
+    def __init__(self) -> None:
+        self.kept = list(torch.zeros(2, 3, 2, 1, 32, dtype=torch.bfloat16))
+
+    def decode_buffers(self) -> tuple[list[Tensor], int]:
+        return self.kept, 0
+
+    def update(self, keys: Tensor, values: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        return keys, values
+
+
+@torch.no_grad()
+def test_other_positions_and_masks_are_left_to_the_layers(decode_calls):
+    layer = model_of().model.layers[0]
+    hidden, added = torch.randn(3, 1, 96, dtype=torch.bfloat16), torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16)
+    kinds = [(32, None, 1), (32, added, 1), (32, added.expand(3, -1, -1, -1), 1)]  # one angle, one mask for all rows
+    kinds += [(1, None, 0), (32, added.expand(3, 6, -1, -1), 0), (32, added == 0, 0)]
+    for width, mask, called in kinds:
+        positions = tuple(each.expand(1, 1, width) for each in torch.tensor([[[0.6]], [[0.8]]]).bfloat16().split(1))
+        named = {"past_key_values": OneColumn(), "position_embeddings": positions, "attention_mask": mask}
+        expected = layer(hidden, **named)
+        restore = decode.prepare(layer, True)
+        decode_calls.clear()
+        found = layer(hidden, **named)
+        restore()
+        assert decode_calls["decode"] == called
+        torch.testing.assert_close(found, expected, rtol=0, atol=2**-6 * expected.abs().max().item())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda kept: kept[:1],
+        lambda kept: [each.float() for each in kept],
+        lambda kept: [each[:2] for each in kept],
+        lambda kept: [kept[0], kept[1].repeat(1, 1, 2, 1)],
+        lambda kept: [each.transpose(2, 3).contiguous().transpose(2, 3).expand(-1, -1, 4, -1) for each in kept],
+        lambda kept: None,
+    ],
+)
+def test_caches_that_cannot_be_written_to_are_left_to_the_layers(decode_calls, change):
+    layer, cache = model_of().model.layers[0], OneColumn()
+    positions = tuple(torch.full((3, 1, 32), each, dtype=torch.bfloat16) for each in (0.6, 0.8))
+    named = {"past_key_values": cache, "position_embeddings": positions}
+    hidden = torch.randn(3, 1, 96, dtype=torch.bfloat16)
+    expected = layer(hidden, **named)
+    kept = change(cache.kept)
+    cache.decode_buffers = lambda: kept and (kept, 0)
+    restore = decode.prepare(layer, True)
+    decode_calls.clear()
+    found = layer(hidden, **named)
+    restore()
+    assert not decode_calls["decode"]
+    torch.testing.assert_close(found, expected, rtol=0, atol=2**-6 * expected.abs().max().item())
+
+
+def listened(model: Any) -> None:
+    model.model.layers[0].mlp.down_proj.register_forward_hook(lambda module, inputs, output: output * 2)
+    model.model.layers[1].self_attn.register_forward_pre_hook(lambda module, inputs: None)
+
+
+def another_forward(model: Any) -> None:
+    for layer in model.model.layers:
+        plain = type(layer.mlp).forward
+        layer.mlp.forward = MethodType(lambda mlp, hidden, plain=plain: plain(mlp, hidden) * 2, layer.mlp)
+
+
+def other_mlp(model: Any) -> None:
+    class MLP(type(model.model.layers[0].mlp)):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return super().forward(hidden) * 2
+
+    for layer in model.model.layers:
+        layer.mlp.__class__ = MLP
+
+
+def adapted(model: Any) -> Any:
+    made = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    return made.bfloat16().eval().base_model.model
+
+
+def turned(model: Any) -> None:
+    """The layers in another order, each with its own place in the cache."""
+    model.model.layers = nn.ModuleList(reversed(model.model.layers))
+
+
+def shortened(model: Any) -> None:
+    model.config.num_hidden_layers = 1
+
+
+def other_norm(model: Any) -> None:
+    class Norm(type(model.model.norm)):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return super().forward(hidden) + 1
+
+    for layer in model.model.layers:
+        layer.input_layernorm.__class__ = Norm
+
+
+def unbiased_keys(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.bias = None
+
+
+def fewer_key_heads(model: Any) -> None:
+    attention = model.model.layers[1].self_attn
+    attention.num_key_value_groups *= 2  # from 2 heads of keys to 1
+    for name in ("k_proj", "v_proj"):
+        layer = getattr(attention, name)
+        setattr(attention, name, nn.Linear(layer.in_features, layer.out_features // 2, dtype=torch.bfloat16))
+
+
+def windowed(model: Any) -> None:
+    model.model.layers[1].self_attn.sliding_window = 4096
+
+
+OBSTACLES: dict[str, tuple[dict[str, Any], Any, str]] = {
+    "attention": ({}, lambda model: model.set_attn_implementation("sdpa"), "attention is sdpa, not cpu_composed"),
+    "gate": ({"hidden_act": "gelu"}, None, "its gate is gelu, not silu"),
+    "hook": ({}, listened, "its parts have hooks"),
+    "bias of the mlp": ({"mlp_bias": True}, None, "a layer has a bias that its family does not have"),
+    "adapters": ({}, adapted, "a Linear has its own product"),
+    "mlp": ({}, other_mlp, "a part is not that of its family"),
+    "forward": ({}, another_forward, "a part is not that of its family"),
+    "width": ({"intermediate_size": 272}, None, "a size is no multiple of"),
+    "heads": ({"head_dim": 16}, None, "a size is no multiple of 32"),
+    "order": ({}, turned, "they are not the layers of one model in order"),
+    "fewer": ({}, shortened, "the model skips some of them"),
+    "bias of some": ({}, unbiased_keys, "a layer has a bias that its family does not have"),
+    "norm": ({}, other_norm, "its norms are not those of its family in bf16"),
+    "groups": ({}, fewer_key_heads, "their heads differ"),
+    "windows": ({}, windowed, "their attention windows differ"),
+}
+
+
+@pytest.mark.parametrize("name", OBSTACLES)
+def test_layers_that_are_others_are_computed_as_before(name, decode_calls, caplog):
+    changes, change, reason = OBSTACLES[name]
+    model = model_of(**changes)
+    if change:
+        model = change(model) or model
+    with caplog.at_level("DEBUG", "accelerators.backends.cpu.kernels.decode"):
+        check(model, prompts(5))
+    assert f"2 layers are not computed by decode.c: {reason}" in caplog.text
+    assert not decode_calls  # the output layer too: those who compute all of it pack it
+
+
+def test_output_layer_of_odd_size_is_not_packed(decode_calls):
+    check(model_of(vocab_size=309), prompts(5))
+    assert decode_calls["decode"]
+
+
+def test_float32_model_is_computed_as_before(decode_calls, caplog):
+    model, given = model_of().float(), prompts(3)
+    exact = logits_of(truth(model), given)
+    with caplog.at_level("DEBUG", "accelerators.backends.cpu.kernels.decode"):
+        restore = decode.prepare(model, True)
+    assert off(logits_of(model, given), exact) < 1e-5
+    restore()
+    assert "2 layers are not computed by decode.c: its numbers are float32" in caplog.text
+    assert not decode_calls
