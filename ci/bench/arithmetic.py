@@ -1,8 +1,9 @@
-"""What the work costs in bytes and floating-point operations, and the seconds that a machine needs for it at least.
+"""Count the bytes and floating-point operations of the benchmarks' work, and the least time a machine needs for it.
 
-Counted is what no implementation can leave out: the weights, in 16 bits, read once a step; the keys and values of the
-tokens so far; two operations for each weight and token, four for each head's number, query and key. Nothing is counted
-of norms, sampling, gradients' traffic or the optimizer.
+The counts include only the work that no implementation can avoid: reading the weights once per step, in 16 bits;
+reading the keys and values of the tokens so far; two operations per weight and token; and, in attention, four
+operations per query, key, head and dimension of a head. Norms, sampling, the memory traffic of gradients and the
+optimizer are not counted.
 """
 
 from __future__ import annotations
@@ -12,12 +13,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-BYTES = 2  # of a number in bf16
+BYTES = 2  # per number in bf16
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a language model: numbers in the matrices of its layers, and in the one to the vocabulary; its attention."""
+    """The sizes of a language model that determine its work.
+
+    Attributes:
+        body: weights in the matrices of all layers.
+        vocabulary: weights in the output matrix, which maps hidden states to the vocabulary.
+        layers: layers.
+        heads: query heads per layer.
+        kv_heads: key and value heads per layer.
+        head_dim: dimension of a head.
+    """
 
     body: int
     vocabulary: int
@@ -28,7 +38,7 @@ class Shape:
 
     @classmethod
     def of(cls, folder: Path) -> Shape:
-        """Of the model in `folder`, whatever its family: its matrices are counted."""
+        """Return the shape of the model in `folder`, of any family, by counting the weights of its matrices."""
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.pytorch_utils import Conv1D
@@ -36,13 +46,13 @@ class Shape:
         config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        head = model.get_output_embeddings().weight
+        output = model.get_output_embeddings().weight
         products = (module for module in model.modules() if isinstance(module, torch.nn.Linear | Conv1D))
-        numbers = sum(module.weight.numel() for module in products)
+        weights = sum(module.weight.numel() for module in products)
         heads = config.num_attention_heads
         return cls(
-            body=numbers - head.numel(),
-            vocabulary=head.numel(),
+            body=weights - output.numel(),
+            vocabulary=output.numel(),
             layers=config.num_hidden_layers,
             heads=heads,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
@@ -52,7 +62,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Work:
-    """Rows, and the tokens of their prompts and completions."""
+    """The rows of a step, and the tokens of each prompt and each completion."""
 
     rows: int
     prompt: int
@@ -60,21 +70,26 @@ class Work:
 
 
 def attention_flops(shape: Shape, queries: int, keys: int) -> int:
-    """Of `queries` tokens that each see `keys` tokens, in all layers."""
+    """Return the operations of attention, in all layers, if each of `queries` tokens attends to `keys` tokens."""
     return 4 * shape.layers * shape.heads * shape.head_dim * queries * keys
 
 
 def forward_flops(shape: Shape, rows: int, length: int, predicted: int) -> int:
-    """Of one pass over rows of `length` tokens, causal, of which `predicted` each are given a distribution."""
+    """Return the operations of one causal forward pass over `rows` rows of `length` tokens.
+
+    The output matrix is applied to `predicted` tokens of each row.
+    """
     tokens = rows * length
     products = 2 * (shape.body * tokens + shape.vocabulary * rows * predicted)
     return products + attention_flops(shape, tokens, length + 1) // 2
 
 
 def ppo_flops(shape: Shape, work: Work) -> dict[str, int]:
-    """Of one PPO step with one update a rollout, by phase: policy and critic are not scored, which one update spares.
+    """Return the operations of one PPO step with one update per rollout, by phase.
 
-    Training is three forward passes' worth: forward, and backward to inputs and to weights.
+    Scoring runs the reference and the reward model; with one update per rollout, the policy and the critic need no
+    scoring pass. Training costs three forward passes: the forward pass, and the backward passes to the inputs and to
+    the weights.
     """
     length = work.prompt + work.completion
     language = forward_flops(shape, work.rows, length, work.completion)
@@ -89,30 +104,34 @@ def ppo_flops(shape: Shape, work: Work) -> dict[str, int]:
 
 
 def decode_flops(shape: Shape, rows: int, seen: int) -> int:
-    """Of one token for each row, which then sees `seen` tokens, itself included."""
+    """Return the operations of a decode step: one token per row, which attends to `seen` tokens including itself."""
     return 2 * (shape.body + shape.vocabulary) * rows + attention_flops(shape, rows, seen)
 
 
 def decode_bytes(shape: Shape, rows: int, seen: int) -> int:
-    """Read in such a step: all matrices, and the keys and values of `seen` tokens of each row."""
+    """Return the bytes that a decode step reads: all matrices, and the keys and values of `seen` tokens per row."""
     cache = 2 * shape.layers * shape.kv_heads * shape.head_dim * rows * seen
     return BYTES * (shape.body + shape.vocabulary + cache)
 
 
 def rollout_limit(shape: Shape, work: Work, *, bytes_per_second: float, flops_per_second: float) -> dict[str, Any]:
-    """The least seconds of a rollout: a prefill, and `completion - 1` steps, each bound by bytes or by operations."""
+    """Return the least time of a rollout, in seconds, with the counts that it follows from.
 
-    def least(read: int, flops: int) -> float:
+    A rollout is a prefill and `completion - 1` decode steps. The limit of each is the slower of reading its bytes and
+    computing its operations.
+    """
+
+    def least_seconds(read: int, flops: int) -> float:
         return max(read / bytes_per_second, flops / flops_per_second)
 
     first_bytes = BYTES * (shape.body + shape.vocabulary)
     first_flops = forward_flops(shape, work.rows, work.prompt, 1)
-    prefill = least(first_bytes, first_flops)
+    prefill = least_seconds(first_bytes, first_flops)
     steps = [
         (decode_bytes(shape, work.rows, seen), decode_flops(shape, work.rows, seen))
         for seen in range(work.prompt + 1, work.prompt + work.completion)
     ]
-    decoding = sum(least(*step) for step in steps)
+    decoding = sum(least_seconds(*step) for step in steps)
     middle = steps[len(steps) // 2] if steps else (0, 0)
     return {
         "shape": asdict(shape),
@@ -130,7 +149,7 @@ def rollout_limit(shape: Shape, work: Work, *, bytes_per_second: float, flops_pe
 
 
 def speeds(limits: Mapping[str, Any]) -> dict[str, float]:
-    """Of what `machine.py` measured: what the arithmetic divides by."""
+    """Return the highest bytes/s and bf16 FLOP/s that `machine.py` measured: the divisors of the arithmetic."""
     return {
         "bytes_per_second": max(limits["read_bytes_per_second"].values()),
         "flops_per_second": max(value for name, value in limits["flops_per_second"].items() if name.startswith("bf16")),

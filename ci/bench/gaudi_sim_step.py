@@ -1,8 +1,13 @@
-"""Benchmark: one training step of each stage on the simulated Gaudi, accounting included, against the plain CPU.
+"""Measure a training step of each stage on the simulated Gaudi, with its accounting, against the same step on the CPU.
 
-Two processes run the trainers of the same recipe and take turns on the whole machine: A B A B ..., so that whatever
-else the machine does meets both. Medians go to results/*.json.
-Needs plugins/rlhf-gaudi-sim: `pip install ./plugins/rlhf-gaudi-sim`.
+    pip install ./plugins/rlhf-gaudi-sim                                once: install the simulated Gaudi
+    python ci/bench/gaudi_sim_step.py                                   SFT, reward and PPO in bf16 and fp32
+    python ci/bench/gaudi_sim_step.py --precisions bf16 --steps 5       a shorter measurement
+    python ci/bench/gaudi_sim_step.py --config my.yaml                  another recipe than the embedded example
+
+Two processes run the trainers of the same recipe and take turns on the whole machine, A B A B, so that other load on
+the machine affects both. Each ratio is the median step on the simulated Gaudi divided by the median step on the CPU.
+Medians and ratios are written to ci/bench/results.
 """
 
 from __future__ import annotations
@@ -24,16 +29,18 @@ from machine import machine, results_file
 HERE = Path(__file__).resolve().parent
 STAGES = ("sft", "reward", "ppo")
 SIDES = {"cpu": {"RLHF_GAUDI_SIM": "0"}, "hpu": {"RLHF_GAUDI_SIM": "1"}}
-# The same shapes on both sides: static ones, which are the simulated card's default.
+# Both sides use static shapes, the default of the simulated card.
 SETTINGS = ["engine.shapes=static", *(f"{stage}.eval_rows=8" for stage in STAGES)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", metavar="FILE", help="recipe (default: the embedded example)")
-    parser.add_argument("--steps", type=int, default=20, help="timed steps of each side and stage (default: 20)")
-    parser.add_argument("--warmup", type=int, default=4, help="steps of each side before those (default: 4)")
-    parser.add_argument("--precisions", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"])
+    parser.add_argument("--steps", type=int, default=20, help="timed steps per side and stage (default: 20)")
+    parser.add_argument("--warmup", type=int, default=4, help="untimed steps before them (default: 4)")
+    parser.add_argument(
+        "--precisions", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"], help="default: both"
+    )
     parser.add_argument("--output", type=Path, help="JSON file (default: results/gaudi_sim_step-<machine>.json)")
     arguments = parser.parse_args()
     try:
@@ -44,7 +51,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         train_models(folder, arguments.config)
-        found = {
+        measurements = {
             precision: {stage: measure(stage, precision, folder, arguments) for stage in STAGES}
             for precision in arguments.precisions
         }
@@ -53,7 +60,7 @@ def main() -> None:
         "settings": SETTINGS,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": machine(),
-        **found,
+        **measurements,
     }
     output = arguments.output or results_file(HERE, "gaudi_sim_step")
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -62,15 +69,16 @@ def main() -> None:
 
 
 def train_models(folder: Path, recipe: str | None) -> None:
-    """Models of one step's training, from which the reward and PPO stages of both sides start."""
+    """Train models for one step; the reward and PPO stages of both sides start from them."""
     config = ["--config", recipe] if recipe else []
     for stage in ("sft", "reward"):
-        given = [part for setting in (*SETTINGS, f"{stage}.max_steps=1") for part in ("--set", setting)]
+        overrides = [part for setting in (*SETTINGS, f"{stage}.max_steps=1") for part in ("--set", setting)]
         command = [sys.executable, "-m", "rlhf", stage, "--accelerator", "cpu", "--output", str(folder / "run")]
-        subprocess.run([*command, *config, *given], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([*command, *config, *overrides], check=True, stdout=subprocess.DEVNULL)
 
 
 def measure(stage: str, precision: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the seconds of a stage's steps on both sides, their medians, and the ratio of the medians."""
     settings = [
         *SETTINGS,
         f"precision={precision}",
@@ -95,7 +103,7 @@ def measure(stage: str, precision: str, folder: Path, arguments: argparse.Namesp
     for worker in workers.values():
         worker.stop()
     seconds = {side: worker.seconds for side, worker in workers.items()}
-    medians = {side: statistics.median(each) for side, each in seconds.items()}
+    medians = {side: statistics.median(values) for side, values in seconds.items()}
     result: dict[str, Any] = {"ratio": round(medians["hpu"] / medians["cpu"], 2)}
     for side, worker in workers.items():
         result[side] = {**worker.ready, "median_seconds": round(medians[side], 4)}

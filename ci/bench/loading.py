@@ -1,11 +1,13 @@
-"""What loading costs each rank in memory: models of a known shape at ZeRO-3, from files of random bf16 weights.
+"""Measure the peak memory of each rank while it loads models of a known shape at ZeRO-3, against an allowed peak.
 
     python ci/bench/loading.py                                             opt-125m, PPO's four models, two ranks
-    python ci/bench/loading.py --shape opt-1.3b --roles reference          one of them, of another shape
-    python ci/bench/loading.py --engines                                   trained ones with their optimizers
+    python ci/bench/loading.py --shape opt-1.3b --roles reference          one model of another shape
+    python ci/bench/loading.py --engines                                   trained models with their optimizers
 
-A rank may take, beside what the process has before: what it keeps of the models, one file, and 300 MiB. Peaks are the
-kernel's (VmHWM), of which pages of mapped files are a part. The results go to ci/bench/results.
+The models are loaded from files of random bf16 weights. The allowed peak of a rank is the memory of the process before
+loading, plus the rank's share of the models, plus one file (500 MiB), plus 300 MiB. Peaks come from the kernel (VmHWM)
+and include pages of mapped files. The results are written to ci/bench/results. The exit code is 1 if a rank exceeds
+its allowed peak.
 """
 
 from __future__ import annotations
@@ -26,18 +28,18 @@ from random_models import make  # noqa: E402
 
 SHAPES = ("opt-125m", "opt-1.3b")
 ROLES = ("actor", "critic", "reference", "reward")
-FILE = 500 * 2**20
-SLACK = 300 * 2**20
+FILE = 500 * 2**20  # bytes of weights per file
+SLACK = 300 * 2**20  # bytes
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="opt-125m")
-    parser.add_argument("--roles", nargs="+", choices=ROLES, default=ROLES)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--engines", action="store_true", help="wrap what is trained in its engine, with its optimizer")
-    parser.add_argument("--folder", type=Path, help="where the models are kept; without it, they are made anew")
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)  # of a rank
+    parser.add_argument("--shape", choices=SHAPES, default="opt-125m", help="default: %(default)s")
+    parser.add_argument("--roles", nargs="+", choices=ROLES, default=ROLES, help="models to load (default: all)")
+    parser.add_argument("--ranks", type=int, default=2, help="default: %(default)s")
+    parser.add_argument("--engines", action="store_true", help="give trained models their engines, with optimizers")
+    parser.add_argument("--folder", type=Path, help="folder of the models (default: temporary)")
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)  # passed to a rank only
     arguments = parser.parse_args()
     if arguments.out:
         return measure(arguments)
@@ -46,7 +48,7 @@ def main() -> int:
 
 
 def compare(arguments: argparse.Namespace, out: Path) -> int:
-    """Run the ranks and print what they took; 1 where one took too much."""
+    """Run the ranks, print and write their peaks, and return the exit code: 1 if a rank exceeded its allowed peak."""
     from rlhf.launchers import local
 
     folder = arguments.folder or out / "models"
@@ -58,25 +60,25 @@ def compare(arguments: argparse.Namespace, out: Path) -> int:
     if outcome:
         print(outcome.line)
         return 1
-    found = [json.loads((out / f"{rank}.json").read_text()) for rank in range(arguments.ranks)]
+    ranks = [json.loads((out / f"{rank}.json").read_text()) for rank in range(arguments.ranks)]
     print(f"{arguments.shape}: {', '.join(arguments.roles)}; MiB")
     print("rank   before   kept   file   allowed   peak")
     fits = True
-    for rank, each in enumerate(found):
-        allowed = each["before"] + each["kept"] + FILE + SLACK
-        fits &= each["peak"] <= allowed
-        numbers = (each["before"], each["kept"], FILE, allowed, each["peak"])
-        print(f"{rank:4}", *(f"{number / 2**20:8,.0f}" for number in numbers))
+    for rank, memory in enumerate(ranks):
+        allowed = memory["before"] + memory["kept"] + FILE + SLACK
+        fits &= memory["peak"] <= allowed
+        columns = (memory["before"], memory["kept"], FILE, allowed, memory["peak"])
+        print(f"{rank:4}", *(f"{size / 2**20:8,.0f}" for size in columns))
     name = f"loading-{arguments.shape}-{arguments.ranks}{'-engines' if arguments.engines else ''}"
-    written = results_file(Path(__file__).parent, name)
-    written.write_text(
-        json.dumps({"machine": machine(), "roles": list(arguments.roles), "ranks": found}, indent=2) + "\n"
+    output = results_file(Path(__file__).parent, name)
+    output.write_text(
+        json.dumps({"machine": machine(), "roles": list(arguments.roles), "ranks": ranks}, indent=2) + "\n"
     )
     return 0 if fits else 1
 
 
 def measure(arguments: argparse.Namespace) -> int:
-    """What one rank does: it loads the models one after the other, as a stage does."""
+    """Load the models one after the other, as a stage does, and write the memory of this rank."""
     import accelerators
     from rlhf.config.schema import ModelConfig, OptimizerConfig, build_config
     from rlhf.engine import distributed
@@ -87,7 +89,7 @@ def measure(arguments: argparse.Namespace) -> int:
     from rlhf.models.weight_loading import place_sharded
     from rlhf.roles.roles import model_placements
 
-    held = model_placements(build_config({"engine": {"zero_stage": 3}}), "ppo")
+    placements = model_placements(build_config({"engine": {"zero_stage": 3}}), "ppo")
     models: list[Any] = []
     with distributed.start_process_group(accelerators.select("cpu", environ={})) as accelerator:
         precision = accelerator.precision("bf16")
@@ -95,11 +97,11 @@ def measure(arguments: argparse.Namespace) -> int:
         tokenizer = load_model_tokenizer(ModelConfig(path=paths["causal"]))[0]
         import transformers.models.opt.modeling_opt  # noqa: F401
 
-        numbers = 0
+        model_bytes = 0
         gc.collect()
-        before = status("VmRSS")
+        before = memory_status("VmRSS")
         for role in arguments.roles:
-            placement = held[role]
+            placement = placements[role]
             load = load_scalar_head if placement.role.scalar_head else load_causal_lm
             model = load(
                 ModelConfig(),
@@ -109,7 +111,7 @@ def measure(arguments: argparse.Namespace) -> int:
                 put=place_sharded(build_deepspeed_config(placement, accelerator, precision, 1, 1), precision.dtype),
             )
             size = sum(parameter.ds_numel for parameter in model.parameters())
-            numbers += 2 * size
+            model_bytes += 2 * size
             model = ScalarHead(model) if placement.role.scalar_head else model
             common: dict[str, Any] = {"accelerator": accelerator, "precision": precision, "placement": placement}
             if not placement.role.trained:
@@ -117,16 +119,16 @@ def measure(arguments: argparse.Namespace) -> int:
             elif arguments.engines:
                 common |= {"optimizer": OptimizerConfig(), "total_steps": 1, "micro_batch_size": 1, "accumulation": 1}
                 model = TrainingEngine(role, model, **common)
-                numbers += (4 + 8 + 2) * size  # masters, two moments, gradients
+                model_bytes += (4 + 8 + 2) * size  # master weights, two moments, gradients
             models.append(model)
         distributed.all_gather_objects(None)
-        found = {"before": before, "kept": numbers // distributed.world().size, "peak": status("VmHWM")}
-        Path(arguments.out, f"{distributed.world().rank}.json").write_text(json.dumps(found))
+        memory = {"before": before, "kept": model_bytes // distributed.world().size, "peak": memory_status("VmHWM")}
+        Path(arguments.out, f"{distributed.world().rank}.json").write_text(json.dumps(memory))
     return 0
 
 
-def status(key: str) -> int:
-    """A number of this process in /proc, in bytes."""
+def memory_status(key: str) -> int:
+    """Return a memory figure of this process from /proc/self/status, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
 

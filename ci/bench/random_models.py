@@ -1,4 +1,4 @@
-"""Models of a shape with random weights, on disk: written tensor by tensor, so that none is ever whole in memory."""
+"""Write models of a known shape with random weights, tensor by tensor, so that no model is in memory as a whole."""
 
 from __future__ import annotations
 
@@ -22,12 +22,17 @@ def make(
     seed: int = 0,
     file_size: int = 2**30,
 ) -> Path:
-    """A model of one of the known shapes (rlhf/models/known.yaml) in `folder`, bf16, with a small tokenizer.
+    """Write a bf16 model of a known shape (rlhf/models/known.yaml), with a small tokenizer, and return its folder.
+
+    A complete model that is already in `folder` stays unchanged.
 
     Args:
-        scalar_head: as a reward model, with the weights of the language model of the same seed below its head.
-        layers: in place of those of the shape.
-        file_size: bytes of weights in a file, at most.
+        folder: where to write the model.
+        name: name of the shape.
+        scalar_head: write a reward model. Below the head it has the weights of the language model of the same seed.
+        layers: number of layers; None for that of the shape.
+        seed: seed of the weights.
+        file_size: maximum bytes of weights per file.
     """
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -48,31 +53,32 @@ def make(
         model = auto.from_config(config, dtype=torch.bfloat16)
     config.architectures = [type(model).__name__]
     folder.mkdir(parents=True, exist_ok=True)
-    outlines = dict(model.named_parameters())  # tied ones once
+    outlines = dict(model.named_parameters())  # tied weights appear once
     with SafetensorsWriter(folder, outlines, file_size=file_size) as writer:
         for key, outline in outlines.items():
-            writer.write(key, _drawn(key, outline, seed))
+            writer.write(key, _draw_tensor(key, outline, seed))
     _tokenizer().save_pretrained(folder)
-    config.save_pretrained(folder)  # last: it marks the folder as complete
+    config.save_pretrained(folder)  # last, because it marks the folder as complete
     return folder
 
 
 def rows(file: Path, count: int = 64) -> Path:
-    """Preferences of a few words each."""
-    draw = random.Random(1)
+    """Write `count` preference pairs of a few words each, and return the file."""
+    generator = random.Random(1)
 
     def words() -> str:
-        return " ".join(draw.choices(WORDS, k=6))
+        return " ".join(generator.choices(WORDS, k=6))
 
     lines = (
-        {"prompt": f"{words()} {n}", "chosen": f"please {words()}", "rejected": f"no {words()}"} for n in range(count)
+        {"prompt": f"{words()} {number}", "chosen": f"please {words()}", "rejected": f"no {words()}"}
+        for number in range(count)
     )
     file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return file
 
 
-def _drawn(key: str, like: Any, seed: int) -> Any:
-    """A tensor that is the same whenever this key is drawn: norms near 1, matrices small."""
+def _draw_tensor(key: str, like: Any, seed: int) -> Any:
+    """Return a bf16 tensor that depends only on key, shape and seed: ones for norms, zeros for biases, else small."""
     import torch
 
     generator = torch.Generator().manual_seed(seed + sum(key.encode()) * 1009 + len(key))
@@ -85,5 +91,5 @@ def _drawn(key: str, like: Any, seed: int) -> Any:
 def _tokenizer() -> Any:
     from rlhf.data.toy_world import build_tokenizer
 
-    draw = random.Random(0)
-    return build_tokenizer((" ".join(draw.choices(WORDS, k=6)) for _ in range(200)), vocab_size=300)
+    generator = random.Random(0)
+    return build_tokenizer((" ".join(generator.choices(WORDS, k=6)) for _ in range(200)), vocab_size=300)

@@ -1,4 +1,4 @@
-"""A side of `gaudi_sim_step.py`: runs a stage of a recipe as `rlhf` does, one step for each line on stdin."""
+"""Run a stage of a recipe, as `rlhf` does, for `gaudi_sim_step.py`: one step per line on stdin."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def main() -> None:
     recipe = Path(work["recipe"]) if work["recipe"] else EMBEDDED_RECIPE
     config = load_config(recipe, [*work["settings"], f"output={work['output']}"])
     selection = select_accelerator(config, work["accelerator"])
-    # These import torch and DeepSpeed, which must find the environment that `select_accelerator` has set.
+    # This imports torch and DeepSpeed, which read the environment that `select_accelerator` has set.
     from rlhf.engine import distributed
 
     with distributed.start_process_group(selection) as accelerator:
@@ -28,12 +28,12 @@ def main() -> None:
 
         from rlhf.trainers import loop, pipeline
 
-        loop.fit = Held(loop.fit, channel, threads=torch.get_num_threads())
+        loop.fit = FitOnCommand(loop.fit, channel, threads=torch.get_num_threads())
         pipeline.run(config, accelerator, RunDirectory(Path(config.output)), [work["stage"]])
 
 
-class Held:
-    """`fit`, with each step held until the benchmark asks for it."""
+class FitOnCommand:
+    """A wrapper of `loop.fit` in which each step waits for a command of the benchmark."""
 
     def __init__(self, fit: Any, channel: Channel, **facts: Any) -> None:
         self._fit = fit
@@ -44,15 +44,15 @@ class Held:
         self._channel.reply(**self._facts)
         step = trainer.step
 
-        def held(index: int) -> Any:
+        def step_on_command(index: int) -> Any:
             if not self._channel.wait():
                 sys.exit(0)
-            numbers = step(index)
+            metrics = step(index)
             context.accelerator.synchronize()
             self._channel.reply()
-            return numbers
+            return metrics
 
-        trainer.step = held
+        trainer.step = step_on_command
         return self._fit(trainer, context)
 
 

@@ -1,13 +1,20 @@
-"""What it takes to prepare a stage's rows: seconds and memory, held in memory by each rank, and kept in Arrow.
+"""Measure the time and memory that a stage needs to prepare its rows: with tokens in memory, and with an Arrow cache.
 
-    python ci/bench/tokenizing.py                  200,000 rows of about 200 tokens (a few minutes)
-    python ci/bench/tokenizing.py --rows 20000     fewer
-    python ci/bench/tokenizing.py --world          the embedded data, as in the quickstart
+    python ci/bench/tokenizing.py                       200,000 rows of about 200 tokens (a few minutes)
+    python ci/bench/tokenizing.py --rows 20000          fewer rows
+    python ci/bench/tokenizing.py --world               the embedded data, as in the quickstart
+    python ci/bench/tokenizing.py --ways first second   only some of the ways
 
-Each way runs in a process of its own: `memory` holds the rows and their tokens, as every rank does where they cannot be
-kept; `first` tokenizes and keeps them; `second` finds them, as the next run does; `rank` opens them beside the one that
-did. `first`, `second` and `rank` then make every example once, as an epoch does. The peak is what the process took
-beyond its libraries; of it, `own` is what other processes do not share at the end (pages of files they do).
+Each way runs in a separate process and prints one line of JSON. There is no baseline: compare the ways.
+
+    memory    keep rows and tokens in memory, as every rank does if the cache cannot be written
+    first     tokenize the rows and write the cache, as a first run does
+    second    find the cache, as the next run does (run `first` before)
+    rank      open the cache that another rank has built (run `first` before)
+
+`seconds` is the time to prepare the rows, `epoch_seconds` the time to read every example once, as an epoch does;
+`first`, `second` and `rank` create the examples meanwhile. `peak_mib` is the peak of the process in addition to its
+libraries. `own_mib` is the memory at the end that other processes do not share; pages of files are shared.
 """
 
 from __future__ import annotations
@@ -33,41 +40,41 @@ WORDS = 500
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=200_000, help="rows of about 200 tokens (default: %(default)s)")
-    parser.add_argument("--world", action="store_true", help="the embedded data instead")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="those to run (default: all)")
+    parser.add_argument("--world", action="store_true", help="use the embedded data instead")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="ways to measure (default: all)")
     parser.add_argument("--worker", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker:
-        print(json.dumps(measured(options.worker, options.folder, world=options.world)))
+    arguments = parser.parse_args()
+    if arguments.worker:
+        print(json.dumps(measure_way(arguments.worker, arguments.folder, world=arguments.world)))
         return
     with tempfile.TemporaryDirectory() as folder:
-        if not options.world:
-            write(Path(folder, "rows.jsonl"), options.rows)
-        for way in options.ways:
+        if not arguments.world:
+            write(Path(folder, "rows.jsonl"), arguments.rows)
+        for way in arguments.ways:
             command = [sys.executable, __file__, "--worker", way, "--folder", folder]
-            command += ["--world"] * options.world
-            found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]
-            print(found, flush=True)
+            command += ["--world"] * arguments.world
+            output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+            print(output.splitlines()[-1], flush=True)
 
 
 def words() -> list[str]:
-    """Made-up words, each of which becomes one token."""
+    """Return made-up words; each becomes one token."""
     rng = random.Random(0)
     return ["".join(rng.choices("bdfgklmnprstvz", k=3)) + "aeiou"[number % 5] for number in range(WORDS)]
 
 
 def write(path: Path, rows: int) -> None:
-    """Rows of a prompt and a response of 60 to 140 words each."""
-    rng, known = random.Random(1), words()
+    """Write rows with a prompt and a response of 60 to 140 words each."""
+    rng, vocabulary = random.Random(1), words()
     with path.open("w") as file:
         for number in range(rows):
-            prompt, response = (" ".join(rng.choices(known, k=rng.randint(60, 140))) for _ in range(2))
+            prompt, response = (" ".join(rng.choices(vocabulary, k=rng.randint(60, 140))) for _ in range(2))
             file.write(json.dumps({"prompt": f"{number} {prompt}", "response": response}) + "\n")
 
 
-def measured(way: str, folder: Path, *, world: bool) -> dict[str, object]:
-    """One way's numbers, in this process."""
+def measure_way(way: str, folder: Path, *, world: bool) -> dict[str, object]:
+    """Return the figures of one way, measured in this process."""
     os.environ["HF_DATASETS_CACHE"] = str(folder / "kept")
     import pyarrow.ipc  # noqa: F401
     import transformers  # noqa: F401
@@ -106,7 +113,7 @@ def measured(way: str, folder: Path, *, world: bool) -> dict[str, object]:
 
 
 def resident(name: str) -> float:
-    """MiB of this process, as the kernel names them."""
+    """Return a memory figure of this process from /proc/self/status, in MiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return float(next(line for line in lines if line.startswith(f"{name}:")).split()[1]) / 1024
 
