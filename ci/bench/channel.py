@@ -1,6 +1,6 @@
-"""The line between a benchmark and its workers: commands go out on stdin, JSON lines come back on stdout.
+"""Connect a benchmark with its worker processes: commands arrive on a worker's stdin, JSON lines return on its stdout.
 
-Imports nothing but the standard library, because the workers live in several environments.
+This module imports only the standard library, because the workers run in different environments.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from typing import Any
 
 
 class Channel:
-    """A worker's end. Whatever libraries print goes to stderr from here on."""
+    """A worker's end of the connection. Once it exists, everything that libraries print goes to stderr."""
 
     def __init__(self) -> None:
         self._replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
     def reply(self, **values: Any) -> None:
+        """Send a JSON line with the values and the peak memory of this process, in GiB."""
         values["peak_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
         print(json.dumps(values), file=self._replies)
 
     def wait(self) -> bool:
-        """Block until the next command; False when there will be none."""
+        """Wait for the next command; return False if there are no more."""
         return sys.stdin.readline() != ""
 
 
 class Worker:
-    """The benchmark's end: a process that does one step each time it is told to, and meanwhile has the machine."""
+    """The benchmark's end of the connection: a process that runs one step per command and idles between steps."""
 
     def __init__(self, command: Sequence[str], *, errors: Path, environment: Mapping[str, str]) -> None:
         common = {
@@ -57,15 +58,16 @@ class Worker:
         self.seconds: list[float] = []
 
     def step(self, *, record: bool) -> dict[str, Any]:
-        """Have one step done -> the worker's reply; its time goes to `seconds`."""
-        begun = time.perf_counter()
+        """Run one step and return the worker's reply; if `record`, append the step's time to `seconds`."""
+        start = time.perf_counter()
         print("step", file=self._requests, flush=True)
         reply = self._read()
         if record:
-            self.seconds.append(time.perf_counter() - begun)
+            self.seconds.append(time.perf_counter() - start)
         return reply
 
     def stop(self) -> None:
+        """Close the worker's stdin and wait until the process has ended."""
         self._requests.close()
         self._process.wait()
 
@@ -73,6 +75,7 @@ class Worker:
         line = self._replies.readline()
         if not line:
             self._process.wait()
-            sys.exit(f"{self._errors.stem} ended with {self._process.returncode}:\n{self._errors.read_text()[-4000:]}")
+            log = self._errors.read_text()[-4000:]
+            sys.exit(f"{self._errors.stem} failed with exit code {self._process.returncode}:\n{log}")
         reply: dict[str, Any] = json.loads(line)
         return reply

@@ -1,7 +1,8 @@
-"""transformers' `generate()`, for `rollout.py`: one rollout for each line on stdin.
+"""Run rollouts with transformers' `generate()` for `rollout.py`: one rollout per line on stdin.
 
-It has the model and the machine to itself and knows nothing of this project. First every setting of it is tried on the
-whole workload; the fastest is the one that takes its turns.
+`rollout.py` starts this script; it is not for use from a shell. The process imports nothing of `rlhf` and holds only
+the model. It first times each setting of `generate()` on the whole workload, unless an earlier call has, and then uses
+the fastest.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "eager, static cache": {"attention": "eager", "cache_implementation": "static", "disable_compile": True},
 }
 COMPILED = "sdpa, static cache, compiled"
-"""What `generate()` does by itself on devices other than a CPU, where it has to be told to."""
+"""The default of `generate()` with a static cache on a GPU; on a CPU, compilation has to be requested."""
 
 
 def main() -> None:
@@ -33,43 +34,43 @@ def main() -> None:
     torch.manual_seed(0)
     device = torch.device("cpu" if work["accelerator"] == "cpu" else work["accelerator"])
     model = transformers.AutoModelForCausalLM.from_pretrained(work["model"], dtype=torch.bfloat16).to(device).eval()
-    # Nothing ends, so nothing has to be asked; and nothing stands between the logits and the draw.
+    # Without an end token there is no check for it, and no processor runs between the logits and the sampling.
     model.generation_config = transformers.GenerationConfig(pad_token_id=0)
     ids = torch.tensor(work["prompts"][: work["batch_size"]], device=device)
     length = work["completion_tokens"]
 
     def rollout(name: str, tokens: int = length) -> float:
-        given = dict(settings[name])
-        model.set_attn_implementation(given.pop("attention"))
-        begun = time.perf_counter()
+        options = dict(settings[name])
+        model.set_attn_implementation(options.pop("attention"))
+        start = time.perf_counter()
         with torch.inference_mode():
-            found = model.generate(
+            rows = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=tokens,
                 do_sample=True,
                 top_k=0,
                 use_cache=True,
-                **given,
+                **options,
             )
         if device.type != "cpu":
             torch.accelerator.synchronize()
-        if found.shape[1] != ids.shape[1] + tokens:
-            raise SystemExit(f"{name}: {found.shape[1] - ids.shape[1]} tokens were generated, not {tokens}")
-        return time.perf_counter() - begun
+        if rows.shape[1] != ids.shape[1] + tokens:
+            raise SystemExit(f"{name}: {rows.shape[1] - ids.shape[1]} tokens were generated, expected {tokens}")
+        return time.perf_counter() - start
 
     settings = dict(SETTINGS)
     if device.type != "cpu" or work["compiled"]:
         compiled = {"attention": "sdpa", "cache_implementation": "static"}
         if device.type == "cpu":
             config = transformers.CompileConfig(mode="default")
-            config._compile_all_devices = True  # transformers 5.23: its way to say that a CPU is meant too
+            config._compile_all_devices = True  # transformers 5.23: compile on a CPU too
             compiled["compile_config"] = config
         settings[COMPILED] = compiled
     tried: dict[str, float] = work["tried"]
     if not tried:
         for name in settings:
-            # Two tokens bring up code and buffers; a compiled step is made for a cache of its own length.
+            # Two tokens suffice to warm up, but a compiled step is specific to the length of the cache.
             rollout(name, length if name == COMPILED else 2)
             tried[name] = round(rollout(name), 3)
             print(f"{name}: {tried[name]:.2f} s", file=sys.stderr, flush=True)

@@ -1,6 +1,7 @@
-"""Our side of the benchmarks: a stage of `rlhf`, or its rollouts alone, one step for each line on stdin.
+"""Run our side of a benchmark: a stage of `rlhf`, or only PPO's rollouts, one step per line on stdin.
 
-Settings are those that a user gets without asking, but for the sizes of the work. Runs in the project's environment.
+The benchmarks start this script, in the project's environment; it is not for use from a shell. It sets little more
+than the sizes of the work: every key that `settings` leaves out is at its default.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rlhf.config.schema import Stage, build_config
 from rlhf.engine.select import select_accelerator
 from rlhf.runs.directory import RunDirectory
 
-LARGE = 2e9  # parameters; above that, rollouts are those of a policy that is trained by LoRA
+LARGE = 2e9  # parameters; above this, rollouts are those of a policy that LoRA trains
 
 
 def main() -> None:
@@ -30,7 +31,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as output:
         config = build_config(settings(work, output))
         selection = select_accelerator(config)
-        # These import torch and DeepSpeed, which must find the environment that `select_accelerator` has set.
+        # This imports torch and DeepSpeed, which read the environment that `select_accelerator` has set.
         from rlhf.engine import distributed
 
         with distributed.start_process_group(selection) as accelerator:
@@ -38,7 +39,10 @@ def main() -> None:
 
 
 def settings(work: dict[str, Any], output: str) -> dict[str, Any]:
-    """The recipe; `work["stage"]` is sft, reward, ppo, or rollout: PPO's generation, of a policy without a critic."""
+    """Return the recipe for the work.
+
+    `work["stage"]` is sft, reward, ppo or rollout. The last is PPO's generation with a policy and no critic.
+    """
     values: dict[str, Any] = {
         "output": output,
         "accelerator": work["accelerator"],
@@ -58,6 +62,7 @@ def settings(work: dict[str, Any], output: str) -> dict[str, Any]:
 
 
 def serve(channel: Channel, work: dict[str, Any], config: Any, accelerator: Any) -> None:
+    """Build the stage of the work, and run one of its steps for each command."""
     import deepspeed
     import torch
     import transformers
@@ -79,13 +84,13 @@ def serve(channel: Channel, work: dict[str, Any], config: Any, accelerator: Any)
     }
     stage: Stage = "ppo" if work["stage"] == "rollout" else work["stage"]
     with pipeline.stage_context(stage, config, accelerator, RunDirectory(Path(config.output))) as context:
-        answer = partial(_answer, channel, accelerator)
+        answer = partial(_answer_commands, channel, accelerator)
         if work["stage"] in ("sft", "reward"):
             train(context, work, lambda step: answer(facts, step))
             return
         ppo = make_ppo(context, work)
         if work["stage"] == "ppo":
-            answer(facts, timed(ppo, context.recorder))
+            answer(facts, time_phases(ppo, context.recorder))
         else:
             prompts = accelerator.to_device(ppo.prompts(0))
 
@@ -97,8 +102,10 @@ def serve(channel: Channel, work: dict[str, Any], config: Any, accelerator: Any)
             answer(facts, rollout)
 
 
-def _answer(channel: Channel, accelerator: Any, facts: dict[str, Any], step: Callable[[int], dict[str, Any]]) -> None:
-    """Do a step for each command, until there are none."""
+def _answer_commands(
+    channel: Channel, accelerator: Any, facts: dict[str, Any], step: Callable[[int], dict[str, Any]]
+) -> None:
+    """Reply with the facts, then run a step for each command until there are no more."""
     channel.reply(**facts)
     index = 0
     while channel.wait():
@@ -110,31 +117,32 @@ def _answer(channel: Channel, accelerator: Any, facts: dict[str, Any], step: Cal
     sys.exit(0)
 
 
-def timed(ppo: Any, recorder: Any) -> Callable[[int], dict[str, float]]:
-    """A step of PPO that gives the seconds of its phases."""
+def time_phases(ppo: Any, recorder: Any) -> Callable[[int], dict[str, float]]:
+    """Return a function that runs a PPO step and returns the seconds of each phase."""
     seconds: dict[str, float] = {}
 
-    def watch(phase: str, done: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*given: Any, **named: Any) -> Any:
-            begun = time.perf_counter()
-            result = done(*given, **named)
-            seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - begun
+    def add_timer(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run_timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            result = function(*args, **kwargs)
+            seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start
             return result
 
-        return watched
+        return run_timed
 
-    ppo.generate, ppo.score = watch("generation", ppo.generate), watch("scoring", ppo.score)
+    ppo.generate, ppo.score = add_timer("generation", ppo.generate), add_timer("scoring", ppo.score)
 
     def step(index: int) -> dict[str, float]:
         seconds.clear()
-        begun = time.perf_counter()
+        start = time.perf_counter()
         recorder.log(index, ppo.step(index))
-        return {**seconds, "training": time.perf_counter() - begun - sum(seconds.values())}
+        return {**seconds, "training": time.perf_counter() - start - sum(seconds.values())}
 
     return step
 
 
 def make_ppo(context: Any, work: dict[str, Any]) -> Any:
+    """Return a PPO trainer on the prompts of the work."""
     from rlhf.data.examples import Prompt
     from rlhf.data.records import Message, Row
     from rlhf.data.stage_dataset import StageData
@@ -147,7 +155,7 @@ def make_ppo(context: Any, work: dict[str, Any]) -> Any:
 
 
 def train(context: Any, work: dict[str, Any], answer: Callable[[Callable[[int], dict[str, Any]]], None]) -> None:
-    """The stage `sft` or `reward` on the workload's rows, its steps given to `answer` in place of the loop."""
+    """Build the trainer of stage `sft` or `reward` on the rows of the work, and pass its step to `answer`."""
     from rlhf.data.examples import Demonstration, Pair
     from rlhf.data.records import Message, Row
     from rlhf.data.stage_dataset import StageData
@@ -168,16 +176,16 @@ def train(context: Any, work: dict[str, Any], answer: Callable[[Callable[[int], 
 
 
 def loaders(context: Any, work: dict[str, Any]) -> tuple[Any, Any]:
-    """The tokenizer, and what loads a role's language model or one with a scalar head."""
+    """Return the tokenizer, and the loaders of a role's language model or model with a scalar head."""
     from rlhf.models.compatibility import choose_attention
     from rlhf.models.loading import load_causal_lm, load_model_tokenizer, load_scalar_head
 
     model, path = context.config.model, work["model"]
     tokenizer, _ = load_model_tokenizer(model)
-    loaded: dict[str, Any] = {"attention": choose_attention(context.accelerator, path, model).name, "path": path}
+    options: dict[str, Any] = {"attention": choose_attention(context.accelerator, path, model).name, "path": path}
     models = SimpleNamespace(
-        causal_lm=lambda role: load_causal_lm(model, tokenizer, **loaded),
-        scalar_head=lambda role: load_scalar_head(model, tokenizer, seed=0, **loaded),
+        causal_lm=lambda role: load_causal_lm(model, tokenizer, **options),
+        scalar_head=lambda role: load_scalar_head(model, tokenizer, seed=0, **options),
     )
     return tokenizer, models
 

@@ -1,7 +1,7 @@
-"""The TRL side of the benchmarks: a trainer of trl, one step for each line on stdin.
+"""Run the TRL side of a benchmark: one of trl's trainers, one step per line on stdin.
 
-A trainer's `train()` is one loop, so it is held at the end of each step by a callback. Runs in the environment
-that `setup_trl.sh` makes.
+The benchmarks start this script, in the environment that setup_trl.sh creates; it is not for use from a shell. A
+trainer's `train()` is a single loop, so a callback waits for the next command at the end of each step.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("workload", type=Path, help="JSON file")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workload", type=Path, help="JSON file of the work")
     parser.add_argument("--precision", choices=("bf16-weights", "bf16-autocast"), required=True)
-    parser.add_argument("--options", type=json.loads, default={}, help="of the trainer's configuration")
-    given = parser.parse_args()
-    work = json.loads(given.workload.read_text())
+    parser.add_argument(
+        "--options", type=json.loads, default={}, help="JSON object of options for the trainer's configuration"
+    )
+    arguments = parser.parse_args()
+    work = json.loads(arguments.workload.read_text())
     channel = Channel()
-    make = {"ppo": ppo_trainer, "sft": sft_trainer, "reward": reward_trainer}[work["stage"]]
+    make_trainer = {"ppo": ppo_trainer, "sft": sft_trainer, "reward": reward_trainer}[work["stage"]]
     with tempfile.TemporaryDirectory() as output:
-        options = common(work, given.precision, output) | given.options
-        make(work, given.precision, options, Hold(channel)).train()
+        options = common(work, arguments.precision, output) | arguments.options
+        make_trainer(work, arguments.precision, options, command_callback(channel)).train()
 
 
 def common(work: dict[str, Any], precision: str, output: str) -> dict[str, Any]:
-    """What the configurations of all trainers have."""
+    """Return the options that the configurations of all trainers share."""
     rows = work["batch_size"]
     micro = work.get("micro_batch_size") or rows
     return {
@@ -52,25 +54,28 @@ def common(work: dict[str, Any], precision: str, output: str) -> dict[str, Any]:
 
 
 def causal(path: str, dtype: Any) -> Any:
+    """Load a language model."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
 
 
 def scalar(path: str, dtype: Any) -> Any:
+    """Load a model with a scalar head."""
     from transformers import AutoModelForSequenceClassification
 
     return AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, num_labels=1)
 
 
-def dtype_of(precision: str) -> Any:
-    """Of the weights that are trained."""
+def trained_dtype(precision: str) -> Any:
+    """Return the dtype of the trained weights."""
     import torch
 
     return torch.float32 if precision == "bf16-autocast" else torch.bfloat16
 
 
-def ppo_trainer(work: dict[str, Any], precision: str, options: dict[str, Any], hold: Any) -> Any:
+def ppo_trainer(work: dict[str, Any], precision: str, options: dict[str, Any], callback: Any) -> Any:
+    """Return TRL's PPO trainer on the prompts of the work."""
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer
@@ -78,13 +83,13 @@ def ppo_trainer(work: dict[str, Any], precision: str, options: dict[str, Any], h
 
     path, batch = work["model"], work["batch_size"]
     # With autocast only the trained models need float32 weights.
-    trained, frozen = dtype_of(precision), torch.bfloat16
+    trained, frozen = trained_dtype(precision), torch.bfloat16
     return PPOTrainer(
         args=PPOConfig(
             num_mini_batches=1,
             num_ppo_epochs=1,
             local_rollout_forward_batch_size=batch,
-            total_episodes=batch * 100_000,  # the driver decides when to stop
+            total_episodes=batch * 100_000,  # the benchmark decides when to stop
             response_length=work["completion_tokens"],
             stop_token=None,
             temperature=1.0,
@@ -97,11 +102,12 @@ def ppo_trainer(work: dict[str, Any], precision: str, options: dict[str, Any], h
         reward_model=scalar(path, frozen),
         value_model=scalar(path, trained),
         train_dataset=Dataset.from_dict({"input_ids": work["prompts"]}),
-        callbacks=[hold],
+        callbacks=[callback],
     )
 
 
-def sft_trainer(work: dict[str, Any], precision: str, options: dict[str, Any], hold: Any) -> Any:
+def sft_trainer(work: dict[str, Any], precision: str, options: dict[str, Any], callback: Any) -> Any:
+    """Return TRL's SFT trainer on the rows of the work."""
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl import SFTConfig, SFTTrainer
@@ -110,17 +116,18 @@ def sft_trainer(work: dict[str, Any], precision: str, options: dict[str, Any], h
         "input_ids": [prompt + completion for prompt, completion in work["rows"]],
         "completion_mask": [[0] * len(prompt) + [1] * len(completion) for prompt, completion in work["rows"]],
     }
-    lasting = {"num_train_epochs": 100_000, "learning_rate": work["learning_rate"], "lr_scheduler_type": "constant"}
+    schedule = {"num_train_epochs": 100_000, "learning_rate": work["learning_rate"], "lr_scheduler_type": "constant"}
     return SFTTrainer(
-        args=SFTConfig(completion_only_loss=True, max_length=None, **lasting, **options),
-        model=causal(work["model"], dtype_of(precision)),
+        args=SFTConfig(completion_only_loss=True, max_length=None, **schedule, **options),
+        model=causal(work["model"], trained_dtype(precision)),
         processing_class=AutoTokenizer.from_pretrained(work["model"]),
         train_dataset=Dataset.from_dict(rows),
-        callbacks=[hold],
+        callbacks=[callback],
     )
 
 
-def reward_trainer(work: dict[str, Any], precision: str, options: dict[str, Any], hold: Any) -> Any:
+def reward_trainer(work: dict[str, Any], precision: str, options: dict[str, Any], callback: Any) -> Any:
+    """Return TRL's reward trainer on the pairs of the work."""
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl import RewardConfig, RewardTrainer
@@ -129,36 +136,36 @@ def reward_trainer(work: dict[str, Any], precision: str, options: dict[str, Any]
         "chosen_ids": [prompt + chosen for prompt, chosen, _ in work["rows"]],
         "rejected_ids": [prompt + rejected for prompt, _, rejected in work["rows"]],
     }
-    lasting = {"num_train_epochs": 100_000, "learning_rate": work["learning_rate"], "lr_scheduler_type": "constant"}
+    schedule = {"num_train_epochs": 100_000, "learning_rate": work["learning_rate"], "lr_scheduler_type": "constant"}
     return RewardTrainer(
-        args=RewardConfig(max_length=None, **lasting, **options),
-        model=scalar(work["model"], dtype_of(precision)),
+        args=RewardConfig(max_length=None, **schedule, **options),
+        model=scalar(work["model"], trained_dtype(precision)),
         processing_class=AutoTokenizer.from_pretrained(work["model"]),
         train_dataset=Dataset.from_dict(rows),
-        callbacks=[hold],
+        callbacks=[callback],
     )
 
 
-def Hold(channel: Channel) -> Any:
-    """A callback that waits for a command before each step and replies after it."""
+def command_callback(channel: Channel) -> Any:
+    """Return a callback that waits for a command before each step and replies after it."""
     import torch
     import transformers
     import trl
     from transformers import TrainerCallback
     from trl.experimental.ppo import ppo_trainer
 
-    generated: list[float] = []
+    generation_seconds: list[float] = []
     generate = ppo_trainer.batch_generation
 
-    def timed_generation(*arguments: Any) -> Any:
-        begun = time.perf_counter()
-        result = generate(*arguments)
-        generated.append(time.perf_counter() - begun)
+    def time_generation(*args: Any) -> Any:
+        start = time.perf_counter()
+        result = generate(*args)
+        generation_seconds.append(time.perf_counter() - start)
         return result
 
-    ppo_trainer.batch_generation = timed_generation
+    ppo_trainer.batch_generation = time_generation
 
-    def wait() -> None:
+    def wait_for_command() -> None:
         if not channel.wait():
             raise SystemExit
 
@@ -168,15 +175,15 @@ def Hold(channel: Channel) -> Any:
                 versions={"trl": trl.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
                 threads=torch.get_num_threads(),
             )
-            wait()
+            wait_for_command()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            phases = {"generation": generated.pop()} if generated else {}
+            phases = {"generation": generation_seconds.pop()} if generation_seconds else {}
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
                 phases["device_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
             channel.reply(**phases)
-            wait()
+            wait_for_command()
 
     return Callback()
 
