@@ -1,11 +1,14 @@
-"""Every row that has a target, one after the other, and one table of what was found.
+"""Run every benchmark that has a target, one after the other, and print one table of the results.
 
-    python ci/bench/all.py                        about half an hour on two cores
-    python ci/bench/all.py --seconds 500          stop after so long; the same call again goes on
-    python ci/bench/all.py --only rollout 64      rows whose commands contain all of these words
+    bash ci/bench/setup_trl.sh                    once: create TRL's environment
+    python ci/bench/all.py                        all rows of a CPU, about half an hour on two cores
+    python ci/bench/all.py --seconds 500          stop after 500 seconds; the same command resumes
+    python ci/bench/all.py --only rollout 64      only rows whose commands contain all of these words
     python ci/bench/all.py --accelerator cuda     the rows of a GPU
 
-What was measured with the code as it is now is not measured again. Exit code 3: some rows are left for another call.
+PPO steps and steps of SFT and reward training are compared with TRL's trainers; rollouts are compared with
+transformers' generate() and with the limits of the machine. Rows that were measured with the current code are not
+measured again. The exit code is 0 if all rows are complete, 1 if a row failed, and 3 if time ran out before some rows.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ ROWS = (
     "supervised.py --stage sft --micro-batch 16",
     "supervised.py --stage reward --micro-batch 4",
     "supervised.py --stage reward --micro-batch 16",
-    # 19 GiB on TRL's side with autocast, and 13 on ours: together too much for a machine of 23.
+    # With autocast TRL takes 19 GiB and our side 13: a machine with 23 GiB cannot run both at once.
     f"ppo_step.py {LONG} --warmup 1 --apart",
 )
 ON_GPU = (
@@ -45,44 +48,45 @@ ON_GPU = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, help="stop after so long")
-    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="rows whose commands contain all of them")
-    parser.add_argument("--rounds", type=int, help="timed steps of each side, in place of each row's own number")
-    parser.add_argument("--warmup", type=int, help="steps before those, in place of each row's own number")
+    parser.add_argument("--seconds", type=float, help="stop after this time; the same command resumes")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="WORD", help="run only rows whose commands contain all words"
+    )
+    parser.add_argument("--rounds", type=int, help="timed steps per side (default: set per row)")
+    parser.add_argument("--warmup", type=int, help="untimed steps before them (default: set per row)")
     parser.add_argument("--accelerator", default="cpu", help="backend to run on (default: cpu)")
-    given = parser.parse_args()
-    begun = time.perf_counter()
-    limits = machine.limits(given.accelerator)
-    print(machine.shown(limits), flush=True)
-    chosen = [
-        row for row in (ROWS if given.accelerator == "cpu" else ON_GPU) if all(word in row for word in given.only)
-    ]
-    left: list[str] = []
+    arguments = parser.parse_args()
+    start = time.perf_counter()
+    limits = machine.limits(arguments.accelerator)
+    print(machine.describe_limits(limits), flush=True)
+    all_rows = ROWS if arguments.accelerator == "cpu" else ON_GPU
+    selected = [row for row in all_rows if all(word in row for word in arguments.only)]
+    unfinished: list[str] = []
     failed: list[str] = []
     rows: list[Any] = []
     with tempfile.TemporaryDirectory() as folder:
-        kept = Path(folder) / "limits.json"
-        kept.write_text(json.dumps(limits))
-        for number, row in enumerate(chosen, 1):
-            print(f"\n{number} of {len(chosen)}: {row}", flush=True)
-            found = Path(folder) / f"{number}.json"
-            command = [sys.executable, *row.split(), "--once", "--limits", str(kept), "--rows", str(found)]
+        limits_file = Path(folder) / "limits.json"
+        limits_file.write_text(json.dumps(limits))
+        for number, row in enumerate(selected, 1):
+            print(f"\n{number} of {len(selected)}: {row}", flush=True)
+            rows_file = Path(folder) / f"{number}.json"
+            command = [sys.executable, *row.split(), "--once", "--limits", str(limits_file), "--rows", str(rows_file)]
             command[1] = str(machine.HERE / command[1])
-            command += ["--accelerator", given.accelerator]
+            command += ["--accelerator", arguments.accelerator]
             for name in ("rounds", "warmup"):
-                command += [f"--{name}", str(value)] if (value := getattr(given, name)) is not None else []
-            if given.seconds:
-                command += ["--seconds", str(max(given.seconds - (time.perf_counter() - begun), 0))]
+                command += [f"--{name}", str(value)] if (value := getattr(arguments, name)) is not None else []
+            if arguments.seconds:
+                command += ["--seconds", str(max(arguments.seconds - (time.perf_counter() - start), 0))]
             code = subprocess.run(command, check=False).returncode
             if code:
-                (left if code == turns.UNFINISHED else failed).append(row)
+                (unfinished if code == turns.UNFINISHED else failed).append(row)
             else:
-                rows += json.loads(found.read_text())
-    print(f"\n{report.table(rows)}\n{time.perf_counter() - begun:.0f} s")
-    for name, listed in (("left for another call", left), ("failed", failed)):
-        if listed:
-            print(f"{name}: {'; '.join(listed)}")
-    sys.exit(1 if failed else turns.UNFINISHED if left else 0)
+                rows += json.loads(rows_file.read_text())
+    print(f"\n{report.table(rows)}\n{time.perf_counter() - start:.0f} s")
+    for label, commands in (("unfinished (the same command resumes)", unfinished), ("failed", failed)):
+        if commands:
+            print(f"{label}: {'; '.join(commands)}")
+    sys.exit(1 if failed else turns.UNFINISHED if unfinished else 0)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,14 @@
-"""What a benchmark ran on, what that machine can do at most, and where results go.
+"""Measure the limits of this machine: the memory bandwidth and the floating-point speed of matrix products.
 
     python ci/bench/machine.py                       bytes/s and FLOP/s of this machine's processor
-    python ci/bench/machine.py --accelerator cuda    of a device
+    python ci/bench/machine.py --accelerator cuda    bytes/s and FLOP/s of a device
+    python ci/bench/machine.py --json                one line of JSON, for --limits of the other benchmarks
 
-Bytes are those read (or, in a copy, read and written) of tensors far larger than any cache; operations those of matrix
-products, 2 m n k. Each is the best of several runs: a limit, not an average.
+Bandwidth counts the bytes read (in a copy, the bytes read and written) of tensors far larger than any cache. A matrix
+product of m x k by k x n counts as 2 m n k operations. Each figure is the best of several runs, so it is a limit and
+not an average.
+
+The module also describes the machine for result files and names those files.
 """
 
 from __future__ import annotations
@@ -28,10 +32,11 @@ sys.path[:0] = [str(ROOT)]
 
 from accelerators.backends.cpu import info as cpu_info  # noqa: E402
 
-READ = 2**30  # bytes of the tensor that is read
+READ = 2**30  # bytes per read
 
 
 def machine() -> dict[str, Any]:
+    """Return the description of this machine that result files contain."""
     return {
         "model": cpu_info.cpu_model(),
         "cores": cpu_info.cores(),
@@ -41,87 +46,88 @@ def machine() -> dict[str, Any]:
 
 
 def results_file(folder: Path, benchmark: str) -> Path:
-    """Where the results of `benchmark` on this machine go."""
+    """Return the file for the results of `benchmark` on this machine."""
     chip = slug(re.sub(r"\((R|TM)\)|Processor", "", cpu_info.cpu_model()), " +")
     return folder / "results" / f"{benchmark}-{chip}.json"
 
 
 def device_file(chip: str) -> Path:
-    """Where the results of all benchmarks on a device go, each under its name."""
+    """Return the file for the results of all benchmarks on a device, by name of the benchmark."""
     return ROOT / "ci" / "results" / f"bench-{slug(chip, '[^A-Za-z0-9]+')}.json"
 
 
 def slug(name: str, unwanted: str) -> str:
+    """Return the name in lower case, with a hyphen for each match of the pattern `unwanted`."""
     return re.sub(unwanted, "-", name).strip("-").lower()
 
 
 def limits(accelerator: str) -> dict[str, Any]:
-    """What `measure` finds, in a process of its own."""
+    """Return the result of `measure` from a separate process."""
     command = [sys.executable, str(HERE / "machine.py"), "--accelerator", accelerator, "--json"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"machine.py ended with {done.returncode}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    completed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if completed.returncode:
+        sys.exit(f"machine.py: failed with exit code {completed.returncode}")
+    measured: dict[str, Any] = json.loads(completed.stdout.splitlines()[-1])
+    return measured
 
 
 def measure(accelerator: str, *, size: int = READ, side: int = 4096) -> dict[str, Any]:
-    """Bytes and operations a second, each by the way in which it was found.
+    """Return the bytes and operations per second, by the operation that was measured.
 
     Args:
-        size: bytes of the tensors that are read.
-        side: of the square matrices that are multiplied in bf16, beside smaller ones; half of that in float32.
+        size: bytes per read.
+        side: rows of the largest square matrices; bf16 is measured at this size and half of it, float32 at half.
     """
     import torch
 
-    device, synchronize, chip = _device(accelerator)
+    device, synchronize, chip = _bind_device(accelerator)
     torch.set_num_threads(cpu_info.cores())
 
-    def best(work: Callable[[], Any]) -> float:
+    def best_time(work: Callable[[], Any]) -> float:
         seconds = []
         for _ in range(8):  # the first warms up
             synchronize()
-            begun = time.perf_counter()
+            start = time.perf_counter()
             work()
             synchronize()
-            seconds.append(time.perf_counter() - begun)
+            seconds.append(time.perf_counter() - start)
         return min(seconds[1:])
 
     return {
         "chip": chip,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        **_bytes(size, device, best),
-        "flops_per_second": _flops(side, device, best),
+        **_measure_bytes(size, device, best_time),
+        "flops_per_second": _measure_flops(side, device, best_time),
     }
 
 
-def _bytes(size: int, device: Any, best: Callable[[Callable[[], Any]], float]) -> dict[str, Any]:
+def _measure_bytes(size: int, device: Any, best_time: Callable[[Callable[[], Any]], float]) -> dict[str, Any]:
     import torch
 
-    wide = 4096
+    width = 4096
     numbers = torch.ones(size // 4, device=device)
     target = torch.empty_like(numbers)
-    weights = torch.ones(size // 2 // wide, wide, dtype=torch.bfloat16, device=device)
-    vector = torch.ones(wide, dtype=torch.bfloat16, device=device)
-    read: dict[str, Callable[[], Any]] = {
+    weights = torch.ones(size // 2 // width, width, dtype=torch.bfloat16, device=device)
+    vector = torch.ones(width, dtype=torch.bfloat16, device=device)
+    reads: dict[str, Callable[[], Any]] = {
         "sum, float32": numbers.sum,
         "dot, float32": partial(torch.dot, numbers, numbers),
         "matrix x vector, bf16": partial(torch.mv, weights, vector),
     }
     return {
-        "read_bytes_per_second": {name: round(size / best(work)) for name, work in read.items()},
-        "copy_bytes_per_second": round(2 * size / best(partial(target.copy_, numbers))),
+        "read_bytes_per_second": {name: round(size / best_time(work)) for name, work in reads.items()},
+        "copy_bytes_per_second": round(2 * size / best_time(partial(target.copy_, numbers))),
     }
 
 
-def _flops(side: int, device: Any, best: Callable[[Callable[[], Any]], float]) -> dict[str, int]:
+def _measure_flops(side: int, device: Any, best_time: Callable[[Callable[[], Any]], float]) -> dict[str, int]:
     import torch
 
-    found: dict[str, int] = {}
+    speeds: dict[str, int] = {}
 
-    def note(name: str, edge: int, work: Callable[[], Any]) -> None:
-        found[name] = max(found.get(name, 0), round(2 * edge**3 / best(work)))
+    def record_speed(name: str, edge: int, work: Callable[[], Any]) -> None:
+        speeds[name] = max(speeds.get(name, 0), round(2 * edge**3 / best_time(work)))
 
     for name, dtype, edge in (
         ("bf16", torch.bfloat16, side),
@@ -129,43 +135,44 @@ def _flops(side: int, device: Any, best: Callable[[Callable[[], Any]], float]) -
         ("fp32", torch.float32, side // 2),
     ):
         left, right = (torch.randn(edge, edge, device=device).to(dtype) for _ in range(2))
-        note(name, edge, partial(torch.matmul, left, right))
+        record_speed(name, edge, partial(torch.matmul, left, right))
         if device.type == "cpu" and name == "bf16" and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-            # oneDNN's own order of the weights, which torch 2.13 has under these private names.
+            # oneDNN's packed layout of the weights; torch 2.13 has it under these private names.
             packed = torch.ops.mkldnn._reorder_linear_weight(right, edge)
-            note(
+            record_speed(
                 f"{name}, packed weights",
                 edge,
                 partial(torch.ops.mkldnn._linear_pointwise, left, packed, None, "none", [], ""),
             )
-    return found
+    return speeds
 
 
-def _device(accelerator: str) -> tuple[Any, Callable[[], None], str]:
-    """The device of a backend, what waits for it, and what it is called."""
+def _bind_device(accelerator: str) -> tuple[Any, Callable[[], None], str]:
+    """Return the device of a backend, the function that synchronizes it, and the name of the chip."""
     import accelerators
 
     selection = accelerators.select(accelerator, environ={})
     selection.export(os.environ)
-    made = selection.create()
-    return made.bind(0), made.synchronize, made.info().model
+    backend = selection.create()
+    return backend.bind(0), backend.synchronize, backend.info().model
 
 
-def shown(found: dict[str, Any]) -> str:
-    lines = [f"{found['chip']}, {found['threads']} threads, torch {found['torch']}"]
-    lines += [f"read, {name}: {value / 1e9:.1f} GB/s" for name, value in found["read_bytes_per_second"].items()]
-    lines += [f"copy, read and written: {found['copy_bytes_per_second'] / 1e9:.1f} GB/s"]
-    lines += [f"product, {name}: {value / 1e12:.3f} TFLOP/s" for name, value in found["flops_per_second"].items()]
+def describe_limits(measured: dict[str, Any]) -> str:
+    """Return the result of `measure` as lines of text."""
+    lines = [f"{measured['chip']}, {measured['threads']} threads, torch {measured['torch']}"]
+    lines += [f"read, {name}: {value / 1e9:.1f} GB/s" for name, value in measured["read_bytes_per_second"].items()]
+    lines += [f"copy, read and written: {measured['copy_bytes_per_second'] / 1e9:.1f} GB/s"]
+    lines += [f"product, {name}: {value / 1e12:.3f} TFLOP/s" for name, value in measured["flops_per_second"].items()]
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--accelerator", default="cpu", help="backend to measure (default: cpu)")
-    parser.add_argument("--json", action="store_true", help="one line of JSON")
-    given = parser.parse_args()
-    found = measure(given.accelerator)
-    print(json.dumps(found) if given.json else shown(found))
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    arguments = parser.parse_args()
+    measured = measure(arguments.accelerator)
+    print(json.dumps(measured) if arguments.json else describe_limits(measured))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""One PPO step (rollout, scoring, training): ours against trl's PPOTrainer in bf16 weights and in bf16 autocast.
+"""Measure one PPO step (rollout, scoring, training) against trl's PPOTrainer with bf16 weights and with bf16 autocast.
 
+    bash ci/bench/setup_trl.sh                                       once: create TRL's environment
     python ci/bench/ppo_step.py                                      135M, batch 16, 16 + 32 tokens
     python ci/bench/ppo_step.py --prompt 128 --completion 128 --apart
     python ci/bench/ppo_step.py --accelerator cuda --shape llama-3.2-1b
 
-A process for each side, all with the same model (random weights), prompts, batch, lengths and threads, takes turns on
-the whole machine. bf16-autocast is TRL's own default, and the one with float32 masters as ours: memory is compared with
-it. With longer rows the processes need much memory: `--apart` has no two of them at once. Make TRL's environment first
-with `setup_trl.sh`.
+Each side is a process. All have the same model (random weights), prompts, batch, lengths and number of threads, and
+they take turns on the whole machine. bf16 autocast is TRL's default and, like ours, has float32 master weights, so
+peak memory is compared with it. Longer rows need much memory: with `--apart`, only one process runs at a time. The
+results are written to ci/bench/results (of a device, to ci/results).
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ OURS, WEIGHTS, AUTOCAST = "ours", "trl bf16-weights", "trl bf16-autocast"
 SETTINGS = {
     "all": "1 PPO epoch, 1 minibatch, 1 micro-batch; sampling at temperature 1 from the whole vocabulary; "
     "no gradient checkpointing; separate policy, reference, value and reward models; AdamW",
-    OURS: "bf16 weights and gradients, float32 master weights and optimizer states; all else as it is by default",
+    OURS: "bf16 weights and gradients, float32 master weights and optimizer states; everything else at its default",
     WEIGHTS: "bf16 weights, gradients and optimizer states, no autocast; "
     "no stop token, no sample completions, no reports, no checkpoints",
-    AUTOCAST: "float32 trained weights under bf16 autocast, bf16 frozen models; otherwise the same",
+    AUTOCAST: "float32 trained weights under bf16 autocast, bf16 frozen models; otherwise the same as bf16 weights",
 }
-# How many times as fast as each, by prompt and completion.
+# Target speedups over each side of TRL, by tokens of prompt and completion.
 TARGETS = {(16, 32): {WEIGHTS: 1.8, AUTOCAST: 4.0}, (128, 128): {WEIGHTS: 2.0, AUTOCAST: 4.0}}
-MEMORY = 0.8
+MEMORY = 0.8  # target: our peak memory divided by TRL's
 SIDES = {"weights": WEIGHTS, "autocast": AUTOCAST}
 
 
@@ -47,63 +48,72 @@ def main() -> None:
     parser.add_argument("--completion", type=int, default=32, help="tokens of a completion (default: 32)")
     parser.add_argument("--batch", type=int, default=16, help="rows of a step (default: 16)")
     parser.add_argument("--shape", default=SHAPE, help=f"a name in rlhf/models/known.yaml (default: {SHAPE})")
-    parser.add_argument("--against", nargs="+", choices=tuple(SIDES), default=list(SIDES), help="TRL's (both, at once)")
-    given = parser.parse_args()
-    turns.need_trl()
+    parser.add_argument(
+        "--against", nargs="+", choices=tuple(SIDES), default=list(SIDES), help="sides of TRL (default: both)"
+    )
+    arguments = parser.parse_args()
+    turns.require_trl()
 
-    size = f"{given.prompt}+{given.completion}"
-    shape = "" if given.shape == SHAPE else f"-{given.shape}"
-    batch = "" if given.batch == 16 else f"-x{given.batch}"
-    against = "" if given.against == list(SIDES) else f"-{'-'.join(given.against)}"
-    names = [OURS, *(SIDES[each] for each in given.against)]
-    what = f"one PPO step of {given.shape} (random weights), batch {given.batch}, {size} tokens"
-    settings = {"batch": given.batch, **{key: SETTINGS[key] for key in ("all", *names)}}
-    measured = turns.Turns(f"ppo_step-{size}{shape}{batch}{against}", what, settings, given)
+    size = f"{arguments.prompt}+{arguments.completion}"
+    shape = "" if arguments.shape == SHAPE else f"-{arguments.shape}"
+    batch = "" if arguments.batch == 16 else f"-x{arguments.batch}"
+    against = "" if arguments.against == list(SIDES) else f"-{'-'.join(arguments.against)}"
+    names = [OURS, *(SIDES[side] for side in arguments.against)]
+    what = f"one PPO step of {arguments.shape} (random weights), batch {arguments.batch}, {size} tokens"
+    settings = {"batch": arguments.batch, **{key: SETTINGS[key] for key in ("all", *names)}}
+    measured = turns.Turns(f"ppo_step-{size}{shape}{batch}{against}", what, settings, arguments)
     with tempfile.TemporaryDirectory() as folder:
-        model = make(Path(folder) / "model", given.shape)
-        file = turns.write(workload(model, given), Path(folder))
-        commands = {OURS: turns.ours(file)}
-        commands |= {f"trl {each}": turns.trl(file, each) for each in ("bf16-weights", "bf16-autocast")}
+        model = make(Path(folder) / "model", arguments.shape)
+        file = turns.write(workload(model, arguments), Path(folder))
+        commands = {OURS: turns.ours_command(file)}
+        commands |= {
+            f"trl {precision}": turns.trl_command(file, precision) for precision in ("bf16-weights", "bf16-autocast")
+        }
         measured.measure(
-            {name: partial(turns.start, commands[name], name, Path(folder), given.accelerator) for name in names}
+            {
+                name: partial(turns.start_worker, commands[name], name, Path(folder), arguments.accelerator)
+                for name in names
+            }
         )
-        flops = ppo_flops(Shape.of(model), Work(given.batch, given.prompt, given.completion))
+        flops = ppo_flops(Shape.of(model), Work(arguments.batch, arguments.prompt, arguments.completion))
     sides, fastest = measured.sides(), speeds(measured.limits)["flops_per_second"]
     arithmetic = {"flops": flops, "seconds_at_the_limit": round(sum(flops.values()) / fastest, 3)}
-    measured.finish(rows(sides, given), arithmetic=arithmetic)
+    measured.finish(rows(sides, arguments), arithmetic=arithmetic)
     for name, side in sides.items():
         phases = [f"{key[7:]} {value:.2f}" for key, value in side.items() if key.startswith("median_")]
         print(f"{name}: {', '.join(phases)}; peak {_peak(side):.2f} GiB")
-    print(
-        f"{sum(flops.values()) / 1e12:.2f} TFLOP a step: {arithmetic['seconds_at_the_limit']} s at {fastest:.3g} FLOP/s"
-    )
+    limit = arithmetic["seconds_at_the_limit"]
+    print(f"{sum(flops.values()) / 1e12:.2f} TFLOP per step: {limit} s at {fastest:.3g} FLOP/s")
 
 
-def workload(model: Path, given: argparse.Namespace) -> dict[str, Any]:
+def workload(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the work of all sides: the model, the sizes, and prompts of random tokens."""
     from transformers import AutoConfig
 
-    words, draw = AutoConfig.from_pretrained(model).vocab_size, random.Random(0)
+    vocabulary, generator = AutoConfig.from_pretrained(model).vocab_size, random.Random(0)
     return {
         "stage": "ppo",
-        "accelerator": given.accelerator,
+        "accelerator": arguments.accelerator,
         "model": str(model),
-        "batch_size": given.batch,
-        "prompt_tokens": given.prompt,
-        "completion_tokens": given.completion,
-        "prompts": [[draw.randrange(16, words) for _ in range(given.prompt)] for _ in range(16 * given.batch)],
+        "batch_size": arguments.batch,
+        "prompt_tokens": arguments.prompt,
+        "completion_tokens": arguments.completion,
+        "prompts": [
+            [generator.randrange(16, vocabulary) for _ in range(arguments.prompt)] for _ in range(16 * arguments.batch)
+        ],
     }
 
 
-def rows(sides: dict[str, Any], given: argparse.Namespace) -> list[dict[str, Any]]:
-    """Seconds against each of TRL's sides, and memory against the one of equal numerics."""
-    what = f"PPO step, {given.shape}, {given.batch} x ({given.prompt} + {given.completion})"
-    of_issue = given.shape == SHAPE and given.batch == 16 and given.accelerator == "cpu"
-    targets = TARGETS.get((given.prompt, given.completion), {}) if of_issue else {}
-    mine = sides[OURS]
-    found = [
+def rows(sides: dict[str, Any], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the rows: time against each side of TRL, and memory against the side with the same numerics."""
+    what = f"PPO step, {arguments.shape}, {arguments.batch} x ({arguments.prompt} + {arguments.completion})"
+    has_target = arguments.shape == SHAPE and arguments.batch == 16 and arguments.accelerator == "cpu"
+    targets = TARGETS.get((arguments.prompt, arguments.completion), {}) if has_target else {}
+    ours = sides[OURS]
+    results = [
         report.row(
             f"{what}, against {name}",
-            ours=mine["median_seconds"],
+            ours=ours["median_seconds"],
             baseline=side["median_seconds"],
             unit="s",
             target=targets.get(name),
@@ -112,13 +122,13 @@ def rows(sides: dict[str, Any], given: argparse.Namespace) -> list[dict[str, Any
         if name != OURS
     ]
     if AUTOCAST in sides:
-        sizes = {"ours": _peak(mine), "baseline": _peak(sides[AUTOCAST])}
-        found.append(report.row(f"{what}, peak memory", **sizes, unit="GiB", goal="at most", target=MEMORY))
-    return found
+        sizes = {"ours": _peak(ours), "baseline": _peak(sides[AUTOCAST])}
+        results.append(report.row(f"{what}, peak memory", **sizes, unit="GiB", goal="at most", target=MEMORY))
+    return results
 
 
 def _peak(side: dict[str, Any]) -> float:
-    """GiB: of the device where there is one, else of the process."""
+    """Return the peak memory in GiB: of the device if there is one, otherwise of the process."""
     return float(side.get("device_gib", side["peak_gib"]))
 
 

@@ -1,13 +1,15 @@
-"""Rollouts: ours, as PPO generates them, against transformers' generate() in its best setting, and against the machine.
+"""Measure PPO's rollouts against transformers' generate() in its fastest setting, and against the machine's limit.
 
     python ci/bench/rollout.py                                              135M, batch 16, 16 + 32 tokens
     python ci/bench/rollout.py --prompt 128 --completion 128 --batch 64
-    python ci/bench/rollout.py --compiled                                   try torch.compile for generate() too
+    python ci/bench/rollout.py --compiled                                   also try torch.compile for generate()
     python ci/bench/rollout.py --accelerator cuda --shape llama-2-7b --prompt 256 --completion 256
 
-All that a rollout of PPO needs is in its time: on our side, the switch from training and back. generate() has bf16
-weights, no logits processors and nothing to end at; each of its settings is tried on the whole workload, and the
-fastest takes turns with ours. The limit is that of `arithmetic.py` at the bytes/s and FLOP/s that `machine.py` finds.
+Our time includes the switch from training to generation and back. generate() has bf16 weights, no logits processors
+and no end token. Each of its settings is first timed on the whole workload; the fastest then takes turns with ours on
+the whole machine. The limit is the least time that the machine needs for the rollout's bytes and operations: machine.py
+measures its bytes/s and FLOP/s, and arithmetic.py counts the bytes and operations. The results are written to
+ci/bench/results (of a device, to ci/results).
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ from random_models import make
 SHAPE = "smollm2-135m"
 OURS, GENERATE = "ours", "generate()"
 SIZES = ((16, 32), (128, 128))
+# Targets: the speedup over generate() on a CPU and on a GPU, and the share of the machine's limit.
 SPEED, ON_GPU, SHARE = 3.0, 7.1, 0.6
-UNCOMPILED = "torch.compile was not tried for generate(): on a CPU it is not what generate() does; --compiled tries it"
+UNCOMPILED = "torch.compile was not tried: generate() does not compile on a CPU by default; --compiled tries it"
 
 
 def main() -> None:
@@ -40,80 +43,88 @@ def main() -> None:
     parser.add_argument("--completion", type=int, default=32, help="tokens of a completion (default: 32)")
     parser.add_argument("--batch", type=int, default=16, help="rows of a rollout (default: 16)")
     parser.add_argument("--shape", default=SHAPE, help=f"a name in rlhf/models/known.yaml (default: {SHAPE})")
-    parser.add_argument("--compiled", action="store_true", help="try torch.compile on a CPU too (minutes)")
-    given = parser.parse_args()
+    parser.add_argument("--compiled", action="store_true", help="try torch.compile on a CPU too (takes minutes)")
+    arguments = parser.parse_args()
 
-    size = f"{given.prompt}+{given.completion}-x{given.batch}"
-    shape = "" if given.shape == SHAPE else f"-{given.shape}"
-    what = f"rollout of {given.shape} (random weights), batch {given.batch}, {given.prompt} + {given.completion} tokens"
+    size = f"{arguments.prompt}+{arguments.completion}-x{arguments.batch}"
+    shape = "" if arguments.shape == SHAPE else f"-{arguments.shape}"
+    tokens = f"{arguments.prompt} + {arguments.completion} tokens"
+    what = f"rollout of {arguments.shape} (random weights), batch {arguments.batch}, {tokens}"
     settings = {
         "all": "bf16 weights; sampling at temperature 1 from the whole vocabulary",
-        OURS: "PPO.generate: the switch from training and back, and the decoder as by default",
-        GENERATE: "no processors, no end token, use_cache; the fastest of the settings that were tried",
-        "compiled": "tried" if given.compiled or given.accelerator != "cpu" else UNCOMPILED,
+        OURS: "PPO.generate: the switch from training and back, and the decoder with its defaults",
+        GENERATE: "no processors, no end token, use_cache; the fastest of the settings tried",
+        "compiled": "tried" if arguments.compiled or arguments.accelerator != "cpu" else UNCOMPILED,
     }
-    measured = turns.Turns(f"rollout-{size}{shape}", what, settings, given)
+    measured = turns.Turns(f"rollout-{size}{shape}", what, settings, arguments)
     with tempfile.TemporaryDirectory() as folder:
-        model = make(Path(folder) / "model", given.shape)
-        counted = Shape.of(model)
-        work = workload(model, counted, given)
+        model = make(Path(folder) / "model", arguments.shape)
+        sizes = Shape.of(model)
+        work = workload(model, sizes, arguments)
         tried = measured.facts.get(GENERATE, {}).get("tried", {})
-        file = turns.write(work | {"compiled": given.compiled, "tried": tried}, Path(folder))
+        file = turns.write(work | {"compiled": arguments.compiled, "tried": tried}, Path(folder))
         generate = [sys.executable, str(HERE / "generate_worker.py"), str(file)]
-        commands = {GENERATE: generate, OURS: turns.ours(file)}
+        commands = {GENERATE: generate, OURS: turns.ours_command(file)}
         measured.measure(
             {
-                name: partial(turns.start, command, name, Path(folder), given.accelerator)
+                name: partial(turns.start_worker, command, name, Path(folder), arguments.accelerator)
                 for name, command in commands.items()
             }
         )
-    limit = rollout_limit(counted, Work(given.batch, given.prompt, given.completion), **speeds(measured.limits))
-    measured.finish(rows(measured.sides(), limit["seconds"], given), limit=limit | speeds(measured.limits))
-    print(explained(limit, measured.facts[GENERATE], speeds(measured.limits)))
+    limit = rollout_limit(
+        sizes, Work(arguments.batch, arguments.prompt, arguments.completion), **speeds(measured.limits)
+    )
+    measured.finish(rows(measured.sides(), limit["seconds"], arguments), limit=limit | speeds(measured.limits))
+    print(explain_limit(limit, measured.facts[GENERATE], speeds(measured.limits)))
 
 
-def workload(model: Path, shape: Shape, given: argparse.Namespace) -> dict[str, Any]:
+def workload(model: Path, shape: Shape, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the work of both sides: the model, the sizes, and prompts of random tokens."""
     from transformers import AutoConfig
 
-    words, draw = AutoConfig.from_pretrained(model).vocab_size, random.Random(0)
+    vocabulary, generator = AutoConfig.from_pretrained(model).vocab_size, random.Random(0)
     return {
         "stage": "rollout",
-        "accelerator": given.accelerator,
+        "accelerator": arguments.accelerator,
         "model": str(model),
         "parameters": shape.body + shape.vocabulary,
-        "batch_size": given.batch,
-        "prompt_tokens": given.prompt,
-        "completion_tokens": given.completion,
-        "prompts": [[draw.randrange(16, words) for _ in range(given.prompt)] for _ in range(given.batch)],
+        "batch_size": arguments.batch,
+        "prompt_tokens": arguments.prompt,
+        "completion_tokens": arguments.completion,
+        "prompts": [
+            [generator.randrange(16, vocabulary) for _ in range(arguments.prompt)] for _ in range(arguments.batch)
+        ],
     }
 
 
-def rows(sides: dict[str, Any], limit: float, given: argparse.Namespace) -> list[dict[str, Any]]:
-    what = f"rollout, {given.shape}, {given.batch} x ({given.prompt} + {given.completion})"
-    on_cpu = given.accelerator == "cpu"
-    of_issue = on_cpu and given.shape == SHAPE and given.batch in (16, 64) and (given.prompt, given.completion) in SIZES
-    on_gpu = not on_cpu and given.shape == "llama-2-7b"
-    target = SPEED if of_issue else ON_GPU if on_gpu else None
-    ours, theirs = (sides[name]["median_seconds"] for name in (OURS, GENERATE))
-    share = SHARE if of_issue or on_gpu else None
+def rows(sides: dict[str, Any], limit: float, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the rows: time against generate(), and against the machine's limit."""
+    what = f"rollout, {arguments.shape}, {arguments.batch} x ({arguments.prompt} + {arguments.completion})"
+    on_cpu = arguments.accelerator == "cpu"
+    sizes = (arguments.prompt, arguments.completion)
+    target_on_cpu = on_cpu and arguments.shape == SHAPE and arguments.batch in (16, 64) and sizes in SIZES
+    target_on_gpu = not on_cpu and arguments.shape == "llama-2-7b"
+    target = SPEED if target_on_cpu else ON_GPU if target_on_gpu else None
+    ours, baseline = (sides[name]["median_seconds"] for name in (OURS, GENERATE))
+    share = SHARE if target_on_cpu or target_on_gpu else None
     return [
-        report.row(f"{what}, against generate()", ours=ours, baseline=theirs, unit="s", target=target),
+        report.row(f"{what}, against generate()", ours=ours, baseline=baseline, unit="s", target=target),
         report.row(f"{what}, share of the machine's limit", ours=ours, baseline=limit, unit="s", target=share),
     ]
 
 
-def explained(limit: dict[str, Any], facts: dict[str, Any], speed: dict[str, float]) -> str:
-    """The arithmetic of the limit, and how generate() was chosen."""
+def explain_limit(limit: dict[str, Any], facts: dict[str, Any], speed: dict[str, float]) -> str:
+    """Return lines on the arithmetic of the limit and on the settings of generate() that were tried."""
     prefill, step, steps = limit["prefill"], limit["decode_step"], limit["decode_steps"]
     tried = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in facts["tried"].items())
     return "\n".join(
         [
-            f"generate(): {facts['setting']}, of: {tried}",
+            f"generate(): {facts['setting']}, the fastest of: {tried}",
             f"limit: {speed['bytes_per_second'] / 1e9:.1f} GB/s, {speed['flops_per_second'] / 1e12:.3f} TFLOP/s",
             f"  prefill: {prefill['bytes'] / 1e9:.3f} GB, {prefill['flops'] / 1e9:.1f} GFLOP: {prefill['seconds']} s",
             f"  decode step, {step['which']}: {step['bytes'] / 1e9:.3f} GB: {1e3 * step['seconds_for_bytes']:.2f} ms; "
             f"{step['flops'] / 1e9:.2f} GFLOP: {1e3 * step['seconds_for_flops']:.2f} ms",
-            f"  all {steps['count']} of them: {steps['seconds']} s; with the prefill {limit['seconds']} s",
+            f"  all {steps['count']} decode steps: {steps['seconds']} s; with the prefill: {limit['seconds']} s",
         ]
     )
 
