@@ -1,0 +1,108 @@
+"""Compare this code with an earlier commit: PPO steps, rollouts, or steps of SFT and reward training.
+
+    python ci/bench/compare_commits.py v0.1.0                       PPO steps of 16 x (16 + 32) tokens
+    python ci/bench/compare_commits.py HEAD~20 --stage rollout
+    python ci/bench/compare_commits.py 0c30c27 --stage sft
+
+The commit is checked out into a temporary folder. Each side runs the `ours_worker.py` of its own tree in this Python
+environment, and the two take turns on the whole machine. The target is to lose no more than a twentieth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ppo_step
+import report
+import rollout
+import supervised
+import turns
+from arithmetic import Shape
+from channel import Worker
+from machine import ROOT
+from random_models import make
+
+NOW = "this code"
+SPEED, MEMORY = 0.95, 1.05
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    turns.add_arguments(parser)
+    parser.add_argument("commit", help="the commit to compare with")
+    parser.add_argument("--stage", choices=("ppo", "rollout", "sft", "reward"), default="ppo")
+    parser.add_argument("--prompt", type=int, default=16, help="tokens of a prompt (default: 16)")
+    parser.add_argument("--completion", type=int, default=32, help="tokens of a completion (default: 32)")
+    parser.add_argument("--batch", type=int, default=16, help="rows of a step (default: 16)")
+    parser.add_argument("--micro-batch", type=int, default=4, help="rows of a pass of SFT or reward (default: 4)")
+    parser.add_argument(
+        "--shape", default=ppo_step.SHAPE, help="a name in rlhf/models/known.yaml (default: %(default)s)"
+    )
+    arguments = parser.parse_args()
+    commit = resolve(arguments.commit)
+
+    sizes = {"sft": "", "reward": ""}.get(arguments.stage, f", {arguments.prompt} + {arguments.completion} tokens")
+    what = f"{arguments.stage}, {arguments.shape}, {arguments.batch} rows{sizes}"
+    measured = turns.Turns(f"commits-{arguments.stage}-{commit}", what, {"commit": commit}, arguments)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        model = make(folder / "model", arguments.shape)
+        work = turns.write(workload(model, arguments), folder)
+        trees = {NOW: ROOT, commit: folder / "tree"}
+        git("worktree", "add", "--quiet", "--detach", str(trees[commit]), commit)
+        try:
+            measured.measure({name: partial(start, tree, work, folder / f"{name}.log") for name, tree in trees.items()})
+        finally:
+            git("worktree", "remove", "--force", str(trees[commit]))
+    now, earlier = (measured.sides()[name] for name in (NOW, commit))
+    seconds = {"ours": now["median_seconds"], "baseline": earlier["median_seconds"]}
+    memory = {"ours": now["peak_gib"], "baseline": earlier["peak_gib"]}
+    measured.finish(
+        [
+            report.row(f"{what}, against {commit}", **seconds, unit="s", target=SPEED),
+            report.row(f"{what}, peak memory", **memory, unit="GiB", goal="at most", target=MEMORY),
+        ]
+    )
+
+
+def workload(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what each side does, as in the benchmark of the stage."""
+    if arguments.stage == "ppo":
+        return ppo_step.workload(model, arguments)
+    if arguments.stage == "rollout":
+        return rollout.workload(model, Shape.of(model), arguments)
+    return supervised.workload(model, arguments)
+
+
+def start(tree: Path, work: Path, log: Path) -> Worker:
+    """Start the worker of a tree, with the packages of that tree."""
+    command = [sys.executable, str(tree / "ci" / "bench" / "ours_worker.py"), str(work)]
+    return Worker(command, errors=log, environment={"PYTHONPATH": str(tree)})
+
+
+def resolve(commit: str) -> str:
+    """Return the short name of a commit; exit with a line if there is none."""
+    done = subprocess.run(
+        ["git", "rev-parse", "--verify", "--quiet", "--short", f"{commit}^{{commit}}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        sys.exit(f"{commit}: no such commit in {ROOT}; name one that git log shows")
+    return done.stdout.strip()
+
+
+def git(*words: str) -> None:
+    subprocess.run(["git", *words], cwd=ROOT, check=True)
+
+
+if __name__ == "__main__":
+    main()
