@@ -89,6 +89,8 @@ def spawn_ranks(
     for process in processes.values():
         assert process.stdin
         process.stdin.close()
+    if len(signals_seen) >= 2:  # ranks that the second signal ended before they were killed are interrupted as well
+        exit_codes = {rank: code for rank, code in exit_codes.items() if code not in _STOPPED}
     statuses, has_silent = [], False
     for rank in processes:
         name = rank_name(rank) if rendezvous else f"rank {rank}"

@@ -136,6 +136,17 @@ def test_after_a_signal_ranks_have_the_time_that_saving_takes(tmp_path: Path, mo
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "saved-0", "saved-1"]
 
 
+def test_ranks_that_a_second_signal_ends_are_interrupted_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have ended when their launcher looks again."""
+    slow = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: time.sleep(1), time=time.time)
+    monkeypatch.setattr(local, "time", slow)
+    signal_ranks(tmp_path, signal.SIGINT, signal.SIGTERM)
+    status = start(until_signalled(tmp_path, "time.sleep(60)"))
+    assert status is not None and status.code == INTERRUPTED and "interrupted at once" in status.line
+
+
 @pytest.mark.parametrize(
     ("then", "numbers", "limit", "line"),
     [
