@@ -35,7 +35,6 @@ IMPORTS = (
     "deepspeed.ops.op_builder.all_ops",
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "setuptools",  # DeepSpeed imports it when it is asked for an operator
-    "rich.syntax",
     "accelerators.backends.cpu.backend",
     "rlhf.cli.app",
     "rlhf.contrib.sweep.runner",
