@@ -8,11 +8,13 @@ import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import accelerators
 from accelerators.testing import CHECKS, Result, processes, run
+from accelerators.testing.checks import Subject
 from tests.accelerators.broken import BROKEN
 
 IN_PROCESSES = [
@@ -121,6 +123,19 @@ def test_table_shows_no_output_of_the_backend(forks, install):
     assert header == ["check", "result", "seconds", "what", "reason"]
     assert [row[0] for row in rows] == ["shapes", "memory", "offload"]
     assert [line.split()[0] for line in done.stderr.splitlines()] == ["shapes", "memory", "offload"]
+
+
+def test_kit_keeps_the_variables_that_a_plugin_sets_while_loading(misbehaved, monkeypatch):
+    """The simulated Gaudi puts its `hl-smi` on the PATH."""
+
+    def load() -> SimpleNamespace:
+        os.environ["PLUGIN_TOOLS"] = "after"
+        return SimpleNamespace()
+
+    monkeypatch.setenv("PLUGIN_TOOLS", "before")
+    misbehaved(load)
+    with Subject("cpu"):
+        assert os.environ["PLUGIN_TOOLS"] == "after"
 
 
 def test_kit_needs_no_pytest(monkeypatch):
