@@ -148,8 +148,11 @@ BUCKETED = ShapePolicy("bucketed", first=4)
 
 
 def drawn():
-    """Four sequences of 5 + 6 columns: prompts of 2, 5, 1 and 3 tokens, completions of 6, 1, 2 and 1."""
-    prompts, completions = torch.tensor([2, 5, 1, 3]), torch.tensor([6, 1, 2, 1])
+    """Four sequences of 5 + 6 columns: prompts of 1, 2, 5 and 3 tokens, completions of 2, 6, 1 and 1.
+
+    The permutation that sorts them by length is not its own inverse.
+    """
+    prompts, completions = torch.tensor([1, 2, 5, 3]), torch.tensor([2, 6, 1, 1])
     before = (torch.arange(5) >= 5 - prompts[:, None]).long()
     after = (torch.arange(6) < completions[:, None]).long()
     return before, after
@@ -163,8 +166,8 @@ def cut(policy, size, rows=4):
 
 def test_columns_that_are_padding_in_all_rows_are_cut_off():
     first, second = cut(DYNAMIC, 2)
-    assert (first.rows.tolist(), first.prompt, first.completion) == ([0, 1], 5, 6)  # 8 and 6 tokens
-    assert (second.rows.tolist(), second.prompt, second.completion) == ([3, 2], 3, 2)  # 4 and 3
+    assert (first.rows.tolist(), first.prompt, first.completion) == ([1, 2], 5, 6)  # 8 and 6 tokens
+    assert (second.rows.tolist(), second.prompt, second.completion) == ([3, 0], 3, 2)  # 4 and 3
     assert [part.positions(4) for part in (first, second)] == [22, 10]
     bucketed = cut(BUCKETED, 2)
     assert [(part.prompt, part.completion) for part in bucketed] == [(5, 6), (4, 4)]
