@@ -13,15 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import StaticCache
-from transformers.cache_utils import (
-    DummyLayer,
-    LinearAttentionLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
+from transformers import StaticCache, cache_utils
+from transformers.cache_utils import LinearAttentionLayer, StaticLayer, StaticSlidingWindowLayer
 
 logger = logging.getLogger(__name__)
+# Layers that keep nothing have a class in transformers 5.23, and none before.
+_EMPTY_LAYERS = {getattr(cache_utils, "DummyLayer", StaticLayer)} - {StaticLayer}
 
 
 class CacheWindow:
@@ -122,10 +119,10 @@ class WindowedStaticCache(StaticCache):
             for layer in self.layers
         ]
         types = {type(layer) for layer in self.layers}
-        self.can_narrow = types <= {WindowedStaticLayer, LinearAttentionLayer, DummyLayer}
-        self.can_drop_rows = types <= {WindowedStaticLayer, DummyLayer}
+        self.can_narrow = types <= {WindowedStaticLayer, LinearAttentionLayer} | _EMPTY_LAYERS
+        self.can_drop_rows = types <= {WindowedStaticLayer} | _EMPTY_LAYERS
         if not self.can_drop_rows:
-            others = ", ".join(sorted(cls.__name__ for cls in types - {WindowedStaticLayer, DummyLayer}))
+            others = ", ".join(sorted(cls.__name__ for cls in types - {WindowedStaticLayer} - _EMPTY_LAYERS))
             logger.debug("rows that have ended are still computed: %s of transformers needs all rows", others)
 
     def show(self, rows: int, columns: int, current_columns: Tensor, seen: int | Tensor) -> None:
