@@ -156,7 +156,9 @@ def adapt_head_counts(model: Any, position: int, ranks: int) -> None:
 def _plan(config: Any) -> Mapping[str, str]:
     """Return the plan of an architecture; empty if there is none."""
     family = _FAMILIES.get(config.model_type)
-    return family.plan if family else getattr(config, "base_model_tp_plan", None) or {}
+    plan = family.plan if family else getattr(config, "base_model_tp_plan", None) or {}
+    # Every rank keeps all embeddings. transformers 5.17 adds this entry to each plan, 5.23 to hardly any.
+    return {name: style for name, style in plan.items() if name != "embed_tokens"}
 
 
 class SplitRanks(Protocol):
