@@ -18,7 +18,7 @@ from transformers.cache_utils import LinearAttentionLayer, StaticLayer, StaticSl
 
 logger = logging.getLogger(__name__)
 # Layers that keep nothing have a class in transformers 5.23, and none before.
-_EMPTY_LAYERS = {getattr(cache_utils, "DummyLayer", StaticLayer)} - {StaticLayer}
+_EMPTY_LAYERS = {cache_utils.DummyLayer} if hasattr(cache_utils, "DummyLayer") else set()
 
 
 class CacheWindow:
