@@ -111,9 +111,9 @@ class Subject:
     """
 
     def __init__(self, name: str) -> None:
-        environ = {key: value for key, value in os.environ.items() if name == AUTO or key != ENV}
-        self.selection: Selection = accelerators.select(name, environ=environ)
-        environ = dict(os.environ)  # with what plugins have set while they were loaded
+        choice = {key: value for key, value in os.environ.items() if name == AUTO or key != ENV}
+        self.selection: Selection = accelerators.select(name, environ=choice)
+        environ = dict(os.environ)  # after the selection: plugins may have set variables while they were loaded
         self.selection.export(environ)
         self._environ = mock.patch.dict(os.environ, environ)
 
