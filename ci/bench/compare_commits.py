@@ -4,7 +4,7 @@
     python ci/bench/compare_commits.py HEAD~20 --stage rollout
     python ci/bench/compare_commits.py 0c30c27 --stage sft
 
-The commit is checked out into a temporary folder. Each side runs the `ours_worker.py` of its own tree in this Python
+The commit is checked out into a temporary folder. Each side runs `ours_worker.py` from that side's tree in this Python
 environment, and the two take turns on the whole machine. The target is to lose no more than a twentieth.
 """
 

@@ -11,7 +11,14 @@ from tests.docs import pages
 
 GLOSSARY = pages.ROOT / "docs/glossary.md"
 WRITTEN = [page for page in pages.PAGES if page != GLOSSARY and pages.name(page) not in pages.GENERATED]
-CODE = [path for package in ("rlhf", "accelerators") for path in sorted((pages.ROOT / package).rglob("*.py"))]
+FOLDERS = ("rlhf", "accelerators", "ci", "plugins/rlhf-example/rlhf_example", "plugins/rlhf-gaudi-sim/gaudi_sim")
+CODE = [
+    path
+    for folder in FOLDERS
+    for path in sorted((pages.ROOT / folder).rglob("*"))
+    if path.suffix in {".py", ".sh", ".md"} and not path.is_relative_to(pages.ROOT / "ci/bench/.trl-venv")
+]
+"""RESULTS.md among them, which has the names of the planted faults."""
 KEYS = {"beside"}
 """Words that the glossary rules out but that users write: `dpo.reference: beside`."""
 

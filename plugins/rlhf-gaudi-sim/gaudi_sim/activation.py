@@ -1,7 +1,7 @@
 """Turns the simulation on in this process: an `hl-smi` on PATH, and a `habana_frameworks` that can be imported.
 
 Nothing is imported or compiled here, torch included. Where the simulation is on when torch is imported, torch loads the
-device, as it does Gaudi's own; else whoever first imports the runtime does.
+device, as it does Gaudi's own; otherwise the first import of the runtime does.
 """
 
 from __future__ import annotations

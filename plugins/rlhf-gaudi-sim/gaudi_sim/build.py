@@ -1,7 +1,7 @@
 """Compiles the simulated device on first use, and loads it.
 
 The sources in `csrc` go in; what comes out is a Python extension in a cache folder whose name holds the versions of
-torch and Python and a hash of the sources, so that a change of any of them compiles anew. Processes that start at the
+torch and Python and a hash of the sources, so that a change of any of them compiles again. Processes that start at the
 same time compile once: the others wait.
 """
 

@@ -78,7 +78,7 @@ def shapes(
     The model is replaced by a toy of the same architecture, and batches by some of a few rows, cut into minibatches and
     micro-batches as the recipe's are; data, lengths and all other settings are the recipe's. A graph that is new after
     step 2 (ZeRO 3: step 3) would be compiled again and again on the card: its line is shown, and how its shapes differ
-    from what was known. So is every line that goes on reading values of the device in the middle of a step.
+    from what was known. So is every line that keeps reading values of the device in the middle of a step.
 
     Exit code 0: no late compilation, no read; 1: some; 2: the recipe cannot run.
     """
@@ -148,7 +148,7 @@ def _short(config: Config, model: Any, folder: Path, steps: int) -> dict[str, An
         rows = min(section["eval_rows"], section["batch_size"] + max(1, section["batch_size"] // 2))
         section |= {key: steps, "eval_rows": rows, "log_every": 1, "checkpoint_every": 0}
         section["epochs"] = None if stage == "ppo" else steps  # small data sets last for all steps
-    # Stages start from what the ones before left; a reward model of its own may be of another shape.
+    # Stages start from the models of earlier stages; a separate reward model may have another shape.
     values["dpo"]["model"] = values["ppo"]["actor"] = values["ppo"]["reward_model"] = values["ppo"]["critic"] = None
     values["reward"]["model"] = values["model"]["path"] if config.reward.model else None
     return values

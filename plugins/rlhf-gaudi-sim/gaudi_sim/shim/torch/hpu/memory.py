@@ -30,7 +30,7 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
 
 
 def reset_peak_memory_stats(device: Any = None) -> None:
-    """Start the peak anew."""
+    """Reset the peak to what is allocated now."""
     _device.reset_peak()
 
 
