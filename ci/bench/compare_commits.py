@@ -4,8 +4,9 @@
     python ci/bench/compare_commits.py HEAD~20 --stage rollout
     python ci/bench/compare_commits.py 0c30c27 --stage sft
 
-The commit is checked out into a temporary folder. Each side runs `ours_worker.py` from that side's tree in this Python
-environment, and the two take turns on the whole machine. The target is to lose no more than a twentieth.
+The commit is checked out and installed into a temporary folder, without its dependencies. Each side runs the
+`ours_worker.py` of that side in this Python environment, and the two take turns on the whole machine. The target is to
+lose no more than a twentieth.
 """
 
 from __future__ import annotations
@@ -54,12 +55,15 @@ def main() -> None:
         folder = Path(temporary)
         model = make(folder / "model", arguments.shape)
         work = turns.write(workload(model, arguments), folder)
-        trees = {NOW: ROOT, commit: folder / "tree"}
-        git("worktree", "add", "--quiet", "--detach", str(trees[commit]), commit)
+        tree = folder / "tree"
+        run("git", "worktree", "add", "--quiet", "--detach", str(tree), commit)
         try:
-            measured.measure({name: partial(start, tree, work, folder / f"{name}.log") for name, tree in trees.items()})
+            sides = {NOW: (ROOT, ROOT), commit: (tree, install(tree, folder / "installed"))}
+            measured.measure(
+                {name: partial(start, *side, work, folder / f"{name}.log") for name, side in sides.items()}
+            )
         finally:
-            git("worktree", "remove", "--force", str(trees[commit]))
+            run("git", "worktree", "remove", "--force", str(tree))
     now, earlier = (measured.sides()[name] for name in (NOW, commit))
     seconds = {"ours": now["median_seconds"], "baseline": earlier["median_seconds"]}
     memory = {"ours": now["peak_gib"], "baseline": earlier["peak_gib"]}
@@ -80,10 +84,17 @@ def workload(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     return supervised.workload(model, arguments)
 
 
-def start(tree: Path, work: Path, log: Path) -> Worker:
-    """Start the worker of a tree, with the packages of that tree."""
+def install(tree: Path, target: Path) -> Path:
+    """Install the packages of a tree into a folder, with the entry points of its built-in backends."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index"]
+    run(*pip, "--no-deps", "--no-build-isolation", "--target", str(target), str(tree))
+    return target
+
+
+def start(tree: Path, packages: Path, work: Path, log: Path) -> Worker:
+    """Start the worker of a tree, which imports rlhf and accelerators from `packages`."""
     command = [sys.executable, str(tree / "ci" / "bench" / "ours_worker.py"), str(work)]
-    return Worker(command, errors=log, environment={"PYTHONPATH": str(tree)})
+    return Worker(command, errors=log, environment={"PYTHONPATH": str(packages)})
 
 
 def resolve(commit: str) -> str:
@@ -100,8 +111,8 @@ def resolve(commit: str) -> str:
     return done.stdout.strip()
 
 
-def git(*words: str) -> None:
-    subprocess.run(["git", *words], cwd=ROOT, check=True)
+def run(*command: str) -> None:
+    subprocess.run(command, cwd=ROOT, check=True)
 
 
 if __name__ == "__main__":
