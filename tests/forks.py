@@ -152,6 +152,7 @@ def serve() -> None:
     os.dup2(2, 1)  # what is printed while importing is no answer
     for module in sys.argv[1:]:
         importlib.import_module(module)
+    _fill_caches()
     import rlhf.launchers.local
 
     rlhf.launchers.local.subprocess = SimpleNamespace(**(vars(subprocess) | {"Popen": ForkedPopen}))
@@ -179,6 +180,14 @@ def serve() -> None:
                 del processes[folder]
     for process in processes.values():
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def _fill_caches() -> None:
+    """Compute what these libraries compute once in a process, at the first model or group: half a second of a run."""
+    if ops := sys.modules.get("deepspeed.ops"):
+        ops.__compatible_ops__  # noqa: B018  # runs a compiler to see which operators it would compile
+    if conversions := sys.modules.get("transformers.conversion_mapping"):
+        conversions.get_checkpoint_conversion_mapping("llama")  # compiles a thousand patterns
 
 
 class ForkedPopen:
