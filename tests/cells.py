@@ -2,7 +2,8 @@
 
     echo '["a = 1", "print(a)"]' | python -m tests.cells      [["", null], ["1\\n", null]]
 
-What a cell printed and, where it failed, the error in one line; nothing after that is run.
+What a cell printed and, if it failed, the error in one line; nothing after that is run. The cells may also come from a
+file: `python -m tests.cells FILE`.
 """
 
 from __future__ import annotations
@@ -12,16 +13,29 @@ import io
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.forks import Forks
 from tests.helpers import user_environment
 
 ROOT = Path(__file__).parents[1]
 
 
-def run_cells(cells: Sequence[str], folder: Path, *, timeout: float = 300) -> list[tuple[str, str | None]]:
-    """(what was printed, error) of each cell that was run in `folder`."""
+def run_cells(
+    cells: Sequence[str], folder: Path, *, timeout: float = 300, forks: Forks | None = None
+) -> list[tuple[str, str | None]]:
+    """Run cells in `folder`, in a new interpreter or in a fork.
+
+    Returns:
+        (output, error) of each cell that was run.
+    """
+    if forks:
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+            json.dump(list(cells), file)
+            file.flush()
+            return _read(forks.python("-m", "tests.cells", file.name, timeout=timeout, cwd=folder))
     environment = user_environment() | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.cells"]
     done = subprocess.run(
@@ -33,24 +47,29 @@ def run_cells(cells: Sequence[str], folder: Path, *, timeout: float = 300) -> li
         text=True,
         timeout=timeout,
     )
+    return _read(done)
+
+
+def _read(done: subprocess.CompletedProcess[str]) -> list[tuple[str, str | None]]:
     assert done.returncode == 0, done.stderr[-4000:]
-    return [tuple(found) for found in json.loads(done.stdout.splitlines()[-1])]
+    return [(output, error) for output, error in json.loads(done.stdout.splitlines()[-1])]
 
 
 def _main() -> None:
-    found = []
+    outputs = []
+    cells = json.loads(Path(sys.argv[1]).read_text()) if sys.argv[1:] else json.load(sys.stdin)
     namespace: dict[str, object] = {"__name__": "__main__"}
-    for number, cell in enumerate(json.load(sys.stdin)):
+    for number, cell in enumerate(cells):
         printed, error = io.StringIO(), None
         with contextlib.redirect_stdout(printed):
             try:
                 exec(compile(cell, f"<cell {number}>", "exec"), namespace)
             except BaseException as raised:
                 error = f"{type(raised).__name__}: {raised}"
-        found.append((printed.getvalue(), error))
+        outputs.append((printed.getvalue(), error))
         if error:
             break
-    print(f"\n{json.dumps(found)}", flush=True)
+    print(f"\n{json.dumps(outputs)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,13 @@ import rlhf as package
 from rlhf.errors import ConfigError, RunError
 from rlhf.reporting.timers import is_machine_dependent
 from tests.cells import ROOT, run_cells
+from tests.forks import Forks
 from tests.helpers import assert_same_weights, user_environment
 
 START = """
 import json, logging, os, signal, sys
 import rlhf
+os.environ.pop("DS_ACCELERATOR", None)  # of the process that this one is forked from
 before = dict(os.environ), signal.getsignal(signal.SIGINT), logging.getLogger().level
 settings = json.loads(PLACES)
 session = rlhf.session(settings["recipe"], output="mine")
@@ -41,9 +43,9 @@ GREEDY = """
 with rlhf.session({**settings["recipe"], "ppo.sampling.top_k": 1, "ppo.actor": settings["actor"],
                    "ppo.reward_model": settings["reward"]}) as other:
     folder = other.output
-    there = folder.is_dir()
+    existed = folder.is_dir()
     drawn = other.ppo().generate(prompts)
-print(json.dumps([drawn, there, folder.exists()]))
+print(json.dumps([drawn, existed, folder.exists()]))
 """
 REWARDS = """
 asked = []
@@ -53,8 +55,8 @@ def reward(prompt, completion, row):
 third = rlhf.session({**settings["recipe"], "ppo.completions_per_prompt": 2, "ppo.sampling.temperature": 1.0,
                       "ppo.actor": settings["actor"], "ppo.reward_model": settings["reward"]}, output="third")
 ppo = third.ppo()
-found = ppo.step(reward=reward)
-print(json.dumps([asked, found["reward"]]))
+numbers = ppo.step(reward=reward)
+print(json.dumps([asked, numbers["reward"]]))
 """
 INTERRUPTED = """
 asked.clear()
@@ -65,33 +67,33 @@ def stops(prompt, completion, row):
     return 1.0
 try:
     ppo.step(reward=stops)
-    how = "went on"
+    outcome = "went on"
 except KeyboardInterrupt:
-    how = "stopped"
+    outcome = "stopped"
 done = ppo.done
 ppo.step()
-print(json.dumps([how, done, ppo.done]))
+print(json.dumps([outcome, done, ppo.done]))
 """
 ERRORS = """
-def said(task):
+def message_of(task):
     try:
         task()
     except rlhf.RLHFError as error:
         return str(error)
 lines = [
-    said(lambda: ppo.step(7)),
-    said(lambda: ppo.step()),
-    said(lambda: ppo.generate(["red " * 60])),
-    said(lambda: ppo.score(["red"], ["blue " * 60])),
-    said(lambda: ppo.score(["red"], [])),
+    message_of(lambda: ppo.step(7)),
+    message_of(lambda: ppo.step()),
+    message_of(lambda: ppo.generate(["red " * 60])),
+    message_of(lambda: ppo.score(["red"], ["blue " * 60])),
+    message_of(lambda: ppo.score(["red"], [])),
 ]
 again = third.ppo()
-lines += [said(lambda: ppo.step()), said(lambda: again.step(reward=lambda *given: None))]
-lines += [said(lambda: again.step(reward=lambda *given: float("nan")))]
+lines += [message_of(lambda: ppo.step()), message_of(lambda: again.step(reward=lambda *given: None))]
+lines += [message_of(lambda: again.step(reward=lambda *given: float("nan")))]
 third.save()
-lines += [said(lambda: again.step()), said(third.ppo), said(session.save)]
+lines += [message_of(lambda: again.step()), message_of(third.ppo), message_of(session.save)]
 third.close()
-lines += [said(lambda: third.run("sft")), said(lambda: rlhf.session(["ppo.steps=1"]).save())]
+lines += [message_of(lambda: third.run("sft")), message_of(lambda: rlhf.session(["ppo.steps=1"]).save())]
 print(json.dumps(lines))
 """
 AFTERWARDS = """
@@ -131,25 +133,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory, finished_run: Path) -> Path
 
 
 @pytest.fixture(scope="module")
-def found(places: dict[str, Any], folder: Path) -> dict[str, Any]:
+def outputs(places: dict[str, Any], folder: Path, forks: Forks) -> dict[str, Any]:
     """Return the output of each part; one process runs them all, one after the other."""
     first = f"PLACES = {json.dumps(places)!r}\n{START}"
-    cells = run_cells([first, *PARTS.values()], folder, timeout=600)
+    cells = run_cells([first, *PARTS.values()], folder, timeout=600, forks=forks)
     errors = [error for _, error in cells if error]
     assert not errors, f"{errors}\n{cells[-1][0][-3000:]}"
     return {name: json.loads(printed.splitlines()[-1]) for name, (printed, _) in zip(PARTS, cells[1:])}
 
 
-def test_steps_by_hand_are_those_of_the_stage(found: dict[str, Any], folder: Path, finished_run: Path) -> None:
+def test_steps_by_hand_are_those_of_the_stage(outputs: dict[str, Any], folder: Path, finished_run: Path) -> None:
     """With a checkpoint in between, from which it resumes; every number but the speed is recorded as the stage's."""
-    done, *steps = found["loop"]
+    done, *steps = outputs["loop"]
     assert done == 2
     assert_same_weights(folder / "mine/ppo/model", finished_run / "ppo/model")
 
     def records(run: Path) -> list[dict[str, Any]]:
         lines = (run / "ppo/metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        kept = [json.loads(line) for line in lines]
-        steps = [row for row in kept if "kl_coef" in row]
+        rows = [json.loads(line) for line in lines]
+        steps = [row for row in rows if "kl_coef" in row]
         unlike = {"time", "reward_ema"}
         return [{k: v for k, v in row.items() if k not in unlike and not is_machine_dependent(k)} for row in steps]
 
@@ -164,10 +166,10 @@ def _ids(tokenizer: Any, *turns: str) -> list[int]:
     return tokenizer(text.rstrip() if len(turns) > 1 else text, add_special_tokens=False)["input_ids"]
 
 
-def test_scores_are_what_transformers_makes_of_the_texts(found: dict[str, Any], folder: Path, tokenizer: Any) -> None:
+def test_scores_are_what_transformers_makes_of_the_texts(outputs: dict[str, Any], folder: Path, tokenizer: Any) -> None:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    scores, evaluations_agree, saved = found["texts"]
+    scores, evaluations_agree, saved = outputs["texts"]
     assert evaluations_agree and saved == "mine/ppo/model"
     texts = [("red cow", "moo moo"), ("dog dog owl moo please", "woof")]
     policy = AutoModelForCausalLM.from_pretrained(folder / saved).eval()
@@ -189,11 +191,11 @@ def test_scores_are_what_transformers_makes_of_the_texts(found: dict[str, Any], 
         assert score["reward"] == pytest.approx(expected.item(), abs=1e-4)
 
 
-def test_texts_are_what_transformers_generates(found: dict[str, Any], folder: Path, tokenizer: Any) -> None:
+def test_texts_are_what_transformers_generates(outputs: dict[str, Any], folder: Path, tokenizer: Any) -> None:
     from transformers import AutoModelForCausalLM
 
-    drawn, there, still_there = found["greedy"]
-    assert there and not still_there, "a session without an output has a folder of its own, until it is closed"
+    drawn, existed, still_exists = outputs["greedy"]
+    assert existed and not still_exists, "a session without an output has a folder of its own, until it is closed"
     model = AutoModelForCausalLM.from_pretrained(folder / "mine/sft/model").eval()
     for prompt, text in zip(("red cow", "dog dog owl moo please", "no"), drawn, strict=True):
         ids = torch.tensor([_ids(tokenizer, prompt)])
@@ -202,9 +204,9 @@ def test_texts_are_what_transformers_generates(found: dict[str, Any], folder: Pa
         assert text == tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True).strip()
 
 
-def test_a_reward_of_ones_own_takes_the_models_place(found: dict[str, Any], data_file: Path) -> None:
+def test_custom_reward_takes_the_models_place(outputs: dict[str, Any], data_file: Path) -> None:
     """It is asked once for each completion, with the row of its prompt; the step's reward is its mean."""
-    asked, reward = found["rewards"]
+    asked, reward = outputs["rewards"]
     assert reward == pytest.approx(sum(range(1, len(asked) + 1)) / len(asked))
     prompts = [prompt for prompt, *_ in asked]
     assert len(asked) == 4 and prompts[0] == prompts[1] != prompts[2] == prompts[3], "two completions of each prompt"
@@ -212,11 +214,11 @@ def test_a_reward_of_ones_own_takes_the_models_place(found: dict[str, Any], data
     assert {(prompt, chosen, rejected) for prompt, _, chosen, rejected in asked} <= known
 
 
-def test_interrupted_step_is_finished_and_the_next_follows(found: dict[str, Any]) -> None:
-    assert found["interrupted"] == ["stopped", 2, 3]
+def test_interrupted_step_is_finished_and_the_next_follows(outputs: dict[str, Any]) -> None:
+    assert outputs["interrupted"] == ["stopped", 2, 3]
 
 
-def test_every_mistake_is_one_line_that_says_what_to_do(found: dict[str, Any]) -> None:
+def test_every_mistake_is_one_line_that_says_what_to_do(outputs: dict[str, Any]) -> None:
     parts = [
         "step 7: 3 steps are done",
         "step 3: PPO has 3 steps",
@@ -232,13 +234,13 @@ def test_every_mistake_is_one_line_that_says_what_to_do(found: dict[str, Any]) -
         "the session is closed",
         "there is no policy yet",
     ]
-    for line, part in zip(found["errors"], parts, strict=True):
+    for line, part in zip(outputs["errors"], parts, strict=True):
         assert part in line and "\n" not in line, (line, part)
 
 
-def test_program_is_unchanged_after_a_session(found: dict[str, Any]) -> None:
+def test_program_is_unchanged_after_a_session(outputs: dict[str, Any]) -> None:
     """Environment, signals and logging are restored; there is no process group."""
-    assert found["afterwards"] == [True, True, True, False, False]
+    assert outputs["afterwards"] == [True, True, True, False, False]
 
 
 @pytest.mark.parametrize("settings", [["ppo.steps=7"], {"ppo.steps": 7}, {"ppo": {"steps": 7}}, "ppo.steps=7"])

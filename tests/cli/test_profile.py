@@ -16,6 +16,7 @@ from rlhf.config.schema import Config
 from rlhf.memory.advice import apply_settings
 from rlhf.memory.report import count_steps
 from rlhf.reporting.timers import profile_operators
+from tests.helpers import sets
 
 PHASES = ("generation", "scoring", "training")
 
@@ -25,15 +26,13 @@ def files(folder: Path) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def profiled(forks, tmp_path_factory) -> tuple[dict[str, Any], Path, str]:
-    """Return the report, the folder and the notes of a profile of the embedded example, without a run."""
+def profiled(rlhf, tmp_path_factory) -> tuple[dict[str, Any], Path, str]:
+    """Return the report, the folder and the notes of a profile without a run."""
     folder = tmp_path_factory.mktemp("profile")
-    settings = [f"{key}=8" for key in ("ppo.batch_size", "ppo.minibatch_size", "sft.batch_size", "reward.batch_size")]
-    settings += ["data.max_completion_length=8", "ppo.steps=1"]
-    options = [part for setting in settings for part in ("--set", setting)]
+    options = ["--config", str(rlhf.recipe), *sets("data.max_completion_length=8", "ppo.steps=1", "ppo.ppo_epochs=1")]
     trace = ["--trace", str(folder / "trace.json.gz"), "--output", str(folder / "run")]
     environment = {"TMPDIR": str(folder)}
-    done = forks.run("profile", "--steps", "2", "--json", *options, *trace, timeout=120, environment=environment)
+    done = rlhf.forks.run("profile", "--steps", "2", "--json", *options, *trace, timeout=120, environment=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout), folder, done.stderr
 

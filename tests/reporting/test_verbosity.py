@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.forks import Forks
-from tests.helpers import llama, user_environment
+from tests.helpers import llama, sets, user_environment
 
 Rlhf = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -57,7 +57,8 @@ def test_run_prints_only_our_lines(rlhf: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("settings", [["lora.rank=2", "model.gradient_checkpointing=true"], ["engine.zero_stage=3"]])
 def test_run_with_lora_or_zero3_prints_only_our_lines(rlhf: Rlhf, tmp_path: Path, settings: list[str]) -> None:
-    assert_ours(rlhf("--output", tmp_path / "run", *(part for setting in settings for part in ("--set", setting))))
+    one_step = ("sft.max_steps=1", "reward.max_steps=1", "ppo.steps=1")
+    assert_ours(rlhf("--output", tmp_path / "run", *sets(*settings, *one_step)))
 
 
 @pytest.mark.slow
@@ -185,7 +186,7 @@ print("after", len(os.listdir("/proc/self/fd")) - open_files)
     assert python(code).stdout == "after 0\n"
 
 
-def test_output_of_backend_and_deepspeed_start_is_suppressed() -> None:
+def test_output_of_backend_and_deepspeed_start_is_suppressed(forks: Forks) -> None:
     code = """
 import os
 from rlhf.reporting import verbosity
@@ -205,7 +206,7 @@ CPU.prepare_deepspeed = loud
 with distributed.start_process_group(accelerators.select("cpu", environ={})):
     print("ready")
 """
-    done = python(code)
+    done = forks.python("-c", code, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "ready\n"
 
@@ -236,11 +237,11 @@ def state():
     )
 
 sys.stdout = cell = io.StringIO()  # as in a notebook: no file
-found, ticks, done = state(), 0, threading.Event()
+before, ticks, done = state(), 0, threading.Event()
 
 def tick():
     global ticks
-    while not done.wait(0.005):
+    while not done.wait(0.002):
         os.write(1, b"tick %d\\n" % ticks)
         ticks += 1
 
@@ -251,14 +252,14 @@ try:
 finally:
     done.set()
     thread.join()
-assert state() == found
+assert state() == before
 assert "sft: training: 3 steps" in cell.getvalue()
 os.write(1, b"ticks: %d\\n" % ticks)
 """
 
 
 def test_run_leaves_output_and_logging_of_a_host_program_alone(rlhf: Any, tmp_path: Path) -> None:
-    done = python(HOST, str(rlhf.recipe), str(tmp_path / "run"))
+    done = rlhf.forks.python("-c", HOST, str(rlhf.recipe), str(tmp_path / "run"), timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     *_, last = done.stdout.splitlines()
     # While backends are looked for, all that is printed goes to standard error.
