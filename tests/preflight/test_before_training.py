@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import start, wait_for
+from tests.helpers import assert_same_weights, start, wait_for
 from tests.preflight.mistakes import MISTAKES, Bench, make_mistake, settings
 
 
@@ -42,8 +42,8 @@ def test_a_dry_run_finds_it_too(rlhf: Any, bench: Bench, name: str) -> None:
 
 
 def test_dry_run_shows_each_stage_and_writes_nothing(rlhf: Any, bench: Bench) -> None:
-    found = rlhf("--dry-run", "--output", bench.output, "--ranks", 2)
-    shown = " ".join(found.stdout.split())
+    done = rlhf("--dry-run", "--output", bench.output, "--ranks", 2)
+    shown = " ".join(done.stdout.split())
     for part in (
         # 200 rows in the proportions 2:4:4, a fifth of each held out; 3 steps each
         "supervised fine-tuning",
@@ -62,7 +62,7 @@ def test_dry_run_shows_each_stage_and_writes_nothing(rlhf: Any, bench: Bench) ->
         "nothing was written",
     ):
         assert part in shown
-    assert "training:" not in shown and not bench.output.exists() and found.stderr == ""
+    assert "training:" not in shown and not bench.output.exists() and done.stderr == ""
 
 
 def test_a_dry_run_of_what_is_left_leaves_the_run_as_it_is(rlhf: Any, finished_run: Path) -> None:
@@ -83,9 +83,9 @@ def test_changed_data_stop_what_goes_on(rlhf: Any, bench: Bench) -> None:
     rlhf("sft", "--output", bench.output, *source)
     before = {file: file.read_bytes() for file in files(bench.output)}
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:150]))
-    found = rlhf("reward", "--output", bench.output, *source, check=False)
-    assert found.returncode == 2
-    assert f"made with other rows: {path} (200 rows there, 150 now); restore the original data" in found.stderr
+    done = rlhf("reward", "--output", bench.output, *source, check=False)
+    assert done.returncode == 2
+    assert f"made with other rows: {path} (200 rows there, 150 now); restore the original data" in done.stderr
     assert {file: file.read_bytes() for file in files(bench.output)} == before
 
 
@@ -103,8 +103,9 @@ def test_rows_that_change_between_two_stages_stop_the_second(rlhf: Any, bench: B
 
 
 def test_later_and_resumed_stages_take_the_settings_of_the_run(
-    rlhf: Any, bench: Bench, monkeypatch: pytest.MonkeyPatch
+    rlhf: Any, bench: Bench, finished_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One by one they leave, to the bit, the models that one command with the same seed leaves."""
     rlhf("sft", "--output", bench.output)
     monkeypatch.chdir(bench.folder)
     shown = rlhf("reward", "--output", "run", recipe=None).stdout
@@ -113,3 +114,5 @@ def test_later_and_resumed_stages_take_the_settings_of_the_run(
     assert "ppo: training: 3 steps" in again and "sft: training" not in again
     done = rlhf("--output", "run", "--resume", recipe=None).stdout
     assert "run: sft, reward, ppo are complete" in done and ": training" not in done
+    for stage in ("sft", "reward", "ppo"):
+        assert_same_weights(bench.output / stage / "model", finished_run / stage / "model")

@@ -11,6 +11,8 @@ import torch
 from rlhf.evaluation.models import model_folder
 from tests.helpers import models_of, sets, weights
 
+ONE_UPDATE = ("ppo.steps=1", "ppo.ppo_epochs=1", "ppo.minibatch_size=4", "ppo.kl_coef=0", "ppo.save_critic=false")
+
 
 def arguments(finished_run: Path, output: Path, *keys: str) -> list[str]:
     return ["ppo", "--output", str(output), *sets(*models_of(finished_run), "ppo.ema=0.75", *keys)]
@@ -20,8 +22,7 @@ def arguments(finished_run: Path, output: Path, *keys: str) -> list[str]:
 def one_update(rlhf, finished_run, tmp_path_factory) -> tuple[Path, str]:
     """The folder of PPO after a single update, and what was printed."""
     output = tmp_path_factory.mktemp("one") / "run"
-    keys = ("ppo.steps=1", "ppo.ppo_epochs=1", "ppo.minibatch_size=4", "ppo.kl_coef=0", "ppo.save_critic=false")
-    done = rlhf(*arguments(finished_run, output, *keys))
+    done = rlhf(*arguments(finished_run, output, *ONE_UPDATE))
     return output / "ppo", done.stdout
 
 
@@ -51,7 +52,7 @@ def test_it_is_a_model_with_its_tokenizer(one_update):
 def test_heldout_numbers_are_those_of_a_run_that_starts_from_it(one_update, rlhf, finished_run, tmp_path):
     """But for the divergence, which is from what each began with."""
     folder, printed = one_update
-    rlhf(*arguments(finished_run, tmp_path / "run", f"ppo.actor={folder / 'model-ema'}", "ppo.steps=1"))
+    rlhf(*arguments(finished_run, tmp_path / "run", f"ppo.actor={folder / 'model-ema'}", *ONE_UPDATE))
     before = json.loads((tmp_path / "run" / "ppo" / "stage.json").read_text())["before"]
     after = json.loads((folder / "stage.json").read_text())["after"]
     assert {key for key in after if key.startswith("ema_")} == {f"ema_{key}" for key in before}
@@ -66,28 +67,3 @@ def test_chat_answers_with_it_on_request(one_update):
     assert model_folder(folder.parent) == folder / "model"
     for named in (folder.parent, folder):
         assert model_folder(named, ema=True) == folder / "model-ema"
-
-
-@pytest.mark.parametrize("save", ["adapter", "both"])
-def test_average_of_an_adapter_is_saved_next_to_it(rlhf, finished_run, tmp_path, save):
-    from safetensors.torch import load_file
-
-    keys = ("ppo.steps=1", "lora.rank=2", f"lora.save={save}")
-    rlhf(*arguments(finished_run, tmp_path / "run", *keys))
-    folder = tmp_path / "run" / "ppo"
-    last, average = (load_file(folder / name / "adapter_model.safetensors") for name in ("adapter", "adapter-ema"))
-    assert last.keys() == average.keys()
-    assert any(not torch.equal(last[name], tensor) for name, tensor in average.items())
-    there = ["adapter-ema"] + ["model-ema"] * (save == "both")
-    assert json.loads((folder / "stage.json").read_text())["average"] == there
-    assert (folder / "model-ema").exists() == (folder / "model").exists() == (save == "both")
-    if save == "adapter":
-        assert model_folder(tmp_path / "run", ema=True) == folder / "adapter-ema"
-    else:
-        from peft import PeftModel
-        from transformers import AutoModelForCausalLM
-
-        base = AutoModelForCausalLM.from_pretrained(finished_run / "sft" / "model")
-        merged = PeftModel.from_pretrained(base, folder / "adapter-ema").merge_and_unload().state_dict()
-        for name, tensor in weights(folder / "model-ema").items():
-            torch.testing.assert_close(tensor, merged[name], rtol=1e-6, atol=1e-7)

@@ -60,15 +60,15 @@ def test_interrupted_ranks_finish_their_step_save_and_say_so(rlhf, finished_run,
     settings = ["--set", "ppo.checkpoint_every=0", "--ranks", 2]
     process = rlhf.forks.start("-m", "rlhf", *map(str, [*arguments, *settings]))
     wait_for(output / "ppo" / "evaluations.json", process)
-    time.sleep(1)
+    time.sleep(0.2)
     os.killpg(process.pid, signal.SIGINT)  # the launcher alone: ranks have sessions of their own
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 130
     command = f"to continue: rlhf ppo --output {output} --resume --ranks 2"
     assert errors.splitlines()[-1].endswith(command)
     assert (output / "ppo" / "console.log").read_text().splitlines()[-1] == errors.splitlines()[-1]
-    (kept,) = (output / "ppo" / "checkpoints").iterdir()
-    assert len(list(kept.glob("state-rank*.pt"))) == 2
+    (checkpoint,) = (output / "ppo" / "checkpoints").iterdir()
+    assert len(list(checkpoint.glob("state-rank*.pt"))) == 2
     assert sorted(path.name for path in output.iterdir()) == ["ppo", "recipe.yaml", "run.json"]
 
 
@@ -89,10 +89,10 @@ def test_closed_terminal_leaves_a_checkpoint_to_resume(rlhf, finished_run, tmp_p
     reader.join()
     os.close(terminal)
     assert process.wait(timeout=120) == 130
-    (kept,) = (output / "ppo" / "checkpoints").iterdir()
-    steps = int(kept.name.removeprefix("step-"))
-    found = rlhf("ppo", "--output", output, "--resume", "--set", f"ppo.steps={steps + 1}", recipe=None)
-    assert f"ppo: resumed after step {steps}" in found.stdout
+    (checkpoint,) = (output / "ppo" / "checkpoints").iterdir()
+    steps = int(checkpoint.name.removeprefix("step-"))
+    done = rlhf("ppo", "--output", output, "--resume", "--set", f"ppo.steps={steps + 1}", recipe=None)
+    assert f"ppo: resumed after step {steps}" in done.stdout
 
 
 def test_output_to_a_closed_terminal_is_no_error():
@@ -136,13 +136,13 @@ def drain(terminal, closing):
 def test_nonfinite_loss_stops_at_the_last_good_checkpoint(rlhf, tmp_path):
     output = tmp_path / "run"
     rising = ["optimizer.learning_rate=1e30", "optimizer.warmup=0.9", "max_steps=8", "checkpoint_every=1"]
-    found = rlhf("sft", "--output", output, *sets(*(f"sft.{key}" for key in rising)), check=False)
-    assert found.returncode == 2
-    (line,) = found.stderr.strip().splitlines()
+    done = rlhf("sft", "--output", output, *sets(*(f"sft.{key}" for key in rising)), check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.strip().splitlines()
     assert "sft: loss became" in line or "sft: grad_norm became" in line
     assert "step" in line and "batch" in line and not (output / "sft" / "model").exists()
-    kept = list((output / "sft" / "checkpoints").glob("step-*"))
-    assert len(kept) == 1 and str(kept[0]) in line
+    checkpoints = list((output / "sft" / "checkpoints").glob("step-*"))
+    assert len(checkpoints) == 1 and str(checkpoints[0]) in line
     assert (output / "sft" / "console.log").read_text().splitlines()[-1] == line
 
 

@@ -1,5 +1,6 @@
 """PPO's models on one frozen base: the numbers of four separate ones, in the memory of one, wherever the run lies."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import accelerators
@@ -20,7 +22,7 @@ from rlhf.models.shared_base import SharedBase, build_on_base
 from rlhf.roles.roles import model_placements
 from rlhf.trainers import pipeline
 from rlhf.trainers.oom import measure_models
-from tests.helpers import llama
+from tests.helpers import llama, sets, weights
 from tests.in_process import stage_context
 
 NO_BF16 = "not __import__('accelerators.backends.cpu.info', fromlist=['']).native_bf16()"
@@ -206,8 +208,8 @@ def test_another_base_is_named(build, lora_run, recipe, model_folder):
         _, log = build()
     finally:
         record.write_text(before)
-    there = lora_run.with_name("run") / "sft" / "model"
-    line = f"{lora_run}/reward/model was trained on {there}, and the actor starts from {lora_run}/sft/model"
+    first_folder = lora_run.with_name("run") / "sft" / "model"
+    line = f"{lora_run}/reward/model was trained on {first_folder}, and the actor starts from {lora_run}/sft/model"
     assert f"share one frozen base; the others do not: {line}\n" in log.replace("ppo: ", "")
 
 
@@ -217,12 +219,12 @@ TOKENS = torch.randint(2, 60, (2, 8), generator=torch.Generator().manual_seed(0)
 def run_rank(folder: str, *precisions: str) -> None:
     """Save for each rank {(precision, ZeRO stage): (bases are one at first, and after steps, base unchanged)}."""
     with distributed.start_process_group(accelerators.select("cpu", environ={})) as accelerator:
-        found = {
+        results = {
             (precision, zero_stage): step_two_engines(accelerator, precision, zero_stage)
             for precision in precisions
             for zero_stage in (0, 1, 2)
         }
-        torch.save(found, Path(folder) / f"rank {distributed.world().rank}")
+        torch.save(results, Path(folder) / f"rank {distributed.world().rank}")
 
 
 def step_two_engines(accelerator: Any, precision: str, zero_stage: int) -> tuple[bool, bool, bool]:
@@ -271,8 +273,8 @@ def test_two_ranks_keep_one_base_each(forks, tmp_path):
     arguments = ", ".join(map(repr, [str(tmp_path), *precisions]))
     forks.ranks(2, f"from tests.trainers import test_shared_base; test_shared_base.run_rank({arguments})")
     for rank in (0, 1):
-        found = torch.load(tmp_path / f"rank {rank}")
-        assert set(found.values()) == {(True, True, True)} and len(found) == 3 * len(precisions)
+        results = torch.load(tmp_path / f"rank {rank}")
+        assert set(results.values()) == {(True, True, True)} and len(results) == 3 * len(precisions)
 
 
 def test_quantized_base_is_shared(build):
@@ -291,25 +293,52 @@ def test_quantized_base_is_shared(build):
     ppo.step(0)
 
 
-def test_ppo_saves_a_merged_model_an_adapter_or_both(rlhf, lora_run, tmp_path):
+@pytest.fixture(scope="module")
+def saved_ppo(rlhf, lora_run, tmp_path_factory) -> dict[str, Path]:
+    """The folders of one step of PPO, with a moving average of its weights, for each wish of `lora.save`."""
+    keys = (f"lora.rank={RANK}", "reward.optimizer.learning_rate=0.01", "ppo.steps=1", "ppo.ema=0.75")
+    folders = {}
+    for wish in ("both", "adapter"):
+        folders[wish] = Path(shutil.copytree(lora_run, tmp_path_factory.mktemp("saved") / wish))
+        rlhf("ppo", "--output", folders[wish], *sets(*keys, f"lora.save={wish}"))
+    return folders
+
+
+def test_ppo_saves_a_merged_model_an_adapter_or_both(saved_ppo):
     def logits(model):
         with torch.no_grad():
             return model.eval()(input_ids=torch.arange(2, 12)[None]).logits
 
-    settings = ("--set", f"lora.rank={RANK}", "--set", "reward.optimizer.learning_rate=0.01", "--set", "ppo.steps=1")
-    left = {}
-    for wish in ("both", "adapter"):
-        output = Path(shutil.copytree(lora_run, tmp_path / wish))
-        rlhf("ppo", "--output", output, *settings, "--set", f"lora.save={wish}")
-        left[wish] = {path.name for path in (output / "ppo").iterdir() if path.name in ("model", "adapter")}
+    names, adapted = {}, {}
+    for wish, output in saved_ppo.items():
+        names[wish] = {path.name for path in (output / "ppo").iterdir() if path.name in ("model", "adapter")}
         base = AutoModelForCausalLM.from_pretrained(output / "sft" / "model")
-        left[f"{wish}, loaded"] = logits(PeftModel.from_pretrained(base, output / "ppo" / "adapter"))
-    merged = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "both" / "ppo" / "model"))
-    assert left["both"] == {"model", "adapter"} and left["adapter"] == {"adapter"}
-    torch.testing.assert_close(left["both, loaded"], merged)
-    assert torch.equal(left["both, loaded"], left["adapter, loaded"])
-    assert model_folder(tmp_path / "adapter") == tmp_path / "adapter" / "ppo" / "adapter"
-    assert model_folder(tmp_path / "adapter", "sft") == tmp_path / "adapter" / "sft" / "model"
+        adapted[wish] = logits(PeftModel.from_pretrained(base, output / "ppo" / "adapter"))
+    merged = logits(AutoModelForCausalLM.from_pretrained(saved_ppo["both"] / "ppo" / "model"))
+    assert names == {"both": {"model", "adapter"}, "adapter": {"adapter"}}
+    torch.testing.assert_close(adapted["both"], merged)
+    assert torch.equal(adapted["both"], adapted["adapter"])
+    folder = saved_ppo["adapter"]
+    assert model_folder(folder) == folder / "ppo" / "adapter"
+    assert model_folder(folder, "sft") == folder / "sft" / "model"
+
+
+@pytest.mark.parametrize("save", ["adapter", "both"])
+def test_average_of_an_adapter_is_saved_next_to_it(saved_ppo, save):
+    folder = saved_ppo[save] / "ppo"
+    last, average = (load_file(folder / name / "adapter_model.safetensors") for name in ("adapter", "adapter-ema"))
+    assert last.keys() == average.keys()
+    assert any(not torch.equal(last[name], tensor) for name, tensor in average.items())
+    averages = ["adapter-ema"] + ["model-ema"] * (save == "both")
+    assert json.loads((folder / "stage.json").read_text())["average"] == averages
+    assert (folder / "model-ema").exists() == (save == "both")
+    if save == "adapter":
+        assert model_folder(saved_ppo[save], ema=True) == folder / "adapter-ema"
+    else:
+        base = AutoModelForCausalLM.from_pretrained(saved_ppo[save] / "sft" / "model")
+        merged = PeftModel.from_pretrained(base, folder / "adapter-ema").merge_and_unload().state_dict()
+        for name, tensor in weights(folder / "model-ema").items():
+            torch.testing.assert_close(tensor, merged[name], rtol=1e-6, atol=1e-7)
 
 
 def test_model_of_later_stages_is_saved_next_to_its_adapter(rlhf, tmp_path):
