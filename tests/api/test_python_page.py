@@ -47,11 +47,11 @@ def test_the_notebook_is_of_nbformat_4() -> None:
 def test_page_shows_the_actual_output(tmp_path: Path) -> None:
     """The notebook's cells in one namespace; what a cell shows ends with what the page says."""
     code = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
-    found = run_cells(code, tmp_path)
-    for (block, expected), (printed, error) in zip(shown(), found):
+    cells = run_cells(code, tmp_path)
+    for (block, expected), (printed, error) in zip(shown(), cells):
         assert error is None, f"{block}\n{error}\n{printed}"
         assert printed.rstrip().endswith(expected.rstrip()), f"{block}\n{printed}"
-    assert len(found) == len(code)
+    assert len(cells) == len(code)
     assert (tmp_path / "runs/mine/ppo/stage.json").is_file()
 
 

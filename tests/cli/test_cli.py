@@ -133,8 +133,8 @@ def head_of(text: str) -> str:
 def test_config_example_prints_the_embedded_example() -> None:
     assert config_of(printed("--example")) == load_config()
     assert printed("--example").startswith("# The embedded example")
-    kept = config_of(printed("--example", "--set", "model.path=x"))
-    assert kept.model.path == "x" and kept.sft == load_config().sft
+    config = config_of(printed("--example", "--set", "model.path=x"))
+    assert config.model.path == "x" and config.sft == load_config().sft
 
 
 def test_config_names_the_recipe_that_it_prints(tmp_path: Path) -> None:

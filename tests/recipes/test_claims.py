@@ -55,10 +55,10 @@ def test_a_batch_is_what_its_comment_multiplies(recipe: Path) -> None:
     sections = {name: text.partition(f"\n{name}:")[2] for name in EVERY_STAGE if f"\n{name}:" in text}
     config = load_config(recipe)
     for name, section in sections.items():
-        found = BATCH.search(re.split(r"\n(?=\S)", section)[0])
-        if recipe in OF_OPT or found:
-            assert found, name
-            batch, rows, accumulated, devices = map(int, found.groups())
+        match = BATCH.search(re.split(r"\n(?=\S)", section)[0])
+        if recipe in OF_OPT or match:
+            assert match, name
+            batch, rows, accumulated, devices = map(int, match.groups())
             stage = getattr(config, name)
             assert (stage.batch_size, stage.micro_batch_size) == (batch, rows) and batch == rows * accumulated * devices
             assert devices in dict(machines(recipe))
@@ -113,10 +113,10 @@ def test_blending_leaves_no_rows_of_the_published_sets_out(recipe: Path) -> None
         sources = [source for source in config.data.datasets if stage in source.stages]
         if len(sources) > 1 and all(source.path in ROWS for source in sources):
             split = dict(zip(STAGES, config.data.stage_split, strict=True))
-            parts = [split[stage] / sum(split[one] for one in source.stages) for source in sources]
+            parts = [split[stage] / sum(split[other] for other in source.stages) for source in sources]
             counts = [int(ROWS[source.path] * part) for source, part in zip(sources, parts, strict=True)]
-            kept = select_by_weight(counts, [source.weight for source in sources], seed=0)
-            assert sum(map(len, kept)) > 0.98 * sum(counts), stage
+            selected = select_by_weight(counts, [source.weight for source in sources], seed=0)
+            assert sum(map(len, selected)) > 0.98 * sum(counts), stage
 
 
 def test_the_pages_list_every_recipe_of_their_folder() -> None:

@@ -70,7 +70,7 @@ def test_help_has_a_line_for_each_recipe_which_is_its_own_first(python: Path) ->
     assert "set -euo" not in done.stdout
 
 
-def test_a_python_without_rlhf_is_one_line_that_says_how_to_get_one(python: Path) -> None:
+def test_a_python_without_rlhf_is_one_line_with_the_remedy(python: Path) -> None:
     """No other Python takes the place of the one that was named."""
     for done in (start(python, "opt/125m", WITHOUT_RLHF="1"), start(python, "opt/125m", PYTHON="absent")):
         assert done.returncode == 2 and done.stdout == ""

@@ -54,14 +54,14 @@ def models(config: Config) -> dict[str, str]:
 def overrides(recipe: Path, folder: Path) -> list[str]:
     """The options that put toys, made in `folder`, in the place of a recipe's models and data."""
     config = load_config(recipe)
-    found = {key: toy_model(shape(recipe, name), folder) for key, name in models(config).items()}
+    settings = {key: toy_model(shape(recipe, name), folder) for key, name in models(config).items()}
     if config.model.tokenizer:
-        found["model.tokenizer"] = found["model.path"]
+        settings["model.tokenizer"] = settings["model.path"]
     for number, source in enumerate(config.data.datasets):
-        found[f"data.datasets.{number}.path"] = toy_data(source.path, source, folder)
+        settings[f"data.datasets.{number}.path"] = toy_data(source.path, source, folder)
         if source.heldout:
-            found[f"data.datasets.{number}.heldout"] = toy_data(source.heldout, source, folder)
-    return [part for key, path in found.items() for part in ("--set", f"{key}={path}")]
+            settings[f"data.datasets.{number}.heldout"] = toy_data(source.heldout, source, folder)
+    return [part for key, path in settings.items() for part in ("--set", f"{key}={path}")]
 
 
 def toy_model(shape: str, folder: Path) -> Path:

@@ -62,8 +62,8 @@ def test_killed_run_of_many_settings_resumes_to_the_same_weights(rlhf, finished_
     assert "resumed after step" in rlhf(*killed, *often, *on_host, "--resume").stdout
     for name in ("model", "model-ema"):
         assert_same_weights(tmp_path / "killed" / "ppo" / name, tmp_path / "whole" / "ppo" / name)
-    found, expected = (records(tmp_path / name / "ppo") for name in ("killed", "whole"))
-    assert found == expected
+    resumed, expected = (records(tmp_path / name / "ppo") for name in ("killed", "whole"))
+    assert resumed == expected
     made = {line["updates"] for line in expected if "updates" in line}
     assert min(made) < 4, "some rollouts end early"
 

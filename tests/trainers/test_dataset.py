@@ -92,9 +92,9 @@ def test_each_rank_tokenizes_if_the_cache_cannot_be_written(forks: Forks, tmp_pa
 
 @pytest.mark.slow
 def test_machines_with_different_rows_are_refused(forks: Forks, tmp_path: Path) -> None:
-    found = on_two_ranks(forks, tmp_path, "ab", 100, 101)
-    assert found == [["DataError", found[0][1]]] * 2
-    assert found[0][1].startswith("sft: rows, tokenizers or versions of rlhf differ between ranks; ")
+    errors = on_two_ranks(forks, tmp_path, "ab", 100, 101)
+    assert errors == [["DataError", errors[0][1]]] * 2
+    assert errors[0][1].startswith("sft: rows, tokenizers or versions of rlhf differ between ranks; ")
 
 
 def test_cached_rows_give_the_same_findings_and_are_not_read(
@@ -103,20 +103,20 @@ def test_cached_rows_give_the_same_findings_and_are_not_read(
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "kept"))
     config = build_config(recipe | {"output": str(tmp_path / "run")})
 
-    def said() -> list[Any]:
+    def describe() -> list[Any]:
         return [
             describe_stage(plan.stage, plan.data, plan.tokenizer, config) for plan in look_at_data(config, EVERY_STAGE)
         ]
 
-    def found(*, whole: bool) -> list[Any]:
+    def summarize(*, whole: bool) -> list[Any]:
         findings = examine(config, EVERY_STAGE, RunDirectory(config.output), accelerator, whole=whole)
         return [dict(findings.data), *(plan.steps(config) for plan in findings.plans)]
 
-    before = said(), found(whole=True)
+    before = describe(), summarize(whole=True)
     assert not (tmp_path / "kept").exists(), "a look keeps nothing"
     for plan in look_at_data(config, EVERY_STAGE):
         assert BaseModels(config).cache(plan.stage, plan.bases[0]).build() is None
     for module, name in ((examples, "encode_prompts"), (load_sources, "read_records")):
         monkeypatch.setattr(module, name, lambda *words, **options: pytest.fail("read or tokenized again"))
-    assert (said(), found(whole=True)) == before
-    assert found(whole=False) == before[1], "a sample is not needed"
+    assert (describe(), summarize(whole=True)) == before
+    assert summarize(whole=False) == before[1], "a sample is not needed"

@@ -29,7 +29,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Reward
 
 
 @pytest.mark.slow
-def test_ppo_scores_are_the_same_at_every_zero_stage_and_with_lora(
+def test_ppo_scores_are_the_same_at_every_zero_stage_and_lora(
     rlhf: Any, models: tuple[Path, Path, RewardModel], tmp_path: Path
 ) -> None:
     """Sharded or on the critic's base, the model scores replies at the same token."""
@@ -39,8 +39,8 @@ def test_ppo_scores_are_the_same_at_every_zero_stage_and_with_lora(
     for number, keys in enumerate(([], sharded, ["lora.rank=2"])):
         named = [f"ppo.actor={actor}", f"ppo.reward_model={reward}", *keys]
         output = tmp_path / str(number)
-        found = rlhf("ppo", "--output", output, *sets(*named))
-        assert found.stdout.count("is a reward model of DeepSpeed-Chat") == 1
+        done = rlhf("ppo", "--output", output, *sets(*named))
+        assert done.stdout.count("is a reward model of DeepSpeed-Chat") == 1
         summary = json.loads((output / "ppo" / "stage.json").read_text())
         assert summary["steps"] == 3 and summary["before"]["reward_std"] > 0
         before.append(summary["before"]["reward"])
@@ -52,6 +52,6 @@ def test_reward_stage_saves_a_model_of_transformers(
 ) -> None:
     named = [f"reward.model={models[1]}", "reward.max_steps=1", "reward.optimizer.learning_rate=1e-9"]
     rlhf("reward", "--output", tmp_path / "run", *sets(*named))
-    left = load_file(tmp_path / "run" / "reward" / "model" / "model.safetensors")
-    torch.testing.assert_close(left["score.weight"].float(), models[2].v_head.weight, atol=1e-2, rtol=1e-2)
-    assert {name.split(".")[0] for name in left} == {"model", "score"}
+    saved = load_file(tmp_path / "run" / "reward" / "model" / "model.safetensors")
+    torch.testing.assert_close(saved["score.weight"].float(), models[2].v_head.weight, atol=1e-2, rtol=1e-2)
+    assert {name.split(".")[0] for name in saved} == {"model", "score"}

@@ -46,12 +46,12 @@ def run(
 
 def test_reference_is_the_first_policy_without_dropout(accelerator, tmp_path):
     run(accelerator, tmp_path, kind="gpt2", dropout=0.5)
-    kept = load_file(tmp_path / "dpo" / "reference.safetensors")["log_probs"]
+    saved = load_file(tmp_path / "dpo" / "reference.safetensors")["log_probs"]
     tokens = [(pair.prompt_ids, pair.chosen_ids, pair.rejected_ids) for pair in ROWS]
     known = torch.tensor(before(Network(cases.language_model(1, "gpt2")), tokens))
-    met = ~kept.isnan().any(-1)
+    met = ~saved.isnan().any(-1)
     assert met.tolist()[6:] == [True, True, False] and met[:6].sum() == 4  # two held out; two batches of two
-    torch.testing.assert_close(kept[met], known[met].float(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(saved[met], known[met].float(), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("frozen", ["auto", "int8"])
@@ -59,11 +59,11 @@ def test_reference_is_the_first_policy_without_dropout(accelerator, tmp_path):
 def test_live_reference_equals_the_precomputed_one(accelerator, tmp_path, frozen, also_train):
     """With LoRA the policy without its adapters; if more is trained, a separate model."""
     values = {"lora": cases.LORA | {"also_train": also_train}, "engine": {"frozen": frozen}}
-    found = [run(accelerator, tmp_path / way, values=values, reference=way) for way in ("precomputed", "beside")]
-    for first, second in zip(*found, strict=True):
+    steps = [run(accelerator, tmp_path / way, values=values, reference=way) for way in ("precomputed", "beside")]
+    for first, second in zip(*steps, strict=True):
         assert first["loss"] == pytest.approx(second["loss"], abs=1e-6)
         assert first["margin"] == pytest.approx(second["margin"], abs=1e-6)
-    assert found[0][0]["loss"] == pytest.approx(0.6931472, abs=1e-6) and found[0][1]["margin"] != 0
+    assert steps[0][0]["loss"] == pytest.approx(0.6931472, abs=1e-6) and steps[0][1]["margin"] != 0
     assert not (tmp_path / "beside" / "dpo" / "reference.safetensors").exists()
 
 
@@ -93,8 +93,8 @@ def test_killed_stage_resumes_to_the_same_weights(rlhf, finished_run, tmp_path):
     assert "dpo: reference log-probabilities: " in whole and "DPO" in whole
     checkpoint = tmp_path / "killed" / "dpo" / "checkpoints" / "step-00000002"
     kill_at(checkpoint, rlhf, *arguments(finished_run, tmp_path / "killed"))
-    found = rlhf(*arguments(finished_run, tmp_path / "killed"), "--resume").stdout
-    assert "dpo: resumed after step" in found and "reference log-probabilities" not in found
+    output = rlhf(*arguments(finished_run, tmp_path / "killed"), "--resume").stdout
+    assert "dpo: resumed after step" in output and "reference log-probabilities" not in output
     assert_same_weights(tmp_path / "killed" / "dpo" / "model", tmp_path / "whole" / "dpo" / "model")
 
 

@@ -48,7 +48,7 @@ def test_three_stages_from_a_tokenizer_without_an_end(rlhf: Any, tmp_path: Path)
         return_dict=True,
     )
     with torch.no_grad():  # a reply is 8 words at most
-        found = model.generate(**prompts, do_sample=True, max_new_tokens=60)[:, prompts["input_ids"].shape[1] :]
-    assert (found == 300).any(-1).float().mean() > 0.8
+        completions = model.generate(**prompts, do_sample=True, max_new_tokens=60)[:, prompts["input_ids"].shape[1] :]
+    assert (completions == 300).any(-1).float().mean() > 0.8
     scorer = AutoModelForSequenceClassification.from_pretrained(output / "reward" / "model")
     assert len(scorer.get_input_embeddings().weight) == len(tokenizer) == 301

@@ -10,9 +10,9 @@ from tests.helpers import build_tokenizer, sets
 
 def refused(rlhf, output, *arguments):
     """The line that a refused command prints."""
-    found = rlhf(*arguments, "--output", output, check=False)
-    assert found.returncode == 2, found.stdout + found.stderr
-    (line,) = found.stderr.strip().splitlines()
+    done = rlhf(*arguments, "--output", output, check=False)
+    assert done.returncode == 2, done.stdout + done.stderr
+    (line,) = done.stderr.strip().splitlines()
     assert line.startswith("rlhf: error: ")
     return line
 

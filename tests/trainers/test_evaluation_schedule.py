@@ -29,9 +29,9 @@ def records(folder: Path, stage: str = "sft") -> list[dict[str, Any]]:
 
 def measured(folder: Path, key: str = "heldout_perplexity", stage: str = "sft") -> dict[int, float]:
     """Return the recorded number of each evaluation by its step; no step is recorded twice."""
-    found = [(record["step"], record[key]) for record in records(folder, stage) if key in record]
-    assert [step for step, _ in found] == sorted({step for step, _ in found})
-    return dict(found)
+    numbers = [(record["step"], record[key]) for record in records(folder, stage) if key in record]
+    assert [step for step, _ in numbers] == sorted({step for step, _ in numbers})
+    return dict(numbers)
 
 
 def perplexity(model: Path) -> float:
@@ -51,13 +51,13 @@ def whole(accelerator: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
 
 def test_kept_model_has_the_least_recorded_perplexity(whole):
     folder, summary = whole
-    found = measured(folder)
-    assert sorted(found) == list(range(STEPS + 1))
-    best = min(range(1, STEPS + 1), key=found.__getitem__)
+    values = measured(folder)
+    assert sorted(values) == list(range(STEPS + 1))
+    best = min(range(1, STEPS + 1), key=values.__getitem__)
     assert best == BEST
-    assert summary["kept"] == {"step": best, "metric": "perplexity", "value": found[best]}
-    assert summary["after"] == {"perplexity": found[best]} and summary["before"] == {"perplexity": found[0]}
-    assert perplexity(folder / "sft" / "model") == pytest.approx(found[best], rel=1e-5)
+    assert summary["kept"] == {"step": best, "metric": "perplexity", "value": values[best]}
+    assert summary["after"] == {"perplexity": values[best]} and summary["before"] == {"perplexity": values[0]}
+    assert perplexity(folder / "sft" / "model") == pytest.approx(values[best], rel=1e-5)
     assert not list((folder / "sft" / "best").glob("*/*"))
 
 
@@ -71,20 +71,20 @@ def test_it_is_the_model_of_a_stage_that_ends_there(whole, accelerator, tmp_path
 
 def test_last_model_is_kept_unless_the_best_is_requested(whole, accelerator, tmp_path):
     summary = tune(accelerator, tmp_path, keep="last", eval_every=5)
-    found = measured(tmp_path)
-    assert sorted(found) == [0, 5, 10, STEPS]
-    assert found == {step: measured(whole[0])[step] for step in found}
-    assert summary["kept"] == {"step": STEPS} and summary["after"] == {"perplexity": found[STEPS]}
-    assert perplexity(tmp_path / "sft" / "model") == pytest.approx(found[STEPS], rel=1e-5)
+    values = measured(tmp_path)
+    assert sorted(values) == [0, 5, 10, STEPS]
+    assert values == {step: measured(whole[0])[step] for step in values}
+    assert summary["kept"] == {"step": STEPS} and summary["after"] == {"perplexity": values[STEPS]}
+    assert perplexity(tmp_path / "sft" / "model") == pytest.approx(values[STEPS], rel=1e-5)
     assert not (tmp_path / "sft" / "best").exists()
 
 
 def test_the_model_as_it_was_loaded_is_never_kept(accelerator, tmp_path):
     """Here training makes it worse from the first step on."""
     summary = tune(accelerator, tmp_path, max_steps=3, optimizer={"learning_rate": 3.0, "warmup": 0})
-    found = measured(tmp_path)
-    assert found[0] < min(found[step] for step in (1, 2, 3))
-    assert summary["kept"]["step"] == min((1, 2, 3), key=found.__getitem__)
+    values = measured(tmp_path)
+    assert values[0] < min(values[step] for step in (1, 2, 3))
+    assert summary["kept"]["step"] == min((1, 2, 3), key=values.__getitem__)
 
 
 def test_epochs_are_measured_at_their_ends(accelerator, tmp_path):
@@ -115,10 +115,10 @@ def test_best_model_is_the_first_of_the_best_finite_ones(accelerator, tmp_path, 
 def test_random_numbers_of_evaluations_change_no_training(accelerator, tmp_path):
     def drawn(folder: str, eval_every: int) -> list[float]:
         context = stage_context(accelerator, tmp_path / folder, "sft", {"sft": {"eval_every": eval_every}})
-        found = []
+        numbers = []
 
         def step(index: int) -> dict[str, float]:
-            found.append(torch.rand(1).item())
+            numbers.append(torch.rand(1).item())
             return {"rows": 1.0}
 
         def evaluate(when: str) -> EvalResult:
@@ -126,12 +126,12 @@ def test_random_numbers_of_evaluations_change_no_training(accelerator, tmp_path)
             return EvalResult({"perplexity": 1.0})
 
         fit(StubTrainer(context.config.sft, step, total_steps=6, evaluate=evaluate), context)
-        return found
+        return numbers
 
     assert drawn("without", 0) == drawn("with", 2)
 
 
-def same_training(one: Path, other: Path, stage: str) -> None:
+def same_training(folder: Path, other: Path, stage: str) -> None:
     def steps(folder: Path) -> list[dict[str, Any]]:
         return [
             {key: value for key, value in record.items() if key != "time" and not is_machine_dependent(key)}
@@ -139,7 +139,7 @@ def same_training(one: Path, other: Path, stage: str) -> None:
             if "learning_rate" in record
         ]
 
-    assert steps(one) == steps(other) != []
+    assert steps(folder) == steps(other) != []
 
 
 @pytest.mark.parametrize("zero_stage", [0, 3])
@@ -158,7 +158,7 @@ def test_evaluation_without_dropout_changes_no_bit_of_training(whole, accelerato
 
 def test_evaluation_changes_no_bit_of_any_stage(rlhf, finished_run, tmp_path):
     settings = [f"{stage}.eval_every=1" for stage in ("sft", "reward", "ppo")] + ["ppo.keep=best(reward)"]
-    found = rlhf("--output", tmp_path, *sets(*settings))
+    done = rlhf("--output", tmp_path, *sets(*settings))
     for stage in ("sft", "reward", "ppo"):
         same_training(finished_run, tmp_path, stage)
     for stage in ("sft", "reward"):
@@ -171,7 +171,7 @@ def test_evaluation_changes_no_bit_of_any_stage(rlhf, finished_run, tmp_path):
     texts = [record for record in records(tmp_path, "ppo") if record.get("tag") == "heldout_0"]
     assert [record["step"] for record in texts] == [0, 1, 2, 3]
     assert texts[best]["text"].endswith(summary["samples"][0]["after"])
-    lines = found.stdout.splitlines()
+    lines = done.stdout.splitlines()
     assert any(line.startswith("reward: after step 1: accuracy ") and "% (before " in line for line in lines)
     assert any(line.startswith("ppo: after step 2: reward ") and "kl " in line for line in lines)
     assert any(line.startswith(f"ppo: keeps the model of step {best}, reward ") for line in lines)
@@ -225,9 +225,9 @@ def test_no_model_of_steps_that_were_done_differently_is_kept(accelerator, tmp_p
     stale = measured(tmp_path)
     assert (tmp_path / "sft" / "best" / "step-00000007").is_dir()
     summary = tune(accelerator, tmp_path, optimizer=slower, epochs=7)
-    found = measured(tmp_path)
-    assert stale[7] != found[7] and stale[6] == found[6], "the steps are the same, so that nothing is tested"
-    assert summary["kept"]["value"] == min(value for step, value in found.items() if step)
+    values = measured(tmp_path)
+    assert stale[7] != values[7] and stale[6] == values[6], "the steps are the same, so that nothing is tested"
+    assert summary["kept"]["value"] == min(value for step, value in values.items() if step)
     assert perplexity(tmp_path / "sft" / "model") == pytest.approx(summary["kept"]["value"], rel=1e-5)
 
 
@@ -235,9 +235,9 @@ def test_the_earlier_checkpoint_has_its_best_model_too(whole, accelerator, tmp_p
     """The newest checkpoint cannot be read, and is moved away: what was the best before is there."""
     with failing_at(monkeypatch, "after step 7"):
         tune(accelerator, tmp_path)
-    there = {path.name for path in (tmp_path / "sft" / "best").iterdir()}
+    best_models = {path.name for path in (tmp_path / "sft" / "best").iterdir()}
     values = measured(tmp_path)
-    assert there == {f"step-{min(range(1, until + 1), key=values.__getitem__):08d}" for until in (3, 6)}
+    assert best_models == {f"step-{min(range(1, until + 1), key=values.__getitem__):08d}" for until in (3, 6)}
     (tmp_path / "sft" / "checkpoints" / "step-00000006").rename(tmp_path / "away")
     assert tune(accelerator, tmp_path) == whole[1]
     assert measured(tmp_path) == measured(whole[0])
@@ -275,10 +275,10 @@ def test_adapters_are_kept_with_the_model_that_has_them_merged(accelerator, tmp_
     lora = {"rank": 4, "save": save}
     optimizer = {"learning_rate": 0.01, "warmup": 0, "schedule": "constant"}
     summary = tune(accelerator, tmp_path, optimizer=optimizer, top={"lora": lora})
-    found = measured(tmp_path)
-    best = min(range(1, STEPS + 1), key=found.__getitem__)
+    values = measured(tmp_path)
+    best = min(range(1, STEPS + 1), key=values.__getitem__)
     assert summary["kept"]["step"] == best < STEPS
-    assert perplexity(tmp_path / "sft" / "model") == pytest.approx(found[best], rel=1e-4)
+    assert perplexity(tmp_path / "sft" / "model") == pytest.approx(values[best], rel=1e-4)
     adapter = tmp_path / "sft" / "adapter"
     assert adapter.is_dir() == (save == "both")
     if save == "both":
@@ -293,9 +293,9 @@ def test_two_ranks_evaluate_and_keep_together(rlhf, tmp_path):
     settings += ["engine.zero_stage=3", "sft.optimizer.learning_rate=0.05"]
     for ranks in (1, 2):
         rlhf("sft", "--output", tmp_path / str(ranks), "--ranks", ranks, *sets(*settings))
-    one, two = (measured(tmp_path / str(ranks)) for ranks in (1, 2))
-    assert sorted(two) == [0, 2, 4, 6] and two == pytest.approx(one, rel=1e-3)
-    kept = [json.loads((tmp_path / str(ranks) / "sft" / "stage.json").read_text())["kept"] for ranks in (1, 2)]
-    assert kept[0]["step"] == kept[1]["step"] == min((2, 4, 6), key=two.__getitem__)
-    left, right = (weights(tmp_path / str(ranks) / "sft" / "model") for ranks in (1, 2))
-    assert all(torch.allclose(left[name], right[name], atol=1e-3) for name in left)
+    alone, together = (measured(tmp_path / str(ranks)) for ranks in (1, 2))
+    assert sorted(together) == [0, 2, 4, 6] and together == pytest.approx(alone, rel=1e-3)
+    choices = [json.loads((tmp_path / str(ranks) / "sft" / "stage.json").read_text())["kept"] for ranks in (1, 2)]
+    assert choices[0]["step"] == choices[1]["step"] == min((2, 4, 6), key=together.__getitem__)
+    expected, actual = (weights(tmp_path / str(ranks) / "sft" / "model") for ranks in (1, 2))
+    assert all(torch.allclose(expected[name], actual[name], atol=1e-3) for name in expected)

@@ -27,14 +27,14 @@ def build(accelerator, recipe, tokenizer, tmp_path, monkeypatch):
     def ppo(
         model: Any = llama, *, zero_stage=1, precision="fp32", lora=None, **changes: Any
     ) -> tuple[PPOTrainer, list[str]]:
-        said, size = [], len(tokenizer)
-        monkeypatch.setattr(StageContext, "say", lambda _, line: said.append(line))
+        lines, size = [], len(tokenizer)
+        monkeypatch.setattr(StageContext, "say", lambda _, line: lines.append(line))
         reference = None if lora else model(size, seed=5)
         models = ppo_models(model(size), reference, scalar(model(size)), scalar(model(size)))
         accelerator.seed(0)
         precision = precision if isinstance(precision, Precision) else accelerator.precision(precision)
         options = {"engine": {"zero_stage": zero_stage}, "lora": lora, "precision": precision, **ONE, **changes}
-        return build_ppo(accelerator, tmp_path, recipe, tokenizer, models, **options), said
+        return build_ppo(accelerator, tmp_path, recipe, tokenizer, models, **options), lines
 
     return ppo
 
@@ -61,7 +61,7 @@ def passes(ppo: PPOTrainer, index: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "each"),
+    ("changes", "count"),
     [
         ({}, 3),
         ({"micro_batch_size": None}, 1),
@@ -70,9 +70,9 @@ def passes(ppo: PPOTrainer, index: int) -> dict[str, int]:
         ({"ppo_epochs": 2}, 9),
     ],
 )
-def test_a_row_passes_once_through_policy_and_critic(build, changes, each):
+def test_a_row_passes_once_through_policy_and_critic(build, changes, count):
     ppo, _ = build(**changes)
-    assert [passes(ppo, index) for index in range(2)] == 2 * [{"actor": each, "critic": each}]
+    assert [passes(ppo, index) for index in range(2)] == 2 * [{"actor": count, "critic": count}]
 
 
 @pytest.mark.parametrize(
@@ -87,46 +87,46 @@ def test_a_row_passes_once_through_policy_and_critic(build, changes, each):
     ],
 )
 def test_reason_for_separate_passes_is_logged(build, changes, why):
-    _, said = build(**changes)
-    (line,) = (line for line in said if "separate passes" in line)
+    _, lines = build(**changes)
+    (line,) = (line for line in lines if "separate passes" in line)
     assert line.startswith("ppo: rollouts are scored in separate passes, not in those of the update: " + why)
 
 
 @pytest.mark.parametrize("changes", [{"lora": {"rank": 2, "dropout": 0.5}}, {"model": dropping}])
 def test_reused_passes_log_nothing(build, changes):
-    _, said = build(**changes)
-    assert not [line for line in said if "separate passes" in line]
+    _, lines = build(**changes)
+    assert not [line for line in lines if "separate passes" in line]
 
 
 @pytest.mark.parametrize(
-    ("rows", "told"),
+    ("rows", "part"),
     [(2, "activations of 3 micro-batches of each model"), (None, "activations of one micro-batch of each model")],
 )
-def test_short_memory_needs_separate_passes(build, accelerator, monkeypatch, rows, told):
+def test_short_memory_needs_separate_passes(build, accelerator, monkeypatch, rows, part):
     """On any rank; there all micro-batches' activations would have to be kept at one time."""
     monkeypatch.setattr(accelerator, "memory", lambda: Memory(allocated=2**28, peak=2**28, total=2**28))
-    ppo, said = build(micro_batch_size=rows)
-    assert [line for line in said if told in line and "would hardly fit in memory (ppo.micro_batch_size)" in line]
+    ppo, lines = build(micro_batch_size=rows)
+    assert [line for line in lines if part in line and "would hardly fit in memory (ppo.micro_batch_size)" in line]
     assert passes(ppo, 0)["actor"] == 2 * (3 if rows else 1)
 
 
-@pytest.mark.parametrize(("rows", "each"), [(2, 6), (None, 1)])
-def test_unknown_shape_keeps_the_passes_of_one_micro_batch(build, monkeypatch, rows, each):
+@pytest.mark.parametrize(("rows", "count"), [(2, 6), (None, 1)])
+def test_unknown_shape_keeps_the_passes_of_one_micro_batch(build, monkeypatch, rows, count):
     def unknown(*_: Any) -> Any:
         raise ConfigError("actor: the plan does not know the shapes of model type 'ctrl'")
 
     monkeypatch.setattr(stage, "shape_from", unknown)
-    ppo, said = build(micro_batch_size=rows)
-    assert passes(ppo, 0)["actor"] == each
-    assert [line for line in said if "is unknown: actor: the plan does not know" in line] == (said if rows else [])
+    ppo, lines = build(micro_batch_size=rows)
+    assert passes(ppo, 0)["actor"] == count
+    assert [line for line in lines if "is unknown: actor: the plan does not know" in line] == (lines if rows else [])
 
 
 def state(ppo: PPOTrainer) -> dict[str, torch.Tensor]:
-    found = {}
+    tensors = {}
     for name, engine in ppo.engines.items():
         with engine.whole_weights() as module:
-            found |= {f"{name} {key}": tensor.detach().clone() for key, tensor in module.state_dict().items()}
-    return found
+            tensors |= {f"{name} {key}": tensor.detach().clone() for key, tensor in module.state_dict().items()}
+    return tensors
 
 
 @pytest.mark.parametrize(
@@ -144,12 +144,12 @@ def state(ppo: PPOTrainer) -> dict[str, torch.Tensor]:
 )
 def test_steps_are_those_of_two_passes(build, changes):
     """To the bit: of dropout there is none, so that evaluation and training compute the same."""
-    found = []
+    runs = []
     for once in (True, False):
         ppo, _ = build(reuse_forward=once, **changes)
         numbers = [ppo.step(index) for index in range(2)]
-        found.append((numbers, state(ppo)))
-    (ours, weights), (theirs, expected) = found
+        runs.append((numbers, state(ppo)))
+    (ours, weights), (theirs, expected) = runs
     assert ours == theirs
     assert all(numbers["approx_kl"] == numbers["clip_fraction"] == 0 for numbers in ours)
     assert weights.keys() == expected.keys()
@@ -159,13 +159,13 @@ def test_steps_are_those_of_two_passes(build, changes):
 @pytest.mark.parametrize(("zero_stage", "rows"), [(0, 2), (1, 2), (3, None)])
 def test_with_loss_scaling_too(build, zero_stage, rows):
     """Both models' gradients are there before either steps."""
-    found = []
+    runs = []
     with accepted_fp16() as precision:
         for once in (True, False):
             ppo, _ = build(reuse_forward=once, zero_stage=zero_stage, micro_batch_size=rows, precision=precision)
             assert passes(ppo, 0)["actor"] == (3 if rows else 1) * (1 if once else 2)
-            found.append((ppo.step(1), state(ppo)))
-    (ours, weights), (theirs, expected) = found
+            runs.append((ppo.step(1), state(ppo)))
+    (ours, weights), (theirs, expected) = runs
     assert ours == theirs
     assert [name for name in weights if not torch.equal(weights[name], expected[name])] == []
 

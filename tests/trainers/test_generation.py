@@ -45,8 +45,8 @@ def test_a_run_is_the_same_however_its_rollouts_are_made(ppo_on_two_ranks, whole
         f"ppo.generation_batch_size={rows}",
     )
     assert words in " ".join(log.split())
-    found, expected = (json.loads((folder / "ppo" / "stage.json").read_text()) for folder in (output, whole))
-    assert found["samples"] == expected["samples"]
+    actual, expected = (json.loads((folder / "ppo" / "stage.json").read_text()) for folder in (output, whole))
+    assert actual["samples"] == expected["samples"]
     for when in ("before", "after"):
-        assert found[when] == pytest.approx(expected[when], abs=1e-4)
+        assert actual[when] == pytest.approx(expected[when], abs=1e-4)
     assert_same_weights(output / "ppo" / "model", whole / "ppo" / "model", atol=2e-5)

@@ -106,10 +106,10 @@ def test_heldout_pairs_that_fill_up_a_batch_do_not_count(accelerator, tmp_path, 
     pairs = [*COUNTED, Pair([1], [8], [2], ROW)]
     monkeypatch.setattr(StageContext, "engine", lambda *_, **__: SimpleNamespace(engine=LastToken()))
     data = StageData(pairs, pairs, [])
-    found = supervised.RewardTrainer(context, one_model(None), language.tokenizer(), data).evaluate("now").numbers
+    numbers = supervised.RewardTrainer(context, one_model(None), language.tokenizer(), data).evaluate("now").numbers
     margins = [9 - 5, 3 - 6, 4 - 4, 7 - 5, 8 - 2]
     # accuracy 3 of 5; chosen (9 + 3 + 4 + 7 + 8) / 5; rejected (5 + 6 + 4 + 5 + 2) / 5
-    assert found == {
+    assert numbers == {
         "accuracy": pytest.approx(0.6),
         "chosen_score": pytest.approx(6.2),
         "rejected_score": pytest.approx(4.4),
@@ -282,8 +282,8 @@ def test_earlier_versions_checkpoint_has_the_coefficient_alone(build_ppo):
 def test_moving_mean_weighs_steps_by_nine_tenths(build_ppo):
     built = quiet(build_ppo())
     rewards = [4.0, 1.0, 10.0]
-    found = [built.shaping.update({"reward": reward, "kl": 0.0})["reward_ema"] for reward in rewards]
-    assert found == pytest.approx([4, (0.9 * 4 + 1) / 1.9, (0.81 * 4 + 0.9 + 10) / 2.71])
+    averages = [built.shaping.update({"reward": reward, "kl": 0.0})["reward_ema"] for reward in rewards]
+    assert averages == pytest.approx([4, (0.9 * 4 + 1) / 1.9, (0.81 * 4 + 0.9 + 10) / 2.71])
 
 
 def test_samples_are_texts_with_their_score_and_kl(build_ppo):
@@ -295,21 +295,21 @@ def test_samples_are_texts_with_their_score_and_kl(build_ppo):
     assert set(asked[:3]) == {example.row.text for example in PROMPTS}
     expected = [("a b c", 1.0, 2.0, 3), ("a b", 4.0, 1.0, 2), ("", 7.0, 0.0, 1)]  # an end is not shown
     samples = partial(select_samples, built.experience, built.tokenizer, host="cpu")
-    found = samples(3)
-    assert [sample.prompt for sample in found] == asked[:3]
-    assert [sample[1:] for sample in found] == [
+    chosen = samples(3)
+    assert [sample.prompt for sample in chosen] == asked[:3]
+    assert [sample[1:] for sample in chosen] == [
         (text, score, pytest.approx(kl, abs=1e-5), tokens) for text, score, kl, tokens in expected
     ]
-    assert found[0].numbers == "score 1, KL 2, 3 tokens"
-    assert samples(2) == [found[0], found[2]], "as far apart as can be"
+    assert chosen[0].numbers == "score 1, KL 2, 3 tokens"
+    assert samples(2) == [chosen[0], chosen[2]], "as far apart as can be"
     assert len(samples(9)) == 4
 
 
 def test_heldout_numbers_are_those_counted_by_hand(build_ppo):
     built = build_ppo()
     built._judge = lambda prompt, completion: completion.endswith("c")
-    found = built.evaluate("now")
-    assert found.numbers == {
+    result = built.evaluate("now")
+    assert result.numbers == {
         **{key: pytest.approx(value, rel=1e-5) for key, value in ROLLOUT.items()},
         "distinct_2": pytest.approx(2 / 3),  # (1, 2), (2, 3) and (1, 2) again
         "approved_share": pytest.approx(1 / 3),  # "a b c", "a b", ""
@@ -346,9 +346,9 @@ def test_evaluation_repeats_itself_and_restores_the_generator(build_ppo, monkeyp
     torch.manual_seed(5)
     expected = torch.rand(4).tolist()
     torch.manual_seed(5)
-    found = []
+    numbers = []
     for _ in range(2):
         built.evaluate("now")
-        found += torch.rand(2).tolist()
+        numbers += torch.rand(2).tolist()
     assert seen[0] == seen[1]
-    assert found == expected
+    assert numbers == expected

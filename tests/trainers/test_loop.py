@@ -59,15 +59,15 @@ def test_failure_after_the_last_step_loses_no_step(train, tmp_path, monkeypatch,
 def test_each_rank_draws_its_own_numbers_again(accelerator, recipe, tmp_path):
     def draws(rank, attempt):
         context = stage_context(accelerator, tmp_path / f"{rank} {attempt}", "sft", recipe)
-        found = []
+        numbers = []
 
         def step(index):
-            found.extend(torch.rand(3).tolist())
+            numbers.extend(torch.rand(3).tolist())
             return {"rows": 1.0}
 
         around = replace(context, world=World(rank, 2))
         fit(StubTrainer(context.config.sft, step, total_steps=1), around)
-        return found
+        return numbers
 
     first, second = draws(0, 1), draws(1, 1)
     assert first == draws(0, 2) and second == draws(1, 2)

@@ -193,8 +193,8 @@ def test_plain_models_differ_in_adapted_layers_alone(lora_run, model_folder, sta
 
     auto_class = AutoModelForSequenceClassification if stage == "reward" else AutoModelForCausalLM
     start = model_folder if stage == "sft" else lora_run / "sft" / "model"
-    model, found = auto_class.from_pretrained(lora_run / stage / "model", output_loading_info=True)
-    assert not found["missing_keys"] and not found["unexpected_keys"] and model.config.use_cache
+    model, loading = auto_class.from_pretrained(lora_run / stage / "model", output_loading_info=True)
+    assert not loading["missing_keys"] and not loading["unexpected_keys"] and model.config.use_cache
     before, after = weights(start), weights(lora_run / stage / "model")
     different = {name for name in before if not torch.equal(before[name], after[name])}
     assert len(different) == 2 * 7 and all(name.endswith("_proj.weight") for name in different)

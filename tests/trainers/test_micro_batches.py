@@ -37,23 +37,23 @@ def build(accelerator, recipe, tokenizer, tmp_path):
 )
 def test_packed_or_not_ppo_learns_the_same(build, monkeypatch, changes):
     packed, whole = build(**changes), build(**changes)
-    found, widths = [], []
+    runs, widths = [], []
     for ppo in (packed, whole):
         if ppo is whole:
             monkeypatch.setattr(MicroBatcher, "lengths", lambda *_: None)
         handle = ppo.reward.register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1]))
         ppo.accelerator.seed(1)
-        found.append([ppo.step(index) for index in range(2)])
+        runs.append([ppo.step(index) for index in range(2)])
         handle.remove()
     assert len(set(packed.experience.action_mask.sum(1).tolist())) > 1
     half = len(widths) // 2
     assert sum(widths[:half]) < sum(widths[half:]), "nothing was cut off"
-    for first, second in zip(*found):
+    for first, second in zip(*runs):
         assert first.pop("padding_share") < second.pop("padding_share")
         assert first == pytest.approx(second, rel=2e-4, abs=2e-6)
     for name, engine in packed.engines.items():
-        for one, other in zip(engine.module.parameters(), whole.engines[name].module.parameters()):
-            torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
+        for actual, expected in zip(engine.module.parameters(), whole.engines[name].module.parameters()):
+            torch.testing.assert_close(actual, expected, rtol=0, atol=2e-5)
 
 
 def test_padding_share_is_what_is_computed_without_a_token(build):

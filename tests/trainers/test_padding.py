@@ -125,11 +125,11 @@ def test_loss_does_not_depend_on_how_rows_are_packed():
     model = llama(60)
     for sizes, batch in ((SIZES, 8), (SIZES[:5], 8)):  # the second: three rows that only fill up
         batches, micro = loader(sizes, batch=batch), loader(sizes, batch=batch, micro=8)
-        found = sum(negative_log_likelihood(model, part) for part in batches.step(0))
+        total = sum(negative_log_likelihood(model, part) for part in batches.step(0))
         whole = sum(negative_log_likelihood(model, part) for part in micro.step(0))
         expected = by_hand(model, batches.examples(0))
-        torch.testing.assert_close([found, whole], [expected, expected], rtol=1e-6, atol=1e-6)
-        gradient = gradients(model, found)
+        torch.testing.assert_close([total, whole], [expected, expected], rtol=1e-6, atol=1e-6)
+        gradient = gradients(model, total)
         torch.testing.assert_close(gradient, gradients(model, expected), rtol=1e-4, atol=2e-6)
 
 
@@ -198,9 +198,9 @@ def test_scores_of_packed_sequences_are_those_of_whole_ones():
     with torch.no_grad():
         whole = completion_log_probs(model, ids, mask, 6).log_probs
         parts = cut(DYNAMIC, 2)
-        found = [
+        outputs = [
             completion_log_probs(model, part.select(ids, 6), part.select(mask, 6), part.completion).log_probs
             for part in parts
         ]
     after = drawn()[1]
-    torch.testing.assert_close(join_rows(parts, found, 6) * after, whole * after, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(join_rows(parts, outputs, 6) * after, whole * after, rtol=1e-5, atol=1e-6)

@@ -59,9 +59,9 @@ def test_a_frozen_reward_model_scores_nearly_as_it_does_whole(accelerator, tmp_p
     ids = torch.randint(3, 60, (16, 9), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     with torch.no_grad():
-        found = last_token_scores(frozen(ids, mask), mask)
+        scores = last_token_scores(frozen(ids, mask), mask)
         expected = model(input_ids=ids, attention_mask=mask).logits.flatten()
-    assert 0 < (found - expected).norm() / expected.norm() < most
+    assert 0 < (scores - expected).norm() / expected.norm() < most
 
 
 def test_stage_packs_each_layer_as_it_is_read(accelerator, tmp_path, model_folder):

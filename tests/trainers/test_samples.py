@@ -35,10 +35,10 @@ def test_sample_shows_prompt_completion_and_score() -> None:
 
 def test_texts_are_no_markup_and_no_terminal_commands() -> None:
     text = "[bold]no[/] \x1b[2J\x07\r\x9b31m \u202e \ud800 :smile: [link=http://x]"
-    found = printed(RolloutSample(text, "", 0, 0, 0), force_terminal=True, color_system=None)
+    output = printed(RolloutSample(text, "", 0, 0, 0), force_terminal=True, color_system=None)
     for part in ("[bold]no[/]", r"\x1b[2J\x07\r\x9b31m", r"\u202e", r"\ud800", ":smile:"):
-        assert part in found
-    assert not set(found) & set("\x1b\x07\r\x9b\u202e") and "(empty)" in found
+        assert part in output
+    assert not set(output) & set("\x1b\x07\r\x9b\u202e") and "(empty)" in output
 
 
 def test_a_log_file_gets_no_colours() -> None:

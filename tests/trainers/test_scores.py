@@ -93,9 +93,9 @@ def test_they_are_recorded_as_means_over_real_rows(file: Path) -> None:
     nothing = torch.zeros_like(MASK)
     scores = Scores(nothing, nothing, nothing, None, *rewards(reward_functions=[f"{file}:words"]))
     sums = rollout_sums(ROLLOUT, scores)
-    found = rollout_means({name: float(number) for name, number in sums.items()})
-    assert found["reward/words"] == 2.0
-    assert found["reward_model"] == pytest.approx(2 / 3) and found["reward"] == pytest.approx(2 / 3 + 2)
+    means = rollout_means({name: float(number) for name, number in sums.items()})
+    assert means["reward/words"] == 2.0
+    assert means["reward_model"] == pytest.approx(2 / 3) and means["reward"] == pytest.approx(2 / 3 + 2)
 
 
 def rows_of(folder: Path, *records: dict[str, Any]) -> dict[str, Prompt]:
@@ -110,18 +110,19 @@ def rows_of(folder: Path, *records: dict[str, Any]) -> dict[str, Prompt]:
 
 
 def test_a_function_sees_the_columns_of_its_row(file: Path, tmp_path: Path) -> None:
-    found = rows_of(tmp_path, *({"prompt": p, "answer": a} for p, a in {"a b": "c a", "b": "b", "c c": "b"}.items()))
-    examples = [found[text] for text in ("a b", "b", "c c")]
-    total, _ = rewards(examples, reward_functions=[f"{file}:exact"], reward_weight=0)
+    answers = {"a b": "c a", "b": "b", "c c": "b"}
+    examples = rows_of(tmp_path, *({"prompt": prompt, "answer": answer} for prompt, answer in answers.items()))
+    ordered = [examples[text] for text in answers]
+    total, _ = rewards(ordered, reward_functions=[f"{file}:exact"], reward_weight=0)
     assert total.tolist() == [1, 1, 0, 0]
 
 
 def test_columns_stand_above_what_was_read_in_them(tmp_path: Path) -> None:
     record = {"prompt": "a b", "chosen": "c", "rejected": "b", "source": "mine", "level": 3}
-    found = rows_of(tmp_path, record, {"prompt": "c", "chosen": "a", "rejected": "b"})
+    examples = rows_of(tmp_path, record, {"prompt": "c", "chosen": "a", "rejected": "b"})
     read = {"messages": [{"role": "user", "content": "a b"}], "response": "c"}
-    assert found["a b"].row.as_dict() == record | read
-    assert found["c"].row.as_dict()["source"] == "rows.jsonl:2"
+    assert examples["a b"].row.as_dict() == record | read
+    assert examples["c"].row.as_dict()["source"] == "rows.jsonl:2"
 
 
 def test_records_are_kept_only_for_reward_functions(tmp_path: Path) -> None:
@@ -130,7 +131,7 @@ def test_records_are_kept_only_for_reward_functions(tmp_path: Path) -> None:
     config = DataConfig.model_validate({"datasets": [str(tmp_path / "rows.jsonl")]})
     sources = [read_sources(config, ["ppo"], seed=0, records=records) for records in (False, True)]
     rows = [next(iter(source._read.values())).rows for source in sources]
-    assert [kept[0].record for kept in rows] == [{}, {"prompt": "a b", "answer": "c"}]
+    assert [rows_read[0].record for rows_read in rows] == [{}, {"prompt": "a b", "answer": "c"}]
     assert rows[0] == rows[1] and sources[0].fingerprints() == sources[1].fingerprints()
 
 
@@ -152,8 +153,8 @@ def test_each_completion_of_a_prompt_comes_with_its_example(accelerator: Acceler
     ppo = build(accelerator, tmp_path, {"batch_size": 8, "minibatch_size": 8, "completions_per_prompt": 2}, seed=0)
     ppo.batches._examples = [prompt(*ids) for ids in ((1,), (2, 3), (3, 3, 3), (3, 1))]  # type: ignore[misc]
     rows, examples = ppo.prompts(0), ppo.examples(0)
-    found = [ids[mask].tolist() for ids, mask in zip(rows["prompt_ids"], rows["prompt_mask"].bool(), strict=True)]
-    assert found == [example.prompt_ids for example in examples] and len(set(map(tuple, found))) == 4
+    prompts = [ids[mask].tolist() for ids, mask in zip(rows["prompt_ids"], rows["prompt_mask"].bool(), strict=True)]
+    assert prompts == [example.prompt_ids for example in examples] and len(set(map(tuple, prompts))) == 4
 
 
 @pytest.mark.slow

@@ -268,8 +268,8 @@ def plain_log_probs(model: Any, pairs: list[Pair]) -> Tensor:
     """[2, pairs]: of the chosen and the rejected replies, each alone and without padding."""
 
     def log_prob(prompt: list[int], reply: list[int]) -> Tensor:
-        found = model(input_ids=torch.tensor([prompt + reply])).logits[0].log_softmax(-1)
-        return sum(found[len(prompt) - 1 + place, token] for place, token in enumerate(reply))
+        log_probs = model(input_ids=torch.tensor([prompt + reply])).logits[0].log_softmax(-1)
+        return sum(log_probs[len(prompt) - 1 + place, token] for place, token in enumerate(reply))
 
     return torch.stack(
         [torch.stack([log_prob(p.prompt_ids, ids) for ids in (p.chosen_ids, p.rejected_ids)]) for p in pairs]
