@@ -145,10 +145,10 @@ def rlhf(recipe: dict[str, Any], forks: Forks, tmp_path_factory: pytest.TempPath
         *arguments: object, check: bool = True, timeout: float = 300, recipe: Path | None = tiny
     ) -> subprocess.CompletedProcess[str]:
         named = ["--config", str(recipe)] if recipe else []
-        found = forks.run(*map(str, arguments), *named, timeout=timeout)
+        done = forks.run(*map(str, arguments), *named, timeout=timeout)
         if check:
-            assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-4000:]
-        return found
+            assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        return done
 
     run.recipe, run.forks = tiny, forks  # type: ignore[attr-defined]
     return run

@@ -84,16 +84,16 @@ def weights(folder: Path) -> dict[str, Any]:
     return tensors
 
 
-def assert_same_weights(left: Path, right: Path, *, atol: float = 0.0) -> None:
+def assert_same_weights(actual: Path, expected: Path, *, atol: float = 0.0) -> None:
     """Compare two folders of saved models."""
-    assert_close_weights(weights(left), weights(right), atol=atol)
+    assert_close_weights(weights(actual), weights(expected), atol=atol)
 
 
-def assert_close_weights(found: dict[str, Any], expected: dict[str, Any], *, atol: float = 2e-5) -> None:
+def assert_close_weights(actual: dict[str, Any], expected: dict[str, Any], *, atol: float = 2e-5) -> None:
     import torch
 
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
+    assert actual.keys() == expected.keys()
+    for name, tensor in actual.items():
         difference = (tensor.float() - expected[name].float()).abs().max().item()
         assert difference <= atol, f"{name} differs by {difference}"
         assert torch.isfinite(tensor).all()

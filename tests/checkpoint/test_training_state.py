@@ -102,9 +102,9 @@ def test_bf16_training_in_micro_batches_resumes_bit_for_bit(accelerator, zero_st
     resumed = build(*settings)
     training_state.restore_checkpoint(place(tmp_path), {"model": resumed})
     train(resumed, 2)
-    with whole.whole_weights() as one, resumed.whole_weights() as other:
-        for name, tensor in one.state_dict().items():
-            assert torch.equal(tensor, other.state_dict()[name]), name
+    with whole.whole_weights() as expected, resumed.whole_weights() as actual:
+        for name, tensor in expected.state_dict().items():
+            assert torch.equal(tensor, actual.state_dict()[name]), name
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1])
@@ -117,9 +117,9 @@ def test_checkpoint_resumes_in_smaller_micro_batches(accelerator, zero_stage, tm
     training_state.restore_checkpoint(place(tmp_path), {"model": resumed})
     train(resumed, 2)
     assert resumed.steps == whole.steps == 2
-    with whole.whole_weights() as one, resumed.whole_weights() as other:
-        for name, tensor in one.state_dict().items():
-            torch.testing.assert_close(tensor, other.state_dict()[name], rtol=1e-4, atol=1e-5, msg=name)
+    with whole.whole_weights() as expected, resumed.whole_weights() as actual:
+        for name, tensor in expected.state_dict().items():
+            torch.testing.assert_close(tensor, actual.state_dict()[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_a_rank_names_its_own_error_where_the_others_are_gone(monkeypatch):

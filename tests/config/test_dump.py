@@ -49,8 +49,8 @@ def test_format_recipe_starts_with_about() -> None:
 
 
 def test_recipe_with_absolute_paths_loads_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here, there = tmp_path / "here", tmp_path / "there"
-    for folder in (here / "model", there / "deep"):
+    here, elsewhere = tmp_path / "here", tmp_path / "there"
+    for folder in (here / "model", elsewhere / "deep"):
         folder.mkdir(parents=True)
     monkeypatch.chdir(here)
     given = load_config(
@@ -68,9 +68,9 @@ def test_recipe_with_absolute_paths_loads_from_any_folder(tmp_path: Path, monkey
     whole = Config.model_validate(given.model_dump(mode="json"))
     assert (whole.output, whole.model.path, whole.model.tokenizer) == (here / "run", str(here / "model"), "gpt2")
     assert whole.data.datasets[1].path == "world" and whole.data.datasets[1].heldout == str(here / "x y")
-    path = there / "deep" / "recipe.yaml"
+    path = elsewhere / "deep" / "recipe.yaml"
     path.write_text(format_recipe(whole, "Anything."))
-    for folder in (here, there, tmp_path):
+    for folder in (here, elsewhere, tmp_path):
         monkeypatch.chdir(folder)
         assert load_config(path) == whole
     assert given.output == Path("run"), "in Python, a path is kept as it was given"

@@ -27,7 +27,7 @@ class Numbers:
         if isinstance(text, str):  # where the tokenizer starts a text
             start = [0] if self.bos_token and add_special_tokens else []
             return {"input_ids": [*start, 9]}
-        return {"input_ids": [[int(number) for number in one.split()] for one in text]}
+        return {"input_ids": [[int(number) for number in document.split()] for document in text]}
 
 
 def configuration(*paths: Any, length: int = 4, batch: int = 1, **data: Any) -> Config:

@@ -123,8 +123,8 @@ def test_keys_in_yaml_blocks_of_a_page_exist(page: Path, tmp_path: Path) -> None
 
 
 def test_commands_are_found() -> None:
-    found = [arguments for page in pages.PAGES for arguments in pages.commands(page)]
-    assert len(found) > 80
+    commands = [arguments for page in pages.PAGES for arguments in pages.commands(page)]
+    assert len(commands) > 80
 
 
 @pytest.mark.parametrize(

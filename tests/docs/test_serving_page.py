@@ -43,13 +43,13 @@ def test_the_reward_model_scores_as_it_does_in_training(folder: Path, capsys: py
     from rlhf.models.forward import ScalarHead, last_token_scores
 
     exec(blocks("python")[0], {})
-    said = float(capsys.readouterr().out)
+    score = float(capsys.readouterr().out)
     tokenizer = AutoTokenizer.from_pretrained("runs/mine/reward/model")
     model = ScalarHead(AutoModelForSequenceClassification.from_pretrained("runs/mine/reward/model").eval())
     text = "<user>Where is the dog at home?<eos><assistant>The dog lives in the kennel.<eos>"
     ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
     with torch.no_grad():
-        assert said == pytest.approx(last_token_scores(model(ids, ids * 0 + 1), ids * 0 + 1).item(), abs=1e-5)
+        assert score == pytest.approx(last_token_scores(model(ids, ids * 0 + 1), ids * 0 + 1).item(), abs=1e-5)
 
 
 @pytest.mark.slow
@@ -62,9 +62,9 @@ def test_transformers_serves_what_was_trained(folder: Path) -> None:
     address, body = request[1], request[-1]
     port = find_free_port()
     with started([*serve[1:], "--device", "cpu", "--port", str(port)]):
-        found = asked(address.replace("8000", str(port)), body)
-    (choice,) = found["choices"]
-    assert choice["message"]["role"] == "assistant" and found["usage"]["completion_tokens"] > 0
+        answer = asked(address.replace("8000", str(port)), body)
+    (choice,) = answer["choices"]
+    assert choice["message"]["role"] == "assistant" and answer["usage"]["completion_tokens"] > 0
 
 
 @contextmanager

@@ -51,8 +51,8 @@ def test_page_has_no_sentence_that_begins_without_a_noun(page: Path) -> None:
 
 
 def test_code_uses_no_word_that_is_gone_from_it() -> None:
-    found = {pages.name(path): NOT_IN_CODE.findall(path.read_text(encoding="utf-8")) for path in CODE}
-    assert {name: words for name, words in found.items() if words} == {}
+    words_of_files = {pages.name(path): NOT_IN_CODE.findall(path.read_text(encoding="utf-8")) for path in CODE}
+    assert {name: words for name, words in words_of_files.items() if words} == {}
 
 
 def test_the_glossary_has_words_and_terms() -> None:

@@ -95,9 +95,9 @@ def test_bf16_gradients_of_many_micro_batches_lose_no_digits(accelerator, zero_s
 
 
 @NATIVE_BF16
-@pytest.mark.parametrize("kept", [[], ["input_layernorm", "q_proj"]], ids=["plain", "named for float32"])
+@pytest.mark.parametrize("names", [[], ["input_layernorm", "q_proj"]], ids=["plain", "named for float32"])
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_bf16_frozen_model_computes_what_the_trained_one_does(accelerator, monkeypatch, zero_stage, kept):
+def test_bf16_frozen_model_computes_what_the_trained_one_does(accelerator, monkeypatch, zero_stage, names):
     """Bit for bit, at positions where a rotary frequency of 8 bits would be off by a whole turn.
 
     Also if the architecture names modules that transformers would keep in float32: of those, DeepSpeed and
@@ -105,7 +105,7 @@ def test_bf16_frozen_model_computes_what_the_trained_one_does(accelerator, monke
     """
     from transformers import LlamaPreTrainedModel
 
-    monkeypatch.setattr(LlamaPreTrainedModel, "_keep_in_fp32_modules_strict", kept)
+    monkeypatch.setattr(LlamaPreTrainedModel, "_keep_in_fp32_modules_strict", names)
     ids = torch.randint(2, 60, (2, 600), generator=torch.Generator().manual_seed(1))
 
     def log_probs(model):

@@ -101,7 +101,7 @@ def test_overflow_at_the_lowest_loss_scale_ends_training(accelerator, tmp_path, 
             take(10)
 
 
-def test_without_loss_scaling_gradients_are_of_one_model_at_a_time(accelerator, tmp_path):
+def test_without_loss_scaling_one_model_has_gradients_at_a_time(accelerator, tmp_path):
     """Only fp16 needs the memory of two models' gradients."""
     ppo, are_zero = build_ppo(accelerator, tmp_path, 0), []
     critic_loss = ppo._critic_loss

@@ -53,7 +53,7 @@ def test_steps_are_those_without_offload(accelerator, zero_stage, place, precisi
     assert moved.grad_norm() == pytest.approx(plain.grad_norm(), rel=1e-6)
 
 
-def test_steps_on_the_host_take_the_accelerators_optimizer_for_it(accelerator, monkeypatch):
+def test_steps_on_the_host_take_the_accelerators_host_optimizer(accelerator, monkeypatch):
     asked = []
     get = KernelSet.get
     monkeypatch.setattr(

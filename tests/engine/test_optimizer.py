@@ -33,8 +33,8 @@ def test_last_step_has_the_rate_of_min_lr_ratio(schedule, warmup):
 def test_the_cosine_is_half_way_down_in_the_middle():
     """101 steps without warm-up: step 50 is the middle, and 25 is at (1 + cos(pi / 4)) / 2."""
     config = OptimizerConfig(learning_rate=2.0, warmup=0.0, min_lr_ratio=0.0)
-    found = [compute_learning_rate(config, step, 101) for step in (0, 25, 50, 100)]
-    assert found == pytest.approx([2.0, 1 + 0.5**0.5, 1.0, 0.0])
+    rates_of_steps = [compute_learning_rate(config, step, 101) for step in (0, 25, 50, 100)]
+    assert rates_of_steps == pytest.approx([2.0, 1 + 0.5**0.5, 1.0, 0.0])
 
 
 def test_single_step_and_constant_schedule_are_at_the_peak():
@@ -49,9 +49,9 @@ def test_a_warm_up_is_a_part_of_the_steps_or_a_number_of_them():
 
 def test_wsd_is_stable_and_then_falls_in_a_straight_line():
     """100 steps, 4 of warm-up, the last 20 fall: step 79 is the last at the peak, step 89 is half way down."""
-    found = rates(schedule="wsd", warmup=4, decay=0.2, min_lr_ratio=0.1)
-    assert found[3] < 1.0 and set(found[4:80]) == {1.0} and found[80] < 1.0
-    assert (found[89], found[99]) == pytest.approx((0.55, 0.1))
+    rates_of_steps = rates(schedule="wsd", warmup=4, decay=0.2, min_lr_ratio=0.1)
+    assert rates_of_steps[3] < 1.0 and set(rates_of_steps[4:80]) == {1.0} and rates_of_steps[80] < 1.0
+    assert (rates_of_steps[89], rates_of_steps[99]) == pytest.approx((0.55, 0.1))
 
 
 def test_biases_norms_and_frozen_weights_do_not_decay():

@@ -28,8 +28,8 @@ def seen(folder: Path, what: str) -> list[Any]:
 
 @pytest.mark.parametrize("name", two_ranks.AVERAGES)
 def test_the_average_of_shards_is_that_of_the_whole(folder, name):
-    for found in seen(folder, "averages"):
-        mine = found[name]
+    for results in seen(folder, "averages"):
+        mine = results[name]
         for parameter, expected in mine["expected"].items():
             torch.testing.assert_close(mine["average"][parameter].double(), expected, rtol=3e-7, atol=1e-8)
             assert torch.equal(mine["after"][parameter], mine["before"][parameter])
@@ -49,8 +49,8 @@ def test_saved_model_is_the_average(folder, name):
 
 @pytest.mark.parametrize("zero_stage", range(4))
 def test_an_overflow_on_one_rank_skips_both_steps_on_both(folder, zero_stage):
-    for found in seen(folder, "overflows"):
-        mine = found[zero_stage]
+    for results in seen(folder, "overflows"):
+        mine = results[zero_stage]
         assert mine["skipped"] == [1, 1]
         assert mine["scales"] == [2.0**10, 2.0**9]
         for before, after in zip(mine["before"], mine["after"]):

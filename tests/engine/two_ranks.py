@@ -31,8 +31,8 @@ AVERAGES: dict[str, dict[str, Any]] = {
 def main(folder: str) -> None:
     with distributed.start_process_group(accelerators.select("cpu", environ={})) as accelerator:
         rank = distributed.world().rank
-        found = {name: averaged(accelerator, Path(folder) / name, **how) for name, how in AVERAGES.items()}
-        torch.save(found, Path(folder) / f"averages, rank {rank}")
+        averages = {name: averaged(accelerator, Path(folder) / name, **how) for name, how in AVERAGES.items()}
+        torch.save(averages, Path(folder) / f"averages, rank {rank}")
         with accepted_fp16() as precision:
             skipped = {stage: overflowed(accelerator, stage, precision) for stage in range(4)}
         torch.save(skipped, Path(folder) / f"overflows, rank {rank}")

@@ -172,15 +172,18 @@ def test_log_ratio_of_samples_at_their_temperature_is_the_kl(
 ) -> None:
     from rlhf.evaluation import compare as comparing
 
-    kept: list[Any] = []
+    comparisons: list[Any] = []
     plainly = comparing.compare_models
     monkeypatch.setattr(
-        comparing, "compare_models", lambda *given, **more: kept.append(plainly(*given, **more)) or kept[-1]
+        comparing,
+        "compare_models",
+        lambda *given, **more: comparisons.append(plainly(*given, **more)) or comparisons[-1],
     )
     document = printed_json(run(models["a"], models["b"], "--temperature", 0.7, "--json"))
     a, b = Plain(models["a"]), Plain(models["b"])
     ratios = [
-        b.log_prob(text, ids, 0.7) - a.log_prob(text, ids, 0.7) for text, ids in zip(PROMPTS, kept[0].columns[1].ids)
+        b.log_prob(text, ids, 0.7) - a.log_prob(text, ids, 0.7)
+        for text, ids in zip(PROMPTS, comparisons[0].columns[1].ids)
     ]
     assert document["models"][1]["kl"]["mean"] == pytest.approx(fmean(ratios), abs=1e-3)
     assert "reward" not in document["models"][1]

@@ -75,8 +75,8 @@ def test_greedy_completions_are_those_of_transformers(writer: LanguageModel) -> 
 @pytest.mark.parametrize("temperature", [0, 0.7])
 def test_log_probabilities_are_those_of_each_row_alone(writer: LanguageModel, temperature: float) -> None:
     completions = [[6, 1], [9], [3, 3, 3, 1], [2, 5, 8, 11, 14, 17, 20, 23, 26, 29], [4], [1]]
-    found = score_completions(writer, PROMPTS, completions, manner(temperature), lambda rows: None)
-    for prompt, completion, log_prob in zip(PROMPTS, completions, found, strict=True):
+    log_probs = score_completions(writer, PROMPTS, completions, manner(temperature), lambda rows: None)
+    for prompt, completion, log_prob in zip(PROMPTS, completions, log_probs, strict=True):
         alone = plain_log_prob(writer.module, prompt, completion, temperature or 1)
         assert log_prob == pytest.approx(alone, abs=2e-4)
 

@@ -39,14 +39,14 @@ REPLIES = [reply for _, reply in PAIRS]
 
 @pytest.mark.parametrize("shapes", ["static", "bucketed", "dynamic"])
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
-def test_scores_are_those_of_transformers_in_the_order_of_the_rows(
+def test_scores_are_those_of_transformers_in_order_of_the_rows(
     device: EvaluationDevice, judge_folder: tuple[Path, Any], tokenizer: Any, shapes: Any, batch_size: int
 ) -> None:
     folder, model = judge_folder
     judge = load_reward_model(folder, Config(), replace(device, shapes=ShapePolicy(shapes, first=4)))
-    found = judge.scores([ids or [] for ids in judge.encode(ROWS, REPLIES)], batch_size=batch_size)
+    scores = judge.scores([ids or [] for ids in judge.encode(ROWS, REPLIES)], batch_size=batch_size)
     expected = [by_transformers(model, tokenizer, *pair) for pair in PAIRS]
-    assert found == pytest.approx(expected, abs=1e-4) and len({round(score, 2) for score in expected}) == len(PAIRS)
+    assert scores == pytest.approx(expected, abs=1e-4) and len({round(score, 2) for score in expected}) == len(PAIRS)
     assert judge.max_length == 128 and not judge.module.training
 
 
@@ -59,16 +59,14 @@ def test_any_classifier_of_one_label_scores_without_a_template(
     judge = load_reward_model(tmp_path / "judge", Config(), device)
     assert judge.prompt_format == "plain" and judge.name == str(tmp_path / "judge")
     rows = [make_conversation_row([Message("user", prompt or "go")], "plain") for prompt, _ in PAIRS]
-    found = judge.scores([ids or [] for ids in judge.encode(rows, REPLIES)], batch_size=3)
-    for (prompt, reply), score in zip(PAIRS, found, strict=True):
+    scores = judge.scores([ids or [] for ids in judge.encode(rows, REPLIES)], batch_size=3)
+    for (prompt, reply), score in zip(PAIRS, scores, strict=True):
         ids = torch.tensor([plain(f"{prompt or 'go'} {reply}")["input_ids"] + [plain.eos_token_id]])
         with torch.no_grad():
             assert score == pytest.approx(float(model(ids).logits[0, 0]), abs=1e-4)
 
 
-def test_a_model_of_deepspeed_chat_is_read_at_the_token_before_the_end(
-    device: EvaluationDevice, tmp_path: Path
-) -> None:
+def test_deepspeed_chat_model_is_read_at_token_before_the_end(device: EvaluationDevice, tmp_path: Path) -> None:
     theirs = saved(tmp_path / "reward", "opt")
     judge = load_reward_model(tmp_path / "reward", Config(), device)
     (ids,) = judge.encode(ROWS[:1], REPLIES[:1])
@@ -90,8 +88,8 @@ def test_reward_model_of_a_run_is_that_of_its_reward_stage(tmp_path: Path) -> No
     assert reward_model_folder(run.path) == reward_model_folder(run.path / "reward") == expected
     assert reward_model_folder(expected) == expected
     for inside in (run.path, run.path / "reward", expected):
-        found = find_run(inside)
-        assert found is not None and found.path.samefile(run.path)
+        directory = find_run(inside)
+        assert directory is not None and directory.path.samefile(run.path)
     assert find_run(tmp_path) is None
 
 
@@ -123,7 +121,7 @@ def test_scores_in_16_bits_are_computed_in_float32(device: EvaluationDevice, jud
     head = judge.module.model
     with torch.no_grad():
         hidden = [head.model(torch.tensor([ids])).last_hidden_state[0, -1].double() for ids in sequences]
-    expected = [float(head.score.weight[0].double() @ one) for one in hidden]
+    expected = [float(head.score.weight[0].double() @ state) for state in hidden]
     assert judge.scores(sequences, batch_size=1) == pytest.approx(expected, rel=1e-4)
     assert expected != pytest.approx(torch.tensor(expected).bfloat16().tolist(), rel=1e-4)
 
@@ -188,10 +186,10 @@ def test_static_shapes_give_every_batch_one_shape(device: EvaluationDevice, rows
 
     lengths = [2, 7, 1, 5, 3, 6, 4]
     static = replace(device, shapes=ShapePolicy("static"))
-    found = static.map_rows(
+    widths = static.map_rows(
         [[1] * length for length in lengths], compute, pad=9, batch_size=rows, extras={"more": [10, 20] * 3 + [30]}
     )
-    assert found == [length + more for length, more in zip(lengths, [10, 20] * 3 + [30], strict=True)]
+    assert widths == [length + more for length, more in zip(lengths, [10, 20] * 3 + [30], strict=True)]
     assert set(seen) == {(rows, 7)}
     assert static.map_rows([], compute, pad=9, batch_size=rows) == []
 
@@ -224,9 +222,9 @@ def test_lone_adapter_is_merged_as_by_peft(
     writer, base = (load_language_model(path, Config(), device) for path in (folder, model_folder))
     ids = torch.arange(2, 40)[None]
     with torch.no_grad():
-        expected, found, without = (each(input_ids=ids).logits for each in (model, writer.module, base.module))
-    torch.testing.assert_close(found, expected)
-    assert (found - without).abs().max() > 0.01 and writer.folder == str(folder)
+        expected, actual, without = (network(input_ids=ids).logits for network in (model, writer.module, base.module))
+    torch.testing.assert_close(actual, expected)
+    assert (actual - without).abs().max() > 0.01 and writer.folder == str(folder)
     assert not any("lora" in name for name, _ in writer.module.named_parameters())
 
 

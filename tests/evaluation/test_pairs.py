@@ -36,7 +36,7 @@ PAIRS = [
 ROWS = [{"prompt": prompt, "chosen": chosen, "rejected": rejected} for prompt, chosen, rejected in PAIRS]
 
 
-def test_its_numbers_are_those_of_transformers_and_a_count_by_hand(
+def test_numbers_are_those_of_transformers_and_a_count_by_hand(
     evaluate: Evaluate, judge_folder: tuple[Path, Any], tokenizer: Any, tmp_path: Path
 ) -> None:
     folder, model = judge_folder
@@ -46,8 +46,8 @@ def test_its_numbers_are_those_of_transformers_and_a_count_by_hand(
     (numbers,) = document["models"]
     assert numbers.keys() == documented_keys("pairs")
     expected = [[by_transformers(model, tokenizer, prompt, reply) for reply in both] for prompt, *both in PAIRS]
-    assert [one["source"] for one in numbers["each"]] == [f"pairs.jsonl:{number}" for number in range(1, 7)]
-    assert [[one["chosen"], one["rejected"]] for one in numbers["each"]] == [
+    assert [entry["source"] for entry in numbers["each"]] == [f"pairs.jsonl:{number}" for number in range(1, 7)]
+    assert [[entry["chosen"], entry["rejected"]] for entry in numbers["each"]] == [
         pytest.approx(both, abs=1e-4) for both in expected
     ]
     margins = [chosen - rejected for chosen, rejected in expected]
@@ -65,9 +65,9 @@ def test_its_numbers_are_those_of_transformers_and_a_count_by_hand(
     for p in claimed:
         confidence = max(p, 1 - p)
         bins.setdefault(min(int((confidence - 0.5) / 0.125), 3), []).append((confidence, p > 0.5))
-    error = sum(abs(sum(sure for sure, _ in one) - sum(right for _, right in one)) for one in bins.values()) / 6
+    error = sum(abs(sum(sure for sure, _ in entry) - sum(right for _, right in entry)) for entry in bins.values()) / 6
     assert numbers["calibration_error"] == pytest.approx(error, abs=1e-4)
-    assert [one["pairs"] for one in numbers["bins"]] == [len(bins[place]) for place in sorted(bins)]
+    assert [entry["pairs"] for entry in numbers["bins"]] == [len(bins[place]) for place in sorted(bins)]
     # Wilson's score interval: where |share - p| is 1.96 deviations of p.
     for bound in numbers["accuracy_interval"]:
         assert abs(right / 6 - bound) == pytest.approx(1.959964 * math.sqrt(bound * (1 - bound) / 6), rel=1e-5)
@@ -215,7 +215,7 @@ def test_a_model_that_claims_what_is_so_has_no_error() -> None:
 @pytest.mark.parametrize("scale", [0.2, 3.0, 40.0])
 def test_the_temperature_undoes_a_scale(scale: float) -> None:
     margins = [margin(0.8)] * 80 + [-margin(0.8)] * 20
-    assert fit_temperature([scale * one for one in margins]) == pytest.approx(scale)
+    assert fit_temperature([scale * value for value in margins]) == pytest.approx(scale)
 
 
 def test_no_temperature_near_it_has_less_log_loss() -> None:

@@ -56,8 +56,8 @@ def test_perplexity_is_that_of_transformers(
     starts = [prompt if loss_on == "completion" else 1 for _, prompt in written]
     expected = [plain_nll(model, ids, start) for (ids, _), start in zip(written, starts, strict=True)]
     tokens = [len(ids) - start for (ids, _), start in zip(written, starts, strict=True)]
-    assert [one["nll"] for one in numbers["each"]] == pytest.approx(expected, rel=1e-5)
-    assert [one["tokens"] for one in numbers["each"]] == tokens
+    assert [entry["nll"] for entry in numbers["each"]] == pytest.approx(expected, rel=1e-5)
+    assert [entry["tokens"] for entry in numbers["each"]] == tokens
     assert (numbers["rows"], numbers["tokens"]) == (3, sum(tokens))
     assert numbers["loss"] == pytest.approx(sum(expected) / sum(tokens), rel=1e-5)
     assert numbers["perplexity"] == pytest.approx(math.exp(sum(expected) / sum(tokens)), rel=1e-4)

@@ -33,8 +33,8 @@ def test_data_sets_give_their_prompts_in_every_format(tmp_path: Path) -> None:
         {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "two"}]},
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found, dropped = read_prompts(of(path))
-    assert [[message.content for message in row.prompt] for row in found] == [["one"], ["s", "two"]]
+    prompts, dropped = read_prompts(of(path))
+    assert [[message.content for message in row.prompt] for row in prompts] == [["one"], ["s", "two"]]
     assert dropped == {"empty prompt": (1, "rows.jsonl:2")}
 
 

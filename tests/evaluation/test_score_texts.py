@@ -28,9 +28,9 @@ from tests.evaluation.conftest import Evaluate, by_transformers, printed_json, r
     ],
 )
 def test_lines_are_read(line: str, prompt: str, replies: tuple[str, ...]) -> None:
-    found = read_line(line, "line 1")
-    assert [(message.role, message.content) for message in found.prompt] == [("user", prompt)]
-    assert found.replies == replies
+    question = read_line(line, "line 1")
+    assert [(message.role, message.content) for message in question.prompt] == [("user", prompt)]
+    assert question.replies == replies
 
 
 def test_prompt_may_be_a_conversation() -> None:
@@ -66,15 +66,15 @@ def test_scores_are_those_of_transformers(
     document = printed_json(evaluate(*models, "--json", given=given))
     asked = [("cow", ["moo please", "go away"]), ("owl", ["hoot"])]
     assert document["kind"] == "sentences" and len(document["questions"]) == 2
-    for (prompt, replies), found in zip(asked, document["questions"], strict=True):
-        assert found["prompt"] == [{"role": "user", "content": prompt}]
-        assert [one["reply"] for one in found["replies"]] == replies
+    for (prompt, replies), question in zip(asked, document["questions"], strict=True):
+        assert question["prompt"] == [{"role": "user", "content": prompt}]
+        assert [answer["reply"] for answer in question["replies"]] == replies
         for name, model in models.items():
             expected = [by_transformers(model, tokenizer, prompt, reply) for reply in replies]
-            assert [one["scores"][name] for one in found["replies"]] == pytest.approx(expected, abs=1e-4)
+            assert [answer["scores"][name] for answer in question["replies"]] == pytest.approx(expected, abs=1e-4)
             total = sum(map(math.exp, expected))
             best = [math.exp(score) / total for score in expected]
-            assert [one["best"][name] for one in found["replies"]] == pytest.approx(best, abs=1e-4)
+            assert [answer["best"][name] for answer in question["replies"]] == pytest.approx(best, abs=1e-4)
 
 
 def test_arguments_are_a_question_too_and_a_pipe_gets_tabs(
@@ -84,10 +84,10 @@ def test_arguments_are_a_question_too_and_a_pipe_gets_tabs(
     expected = [by_transformers(model, tokenizer, "cow", reply) for reply in ("moo", "no")]
     head, *rows = evaluate(folder, "--prompt", "cow", "--reply", "moo", "--reply", "no").stdout.splitlines()
     assert head.split("\t") == ["prompt", "reply", "score", "P(best)"]
-    found = [row.split("\t") for row in rows]
-    assert [row[:2] for row in found] == [["cow", "moo"], ["cow", "no"]]
-    assert [float(row[2]) for row in found] == pytest.approx(expected, abs=1e-3)
-    assert float(found[0][3]) == pytest.approx(1 / (1 + math.exp(expected[1] - expected[0])), abs=1e-3)
+    cells = [row.split("\t") for row in rows]
+    assert [row[:2] for row in cells] == [["cow", "moo"], ["cow", "no"]]
+    assert [float(row[2]) for row in cells] == pytest.approx(expected, abs=1e-3)
+    assert float(cells[0][3]) == pytest.approx(1 / (1 + math.exp(expected[1] - expected[0])), abs=1e-3)
     head, row = evaluate(folder, given="cow\tmoo\n").stdout.splitlines()
     assert head.split("\t") == ["prompt", "reply", "score"] and float(row.split("\t")[2]) == pytest.approx(
         expected[0], abs=1e-3
@@ -116,13 +116,13 @@ def test_a_terminal_is_asked_for_prompts_and_replies(
 ) -> None:
     typed = iter(["cow", "moo please", "go", "", "", "owl", "moo " * 200, "", "dog", "woof", ""])
 
-    def said(prompt: str) -> str:
+    def answer(prompt: str) -> str:
         try:
             return next(typed)
         except StopIteration:
             raise EOFError from None
 
-    monkeypatch.setattr("builtins.input", said)
+    monkeypatch.setattr("builtins.input", answer)
     _converse(device, Config(), [str(judge_folder[0])])
     printed = capsys.readouterr().out
     rows = [line.split("\t") for line in printed.splitlines() if "\t" in line]

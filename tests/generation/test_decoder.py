@@ -81,22 +81,22 @@ def test_greedy_tokens_are_those_of_generate(accelerator, name):
     expected = model.generate(
         input_ids=ids, attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None
     )
-    found = decoder(accelerator).generate(model, ids, mask, GREEDY)
-    assert torch.equal(found.ids, expected[:, 6:])
-    assert (found.mask == 1).all()
+    completions = decoder(accelerator).generate(model, ids, mask, GREEDY)
+    assert torch.equal(completions.ids, expected[:, 6:])
+    assert (completions.mask == 1).all()
 
 
 def test_row_ends_with_its_end_token_and_padding_follows(accelerator):
     model, (ids, mask) = build("llama"), prompts()
     free = decoder(accelerator).generate(model, ids, mask, GREEDY).ids
     end = free[0, 4].item()
-    found = decoder(accelerator, eos=[end]).generate(model, ids, mask, GREEDY)
+    completions = decoder(accelerator, eos=[end]).generate(model, ids, mask, GREEDY)
     for row in range(3):
         hits = (free[row] == end).nonzero()
         length = hits[0].item() + 1 if len(hits) else 12
-        assert torch.equal(found.ids[row, :length], free[row, :length])
-        assert found.mask[row].tolist() == [1] * length + [0] * (12 - length)
-        assert (found.ids[row, length:] == 0).all()
+        assert torch.equal(completions.ids[row, :length], free[row, :length])
+        assert completions.mask[row].tolist() == [1] * length + [0] * (12 - length)
+        assert (completions.ids[row, length:] == 0).all()
 
 
 def test_every_row_may_end_at_once(accelerator):
@@ -132,12 +132,12 @@ def test_log_probs_of_training_are_those_of_drawing(accelerator):
     from rlhf.models.forward import completion_log_probs
 
     model, (ids, mask) = build("llama"), prompts()
-    found = decoder(accelerator).generate(model, ids, mask, GREEDY)
-    whole = torch.cat([ids, found.ids], 1), torch.cat([mask, found.mask], 1)
+    completions = decoder(accelerator).generate(model, ids, mask, GREEDY)
+    whole = torch.cat([ids, completions.ids], 1), torch.cat([mask, completions.mask], 1)
     with torch.no_grad():
         logits = model(input_ids=whole[0], attention_mask=whole[1], position_ids=(whole[1].cumsum(-1) - 1).clamp_min(0))
-        assert torch.equal(logits.logits[:, 5:-1].argmax(-1), found.ids)
-        expected = logits.logits[:, 5:-1].log_softmax(-1).gather(-1, found.ids[..., None])[..., 0]
+        assert torch.equal(logits.logits[:, 5:-1].argmax(-1), completions.ids)
+        expected = logits.logits[:, 5:-1].log_softmax(-1).gather(-1, completions.ids[..., None])[..., 0]
         torch.testing.assert_close(completion_log_probs(model, *whole, 12).log_probs, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -252,8 +252,8 @@ def test_a_recorded_step_draws_the_same_tokens(accelerator, monkeypatch, caplog,
     expected = [plain.generate(model, ids, mask, GREEDY).ids, plain.generate(model, mask * 9, mask, GREEDY).ids]
     monkeypatch.setattr(accelerator, "capture", lambda fn, key: Graph(fn, key, record))
     recorded = decoder(accelerator, length=16)
-    found = [recorded.generate(model, ids, mask, GREEDY).ids, recorded.generate(model, mask * 9, mask, GREEDY).ids]
-    assert all(torch.equal(one, other) for one, other in zip(found, expected))
+    tokens = [recorded.generate(model, ids, mask, GREEDY).ids, recorded.generate(model, mask * 9, mask, GREEDY).ids]
+    assert all(torch.equal(actual, reference) for actual, reference in zip(tokens, expected))
     torch.manual_seed(3)
     expected = plain.generate(model, ids, mask, free).ids
     torch.manual_seed(3)

@@ -49,13 +49,13 @@ def family(name: str) -> Any:
 
 def alone(model: Any, ids: torch.Tensor, mask: torch.Tensor, ends: list[int] | None = None) -> list[list[int]]:
     """Return the tokens that plain transformers generates for each prompt alone."""
-    found = []
+    completions = []
     for row, shown in zip(ids, mask.bool()):
         prompt = row[shown].unsqueeze(0)
         rest = {"max_new_tokens": LENGTH, "do_sample": False, "eos_token_id": ends, "pad_token_id": 0}
         made = model.generate(prompt, attention_mask=torch.ones_like(prompt), **rest)
-        found.append(made[0, prompt.shape[1] :].tolist())
-    return found
+        completions.append(made[0, prompt.shape[1] :].tolist())
+    return completions
 
 
 def different_ends(free: list[list[int]]) -> list[int]:
@@ -100,11 +100,11 @@ def test_tokens_are_those_of_generate_while_rows_leave(accelerator: Any, seen: A
     expected = alone(model, ids, mask, ends)
     decode = decoder(accelerator, eos=ends, length=LENGTH)
     for _ in range(2):  # the second time in the first one's buffers
-        found = decode.generate(model, ids, mask, GREEDY)
+        completions = decode.generate(model, ids, mask, GREEDY)
         for row, tokens in enumerate(expected):
             padding = [0] * (LENGTH - len(tokens))
-            assert found.ids[row].tolist() == tokens + padding, f"row {row}"
-            assert found.mask[row].tolist() == [1] * len(tokens) + padding, f"row {row}"
+            assert completions.ids[row].tolist() == tokens + padding, f"row {row}"
+            assert completions.mask[row].tolist() == [1] * len(tokens) + padding, f"row {row}"
     rows, widths = {step[0] for step in seen}, {step[1] for step in seen}
     assert (len(rows) > 1) == (name in FAMILIES)
     assert (len(widths) > 2) == (name not in WHOLE)
@@ -136,12 +136,12 @@ def test_samples_are_those_of_a_rollout_whose_rows_all_stay(
         for _ in range(2):  # on a lazy device, the first takes all steps with all rows in any case
             seen.clear()
             accelerator.seed(5)
-            found = decode.generate(model, ids, mask, sampling)
-        drawn.append(found)
+            completions = decode.generate(model, ids, mask, sampling)
+        drawn.append(completions)
         assert (min(rows for rows, *_ in seen) < 6) == (not lazy)
-    left, stayed = drawn
-    assert torch.equal(left.ids, stayed.ids) and torch.equal(left.mask, stayed.mask)
-    assert len(set(left.mask.sum(-1).tolist())) > 4
+    leaving, stayed = drawn
+    assert torch.equal(leaving.ids, stayed.ids) and torch.equal(leaving.mask, stayed.mask)
+    assert len(set(leaving.mask.sum(-1).tolist())) > 4
 
 
 @pytest.mark.parametrize(("rows", "counts"), [(12, range(1, 13)), (40, range(3, 43, 3))])
@@ -156,11 +156,11 @@ def test_rows_leave_in_sixteenths(
     )
     model, (ids, mask) = build("llama"), prompts(rows=rows)
     accelerator.seed(5)
-    found = decoder(accelerator, eos=range(1, 4), length=40).generate(model, ids, mask, SamplingConfig())
+    completions = decoder(accelerator, eos=range(1, 4), length=40).generate(model, ids, mask, SamplingConfig())
     assert {step[0] for step in seen} <= {min(count, rows) for count in counts}
     for index, (used, *_) in enumerate(seen):
         asked = index + 1 - (index + 1) % 4
-        assert asked == 0 or 0 <= used - int((found.mask.sum(-1) > asked).sum()) < counts.step
+        assert asked == 0 or 0 <= used - int((completions.mask.sum(-1) > asked).sum()) < counts.step
     assert 0 < sum(moved) < rows
 
 
@@ -207,11 +207,11 @@ def test_recordings_share_the_buffers(accelerator: Any, recording: list[Graph], 
 @pytest.mark.parametrize("most", [None, 4])
 def test_windows_last_two_steps_or_more_and_hold_all(steps: int, most: int | None) -> None:
     """A recording takes a step to warm up and one to record."""
-    found = plan_windows(13, steps, most)
-    lasting = [after - before for before, after in zip([13, *found], [*found[:-1], 13 + steps])]
-    assert found[-1] - 8 < 13 + steps <= found[-1] and all(width % 8 == 0 for width in found)
+    widths = plan_windows(13, steps, most)
+    lasting = [after - before for before, after in zip([13, *widths], [*widths[:-1], 13 + steps])]
+    assert widths[-1] - 8 < 13 + steps <= widths[-1] and all(width % 8 == 0 for width in widths)
     assert min(lasting) >= min(steps, 2) and max(lasting) - min(lasting) < 16
-    assert len(found) == (-(-steps // 32) if most is None else min(4, -(-steps // 32)))
+    assert len(widths) == (-(-steps // 32) if most is None else min(4, -(-steps // 32)))
 
 
 @pytest.mark.parametrize("name", ["Llama 3", "GPT-2", "OPT", "BLOOM"])
@@ -226,5 +226,5 @@ def test_prompts_are_read_without_a_wait_for_the_device(
 
 def test_a_completion_of_one_token_takes_no_step(accelerator: Any, seen: Any) -> None:
     model, (ids, mask) = family("Llama 3"), prompts()
-    found = decoder(accelerator, length=1).generate(model, ids, mask, GREEDY)
-    assert found.ids.tolist() == [row[:1] for row in alone(model, ids, mask)] and not seen
+    completions = decoder(accelerator, length=1).generate(model, ids, mask, GREEDY)
+    assert completions.ids.tolist() == [row[:1] for row in alone(model, ids, mask)] and not seen

@@ -26,17 +26,17 @@ def test_temperature_zero_takes_the_most_likely_token():
 
 
 def test_top_k_draws_from_the_k_most_likely():
-    kept = LOGITS[[0, 3]].softmax(-1)
-    found = frequencies(SamplingConfig(top_k=2))
-    torch.testing.assert_close(found[[0, 3]], kept, atol=0.01, rtol=0)
-    assert found[[1, 2, 4]].sum() == 0
+    expected = LOGITS[[0, 3]].softmax(-1)
+    drawn = frequencies(SamplingConfig(top_k=2))
+    torch.testing.assert_close(drawn[[0, 3]], expected, atol=0.01, rtol=0)
+    assert drawn[[1, 2, 4]].sum() == 0
 
 
 def test_top_p_draws_from_the_smallest_set_that_reaches_p():
     # probabilities 0.63, 0.23, 0.14, 0.03: the first alone reaches 0.6, the first two 0.8
     assert frequencies(SamplingConfig(top_p=0.6))[0] == 1
-    found = frequencies(SamplingConfig(top_p=0.8))
-    assert found[[1, 2, 4]].sum() == 0 and found[3] > 0.2
+    drawn = frequencies(SamplingConfig(top_p=0.8))
+    assert drawn[[1, 2, 4]].sum() == 0 and drawn[3] > 0.2
 
 
 @pytest.mark.parametrize("vocabulary", [3, 256, 1000, 4096])

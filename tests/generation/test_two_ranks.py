@@ -45,11 +45,11 @@ def alone(accelerator: Any) -> Any:
 def test_tokens_are_those_of_one_device(results, alone, name, mode):
     for rank in range(2):
         for sampling in (GREEDY, SAMPLED):
-            found, expected = results[rank][name, mode, sampling.temperature], alone(name, rank, sampling)
+            actual, expected = results[rank][name, mode, sampling.temperature], alone(name, rank, sampling)
             length = expected.ids.shape[1]
-            assert torch.equal(found.ids[:, :length], expected.ids), (rank, sampling)
-            assert torch.equal(found.mask[:, :length], expected.mask), (rank, sampling)
-            assert found.mask[:, length:].sum() == 0, "another rank's rows were longer"
+            assert torch.equal(actual.ids[:, :length], expected.ids), (rank, sampling)
+            assert torch.equal(actual.mask[:, :length], expected.mask), (rank, sampling)
+            assert actual.mask[:, length:].sum() == 0, "another rank's rows were longer"
 
 
 def test_rows_end_early_so_that_the_ranks_differ(alone):
@@ -57,7 +57,7 @@ def test_rows_end_early_so_that_the_ranks_differ(alone):
     assert any(max(first) != max(other) for first, other in zip(lengths[::2], lengths[1::2]))
 
 
-def test_a_rank_whose_rows_have_ended_gathers_layers_for_the_other(results):
+def test_finished_rank_gathers_layers_for_the_other(results):
     assert results[0]["early"].mask.sum(-1).tolist() == [two_ranks.LENGTH] * 3
     assert results[1]["early"].mask.sum(-1).tolist() == [1] * 3
 
@@ -66,11 +66,11 @@ def test_rank_of_a_group_holds_its_part_and_releases_it(results):
     model = two_ranks.model(MODELS[-1])
     whole = sum(parameter.numel() for parameter in model.parameters())
     layers = [sum(parameter.numel() for parameter in layer.parameters(recurse=False)) for layer in model.modules()]
-    for found in results:
-        assert found["gathered"] == max(layers), "one layer at a time"
-        assert found["held"] < whole * 0.52, "norms and a row that fills up the vocabulary are whole"
-        assert found["freed"], "and not only when Python looks for circles"
-        assert found["sharded"], "the model in training is as it was"
+    for result in results:
+        assert result["gathered"] == max(layers), "one layer at a time"
+        assert result["held"] < whole * 0.52, "norms and a row that fills up the vocabulary are whole"
+        assert result["freed"], "and not only when Python looks for circles"
+        assert result["sharded"], "the model in training is as it was"
 
 
 @pytest.mark.parametrize(
@@ -78,15 +78,15 @@ def test_rank_of_a_group_holds_its_part_and_releases_it(results):
     [(case, *expected) for case, expected in two_ranks.CASES.items()],
 )
 def test_first_rank_group_that_fits_on_all_ranks_is_chosen(results, case, rank_group, words):
-    (kind, lines), (other, _) = (found["chosen"][case] for found in results)
+    (kind, lines), (other, _) = (result["chosen"][case] for result in results)
     assert kind == other == rank_group
     assert len(lines) == bool(words) and words in "".join(lines)
 
 
 @pytest.mark.slow
 def test_four_ranks_are_two_groups(alone, forks, tmp_path):
-    for rank, found in enumerate(run(forks, "groups_of_two", 4, tmp_path)):
+    for rank, actual in enumerate(run(forks, "groups_of_two", 4, tmp_path)):
         expected = alone("Llama 3, LoRA", rank, SAMPLED)
         length = expected.ids.shape[1]
-        assert torch.equal(found.ids[:, :length], expected.ids), rank
-        assert torch.equal(found.mask.sum(-1), expected.mask.sum(-1)), rank
+        assert torch.equal(actual.ids[:, :length], expected.ids), rank
+        assert torch.equal(actual.mask.sum(-1), expected.mask.sum(-1)), rank

@@ -43,14 +43,14 @@ def model(name: str) -> Any:
 
     family, _, change = name.rpartition(", ") if name not in BY_NAME else (name, "", "")
     changes = {"vocab_size": 61, "tie_word_embeddings": False} if change == "odd vocabulary" else {}
-    found = biased(build(BY_NAME[family].configuration(**changes), MODEL_FOR_CAUSAL_LM_MAPPING))
+    network = biased(build(BY_NAME[family].configuration(**changes), MODEL_FOR_CAUSAL_LM_MAPPING))
     if change == "LoRA":
-        add_adapters(found, LoraConfig(rank=4), seed=0)
+        add_adapters(network, LoraConfig(rank=4), seed=0)
         generator = torch.Generator().manual_seed(1)
-        for path, parameter in found.named_parameters():
+        for path, parameter in network.named_parameters():
             if "lora_B" in path:
                 parameter.data.normal_(std=0.3, generator=generator)
-    return found
+    return network
 
 
 def biased(model: Any) -> Any:
@@ -123,7 +123,7 @@ def main(folder: str) -> None:
     with distributed.start_process_group(accelerators.select("cpu", environ={})) as accelerator:
         rank = distributed.world().rank
         rank_groups = {name: make() for name, make in RANK_GROUPS.items()}
-        found: dict[Any, Any] = {}
+        result: dict[Any, Any] = {}
         for name in MODELS:
             trained = build_engine(accelerator, 3, model=model(name))
             for mode, rank_group in rank_groups.items():
@@ -131,25 +131,25 @@ def main(folder: str) -> None:
                     continue
                 with generation_mode(trained, rank_group) as module:
                     for sampling in (GREEDY, SAMPLED):
-                        found[name, mode, sampling.temperature] = draw(
+                        result[name, mode, sampling.temperature] = draw(
                             accelerator, module, rank, sampling, batch_size=2, rank_group=rank_group
                         )
         with generation_mode(trained, rank_groups["layerwise"]) as module:
             ends = range(61) if rank else []  # this rank is done after a token, the other never
-            found["early"] = draw(accelerator, module, rank, GREEDY, eos_ids=ends, rank_group=rank_groups["layerwise"])
-        found["chosen"] = {case: chosen(trained, rank, *case) for case in CASES}
+            result["early"] = draw(accelerator, module, rank, GREEDY, eos_ids=ends, rank_group=rank_groups["layerwise"])
+        result["chosen"] = {case: chosen(trained, rank, *case) for case in CASES}
         gc.disable()
         with (
             watched_gathering(trained.module) as gathered,
             generation_mode(trained, rank_groups["tensor_parallel"]) as module,
         ):
-            found["gathered"] = max(gathered)
-            found["held"] = sum(parameter.numel() for parameter in module.parameters())
+            result["gathered"] = max(gathered)
+            result["held"] = sum(parameter.numel() for parameter in module.parameters())
             part = weakref.ref(module)
         del module
-        found["freed"] = part() is None
-        found["sharded"] = all(parameter.numel() == 0 for parameter in trained.module.parameters())
-        torch.save(found, Path(folder) / f"rank {rank}")
+        result["freed"] = part() is None
+        result["sharded"] = all(parameter.numel() == 0 for parameter in trained.module.parameters())
+        torch.save(result, Path(folder) / f"rank {rank}")
 
 
 def groups_of_two(folder: str) -> None:

@@ -42,11 +42,11 @@ def index(folder: Path) -> Path:
         wheel(folder, name, version, NEEDS.get(name, ()))
     wheel(folder, "torch", "2.13.0+cpu", NEEDS["torch"])
     wheel(folder, "numpy", "2.4.6")
-    found = metadata.distribution("setuptools")
-    with zipfile.ZipFile(folder / f"setuptools-{found.version}-py3-none-any.whl", "w") as archive:
-        for path in found.files or ():
-            if path.suffix != ".pyc" and ".." not in path.parts and found.locate_file(path).is_file():  # type: ignore[attr-defined]
-                archive.write(str(found.locate_file(path)), str(path))
+    setuptools = metadata.distribution("setuptools")
+    with zipfile.ZipFile(folder / f"setuptools-{setuptools.version}-py3-none-any.whl", "w") as archive:
+        for path in setuptools.files or ():
+            if path.suffix != ".pyc" and ".." not in path.parts and setuptools.locate_file(path).is_file():  # type: ignore[attr-defined]
+                archive.write(str(setuptools.locate_file(path)), str(path))
     return folder
 
 
@@ -66,14 +66,14 @@ def held(environment: Path) -> dict[str, str]:
     """The versions that an environment's Python finds."""
     code = "import importlib.metadata as m\nfor d in m.distributions(): print(d.metadata['Name'].lower(), d.version)"
     done = subprocess.run([environment / "bin" / "python", "-c", code], capture_output=True, text=True, check=True)
-    found: dict[str, str] = {}
+    held_versions: dict[str, str] = {}
     for line in done.stdout.splitlines():
-        found.setdefault(*line.split())  # the first one counts
-    return found
+        held_versions.setdefault(*line.split())  # the first one counts
+    return held_versions
 
 
 def offline(wheels: Path, **more: str) -> dict[str, str]:
     """The environment of a shell whose pip knows this index alone."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "RLHF_", "PYTHON"))}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "RLHF_", "PYTHON"))}
     pip = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "PIP_CONFIG_FILE": os.devnull}
-    return kept | pip | {"PIP_ROOT_USER_ACTION": "ignore"} | more
+    return inherited | pip | {"PIP_ROOT_USER_ACTION": "ignore"} | more

@@ -56,7 +56,7 @@ def test_there_is_one_for_each_kind_of_machine() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.suffix)
-def test_the_commands_that_build_it_name_files_and_arguments_that_are_there(path: Path) -> None:
+def test_build_commands_name_existing_files_and_arguments(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     arguments = re.findall(r"^ARG (\w+)", text, re.MULTILINE)
     assert set(re.findall(r"--build-arg (\w+)=", text)) <= set(arguments)
@@ -77,11 +77,9 @@ def test_it_ends_in_the_projects_command(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.suffix)
-def test_what_it_runs_installs_the_project_and_leaves_the_images_torch(
-    path: Path, wheels: Path, tmp_path: Path
-) -> None:
-    there = IMAGES[path.suffix.removeprefix(".")]
-    vendors = [wheel(tmp_path / "vendor", name, found, places.NEEDS.get(name, ())) for name, found in there.items()]
+def test_image_gets_the_project_and_retains_its_torch(path: Path, wheels: Path, tmp_path: Path) -> None:
+    held = IMAGES[path.suffix.removeprefix(".")]
+    vendors = [wheel(tmp_path / "vendor", name, version, places.NEEDS.get(name, ())) for name, version in held.items()]
     base = places.interpreter(tmp_path / "base", vendors)
     for absent in ("apt-get", "nvidia-smi"):
         (tmp_path / "base" / "bin" / absent).symlink_to("/bin/false")
@@ -89,25 +87,25 @@ def test_what_it_runs_installs_the_project_and_leaves_the_images_torch(
     environment = places.offline(wheels)
     environment["PATH"] = f"{base.parent}:{environment['PATH']}"
     before = places.held(tmp_path / "base")
-    said = ""
+    output = ""
     for instruction, rest in instructions(path):
         if instruction == "RUN":
             done = subprocess.run(["sh", "-euc", rest], cwd=image, env=environment, capture_output=True, text=True)
             assert done.returncode == 0, done.stdout + done.stderr
-            said += done.stdout
-    found = places.held(image / ".venv")
+            output += done.stdout
+    installed = places.held(image / ".venv")
     assert places.held(tmp_path / "base") == before
     assert (image / ".venv" / "bin" / "rlhf").is_file()
-    assert {name: found[name] for name in there} == there
-    assert found["deepspeed"] == places.NEWEST["deepspeed"]
-    if there:
-        assert f"torch {there['torch']}: that of python3, " in said
+    assert {name: installed[name] for name in held} == held
+    assert installed["deepspeed"] == places.NEWEST["deepspeed"]
+    if held:
+        assert f"torch {held['torch']}: that of python3, " in output
         assert not list(places.site_of(image / ".venv").glob("torch-*"))
     else:
-        assert "torch 2.13.0+cpu: the CPU build; no NVIDIA GPU is found" in said
+        assert "torch 2.13.0+cpu: the CPU build; no NVIDIA GPU is found" in output
 
 
-def test_both_releases_of_gaudi_that_it_names_carry_an_admitted_torch() -> None:
+def test_named_gaudi_releases_carry_an_admitted_torch() -> None:
     from pip._vendor.packaging.specifiers import SpecifierSet
 
     text = (FOLDER / "Containerfile.gaudi").read_text(encoding="utf-8")

@@ -53,15 +53,15 @@ def test_a_vendors_torch_is_built_upon_and_said_in_one_line(wheels: Path, tmp_pa
     below = places.held(checkout.base)
     done = checkout.make()
     assert done.returncode == 0, done.stderr
-    said = f"torch {VENDORS}: that of {checkout.python}, a vendor's build, known by its version; it stays as it is"
+    message = f"torch {VENDORS}: that of {checkout.python}, a vendor's build, known by its version; it stays as it is"
     lines = [line for line in done.stdout.splitlines()[1:] if "gets its own" not in line]  # of what the system has
-    assert lines == [said, "installing rlhf"]
+    assert lines == [message, "installing rlhf"]
     assert checkout.held()["torch"] == VENDORS
     assert places.held(checkout.base) == below
     assert not list(places.site_of(checkout.folder / ".venv").glob("torch*"))
     assert f"torch=={VENDORS}" in (checkout.folder / ".venv" / "constraints").read_text().splitlines()
     again = checkout.make(PIP_FIND_LINKS=str(tmp_path / "nothing"))
-    assert (again.stdout, again.returncode) == (said + "\n", 0)
+    assert (again.stdout, again.returncode) == (message + "\n", 0)
 
 
 def test_a_vendors_torch_that_is_not_admitted_is_refused(wheels: Path, tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_a_vendors_torch_that_is_not_admitted_is_refused(wheels: Path, tmp_path:
     )
 
 
-def test_an_environment_with_a_torch_of_its_own_is_not_taken_for_the_vendors(wheels: Path, tmp_path: Path) -> None:
+def test_environment_with_a_torch_other_than_vendors_is_refused(wheels: Path, tmp_path: Path) -> None:
     checkout = Checkout(tmp_path, wheels, VENDORS)
     places.interpreter(checkout.folder / ".venv", [wheels / "torch-2.13.0+cpu-py3-none-any.whl"])
     line = checkout.refused()
@@ -92,7 +92,7 @@ def test_a_named_torch_goes_into_an_environment_of_its_own(wheels: Path, tmp_pat
     assert places.held(checkout.base) == below
 
 
-def test_the_installed_torch_can_be_asked_for_only_where_there_is_one(wheels: Path, tmp_path: Path) -> None:
+def test_installed_torch_is_refused_if_none_is_installed(wheels: Path, tmp_path: Path) -> None:
     checkout = Checkout(tmp_path, wheels, None)
     assert "RLHF_TORCH=installed, and " in checkout.refused(RLHF_TORCH="installed")
     assert not (checkout.folder / ".venv").exists()
@@ -113,7 +113,7 @@ def test_the_lowest_versions_get_an_environment_of_their_own(wheels: Path, tmp_p
     checkout = Checkout(tmp_path, wheels, VENDORS)
     done = checkout.make("test --lowest", PIP_FIND_LINKS=f"{wheels} {tmp_path / 'more'}")
     assert done.returncode == 0, done.stderr
-    found = checkout.held(".venv-lowest")
+    held = checkout.held(".venv-lowest")
     lowest = dict(line.split("==") for line in versions.lowest())
-    assert {name: found[name] for name in lowest} == lowest
+    assert {name: held[name] for name in lowest} == lowest
     assert not (checkout.folder / ".venv").exists()

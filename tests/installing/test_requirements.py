@@ -31,8 +31,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def needs(project: Path) -> list[Requirement]:
     """What the built wheel says it needs, without extras."""
-    found = map(Requirement, next(iter(metadata.distributions(path=[str(project)]))).requires or ())
-    return [need for need in found if need.marker is None]
+    requirements = map(Requirement, next(iter(metadata.distributions(path=[str(project)]))).requires or ())
+    return [need for need in requirements if need.marker is None]
 
 
 def would_install(project: Path, python: Path, wheels: Path) -> dict[str, str]:
@@ -42,11 +42,11 @@ def would_install(project: Path, python: Path, wheels: Path) -> dict[str, str]:
         [*command, str(project)], env=places.offline(wheels), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    found = (entry["metadata"] for entry in json.loads(done.stdout)["install"])
-    return {entry["name"].lower(): entry["version"] for entry in found}
+    distributions = (entry["metadata"] for entry in json.loads(done.stdout)["install"])
+    return {entry["name"].lower(): entry["version"] for entry in distributions}
 
 
-def test_every_requirement_has_a_lowest_version_which_is_admitted(project: Path) -> None:
+def test_every_requirement_admits_its_lowest_version(project: Path) -> None:
     assert {need.name for need in needs(project)} == LOWEST.keys() == places.NEWEST.keys()
     for need in needs(project):
         assert need.specifier.contains(LOWEST[need.name]), need
@@ -57,22 +57,25 @@ def test_every_requirement_has_a_lowest_version_which_is_admitted(project: Path)
 def test_pip_leaves_a_vendors_torch_and_what_else_is_admitted(
     project: Path, wheels: Path, tmp_path: Path, version: str
 ) -> None:
-    there = {"torch": version, "deepspeed": "0.19.8+hpu.1", "transformers": "5.18.0"}
-    vendors = [wheel(tmp_path / "vendor", name, found, places.NEEDS.get(name, ())) for name, found in there.items()]
+    held = {"torch": version, "deepspeed": "0.19.8+hpu.1", "transformers": "5.18.0"}
+    vendors = [
+        wheel(tmp_path / "vendor", name, held_version, places.NEEDS.get(name, ()))
+        for name, held_version in held.items()
+    ]
     python = places.interpreter(tmp_path / "base", vendors)
     assert would_install(project, python, wheels) == {
         "rlhf": "0.1.0",
         "numpy": "2.4.6",
-        **{name: newest for name, newest in places.NEWEST.items() if name not in there},
+        **{name: newest for name, newest in places.NEWEST.items() if name not in held},
     }
 
 
 def test_pip_replaces_what_is_not_admitted_alone(project: Path, wheels: Path, tmp_path: Path) -> None:
-    there = {"torch": "2.11.0a0+git1234", "deepspeed": "0.16.1+hpu.1", "transformers": "4.57.6"}
-    vendors = [wheel(tmp_path / "vendor", name, version) for name, version in there.items()]
-    found = would_install(project, places.interpreter(tmp_path / "base", vendors), wheels)
-    assert "torch" not in found
-    assert {name: found[name] for name in ("deepspeed", "transformers")} == {
+    held = {"torch": "2.11.0a0+git1234", "deepspeed": "0.16.1+hpu.1", "transformers": "4.57.6"}
+    vendors = [wheel(tmp_path / "vendor", name, version) for name, version in held.items()]
+    installed = would_install(project, places.interpreter(tmp_path / "base", vendors), wheels)
+    assert "torch" not in installed
+    assert {name: installed[name] for name in ("deepspeed", "transformers")} == {
         "deepspeed": "0.19.8",
         "transformers": "5.23.0",
     }

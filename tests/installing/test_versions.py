@@ -41,12 +41,12 @@ def test_a_bridge_beside_a_plain_torch_makes_it_a_vendors(tmp_path: Path) -> Non
     )
     folder = tmp_path / "other"
     unpacked([wheel(folder, "torch-npu", "2.9.0", ["torch"], GAUDI)], folder)
-    found = [*metadata.distributions(path=[str(folder)]), *installed(folder, ("torch", "2.9.0"))]
-    assert versions.vendor(found) == ("2.9.0", "by torch-npu next to it")
+    distributions = [*metadata.distributions(path=[str(folder)]), *installed(folder, ("torch", "2.9.0"))]
+    assert versions.vendor(distributions) == ("2.9.0", "by torch-npu next to it")
 
 
-def test_torch_its_bridge_what_they_need_and_admitted_requirements_stay(tmp_path: Path) -> None:
-    found = installed(
+def test_torch_its_bridge_and_admitted_requirements_stay(tmp_path: Path) -> None:
+    distributions = installed(
         tmp_path,
         ("torch", "2.11.0a0+git1234", "numpy", "Typing_Extensions>=4.10", "opt-einsum; extra == 'opt'"),
         ("habana-torch-plugin", "1.24.1.3", "torch", "pybind11"),
@@ -58,8 +58,8 @@ def test_torch_its_bridge_what_they_need_and_admitted_requirements_stay(tmp_path
         ("transformers", "5.18.0", "click"),
         ("deepspeed", "0.16.1+hpu.1"),
     )
-    kept, others = versions.constraints(found)
-    assert kept == [
+    pinned, others = versions.constraints(distributions)
+    assert pinned == [
         "habana-torch-plugin==1.24.1.3",
         "numpy==1.26.4",
         "pybind11==2.13.6",

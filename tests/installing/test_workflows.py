@@ -18,9 +18,9 @@ FILES = sorted(FOLDER.glob("*.yml"))
 
 
 def workflow(path: Path) -> dict[Any, Any]:
-    found = parse_yaml(path.read_text(encoding="utf-8"))
-    assert isinstance(found, dict)
-    return found
+    document = parse_yaml(path.read_text(encoding="utf-8"))
+    assert isinstance(document, dict)
+    return document
 
 
 def commands(path: Path) -> list[str]:
@@ -30,10 +30,10 @@ def commands(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_jobs_have_a_machine_an_end_and_no_hub(path: Path) -> None:
-    found = workflow(path)
-    assert found["env"]["HF_HUB_OFFLINE"] == "1"
-    assert found["permissions"] == {"contents": "read"}
-    for job in found["jobs"].values():
+    document = workflow(path)
+    assert document["env"]["HF_HUB_OFFLINE"] == "1"
+    assert document["permissions"] == {"contents": "read"}
+    for job in document["jobs"].values():
         assert job["runs-on"] and 0 < job["timeout-minutes"] <= 360
         assert all(("run" in step) != ("uses" in step) for step in job["steps"])
         assert all("@v" in step["uses"] for step in job["steps"] if "uses" in step)
@@ -56,7 +56,7 @@ def test_what_they_run_is_here_and_takes_these_options(command: str) -> None:
     assert all(f"{function}() {{" in text for function in functions)
 
 
-def test_a_change_runs_what_every_change_must_pass_and_a_night_the_rest() -> None:
+def test_change_runs_the_required_checks_and_night_the_rest() -> None:
     ci, nightly = (commands(FOLDER / f"{name}.yml") for name in ("ci", "nightly"))
     assert ci == ["bash .ci/run"]
     assert {"bash ci/test.sh --all", "bash ci/test.sh --lowest", "bash ci/gpu.sh"} <= set(nightly)

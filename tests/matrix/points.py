@@ -45,6 +45,6 @@ class Point:
         }
 
 
-POINTS = [Point(*each) for each in product((2, 3), (True, False), (True, False), (True, False), PRECISIONS)]
+POINTS = [Point(*values) for values in product((2, 3), (True, False), (True, False), (True, False), PRECISIONS)]
 OFTEN = ("z2_recorded_offload_fp16",)
 """What the default suite runs; DeepSpeed-Chat leaves this one out."""

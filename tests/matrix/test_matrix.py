@@ -80,13 +80,13 @@ def folder(
 
 
 @pytest.fixture
-def found(folder: Path, point: Point) -> Callable[[Point], dict[str, Any]]:
+def load(folder: Path, point: Point) -> Callable[[Point], dict[str, Any]]:
     return lambda asked: torch.load(folder / asked.name / "found")
 
 
 @pytest.mark.parametrize("point", EACH)
-def test_it_trains_without_overflow(found: Any, point: Point) -> None:
-    steps = found(point)["steps"]
+def test_it_trains_without_overflow(load: Any, point: Point) -> None:
+    steps = load(point)["steps"]
     assert len(steps) == STEPS
     for numbers in steps:
         assert numbers.get("skipped_steps") == (0 if point.precision == "fp16" else None)  # recorded with a scale only
@@ -95,31 +95,31 @@ def test_it_trains_without_overflow(found: Any, point: Point) -> None:
 
 
 @pytest.mark.parametrize("point", EACH)
-def test_its_losses_are_those_of_zero_0(found: Any, point: Point) -> None:
+def test_its_losses_are_those_of_zero_0(load: Any, point: Point) -> None:
     compared = slice(STEPS if point.precision == "fp32" else 1)
-    own, plain = (found(each)["steps"][compared] for each in (point, point.plain))
-    for numbers, expected in zip(own, plain, strict=True):
+    actual, plain = (load(compared_point)["steps"][compared] for compared_point in (point, point.plain))
+    for numbers, expected in zip(actual, plain, strict=True):
         for key in ("policy_loss", "value_loss", "reward", "kl", "entropy", "response_length"):
             assert numbers[key] == pytest.approx(expected[key], abs=LOSSES[point.precision]), key
 
 
 @pytest.mark.parametrize("point", EACH)
-def test_rollouts_are_recorded_where_that_is_not_turned_off(folder: Path, found: Any, point: Point) -> None:
-    counts = found(point)["counts"]
+def test_rollouts_are_recorded_where_that_is_not_turned_off(folder: Path, load: Any, point: Point) -> None:
+    counts = load(point)["counts"]
     run = json.loads((folder / point.name / "run.json").read_text())
-    said = run["accelerator"]["capabilities"]["graph_capture"]
+    capability = run["accelerator"]["capabilities"]["graph_capture"]
     if point.recorded:
         assert counts["recorded"] == (STEPS if point.zero_stage == 3 else 1) and counts["replayed"] > STEPS
-        assert said["implementation"] == "tape"
+        assert capability["implementation"] == "tape"
     else:
         assert counts == {}
-        assert said == {"ok": False, "reason": "none was chosen", "implementation": ""}
+        assert capability == {"ok": False, "reason": "none was chosen", "implementation": ""}
 
 
 @pytest.mark.parametrize("point", EACH)
-def test_plain_transformers_makes_the_same_of_what_it_leaves(folder: Path, found: Any, point: Point) -> None:
+def test_plain_transformers_makes_the_same_of_what_it_leaves(folder: Path, load: Any, point: Point) -> None:
     """Each row alone, in float32; what training has moved is far more than the two may differ by."""
-    for role, expected in found(point)["ends"].items():
+    for role, expected in load(point)["ends"].items():
         saved = folder / point.name / "ppo" / {"actor": "model"}.get(role, role)
         tolerance = NUMBERS[point.precision]
         torch.testing.assert_close(of_plain_transformers(saved, role), expected, atol=tolerance, rtol=tolerance)

@@ -34,9 +34,9 @@ def main(folder: str, accelerator: str, watch: Callable[[dict[str, Any]], Callab
     for name, recipe in asked["runs"].items():
         seen = watch(recipe)
         with rlhf.session(recipe | models, output=base / name, accelerator=accelerator) as session:
-            found = _trained(session) | seen()
+            numbers = _trained(session) | seen()
             if session.is_main:
-                torch.save(found, base / name / "found")
+                torch.save(numbers, base / name / "found")
 
 
 def _trained(session: Any) -> dict[str, Any]:
@@ -70,14 +70,14 @@ def of_plain_transformers(folder: Path, role: str) -> torch.Tensor:
 
     kind = AutoModelForCausalLM if role == "actor" else AutoModelForSequenceClassification
     model = kind.from_pretrained(folder, dtype=torch.float32).eval()
-    found = []
+    numbers = []
     with torch.no_grad():
         for ids, mask in zip(*rows()):
             alone = ids[mask.bool()][None]
             if role == "actor":
                 logits = model(input_ids=alone).logits[0, -ACTIONS - 1 : -1]
-                found.append(logits.log_softmax(-1).gather(-1, alone[0, -ACTIONS:, None]).flatten())
+                numbers.append(logits.log_softmax(-1).gather(-1, alone[0, -ACTIONS:, None]).flatten())
             else:  # a classifier gives the last token's value: rows that end at each of them
                 ends = range(alone.shape[1] - ACTIONS + 1, alone.shape[1] + 1)
-                found.append(torch.stack([model(input_ids=alone[:, :end]).logits[0, 0] for end in ends]))
-    return torch.stack(found)
+                numbers.append(torch.stack([model(input_ids=alone[:, :end]).logits[0, 0] for end in ends]))
+    return torch.stack(numbers)

@@ -74,11 +74,11 @@ def test_auto_shows_the_value_that_a_run_would_take(forks: Forks) -> None:
 
 def test_hours_and_money_follow_from_a_throughput(forks: Forks) -> None:
     common = ["--memory", "1TB", "--stage", "sft", "--tflops", "100", "--price", "2", "--rows", "3200"]
-    (one,) = plan_reports(forks, *common)
+    (single,) = plan_reports(forks, *common)
     # 100 steps of 32 rows of 512 tokens: 6 operations a number and token.
     expected = 100 * 32 * 512 * 6 * 6_738_415_616 / 100e12 / 3600
-    assert one["hours"] == pytest.approx(expected)
-    assert one["cost"] == pytest.approx(2 * expected)
+    assert single["hours"] == pytest.approx(expected)
+    assert single["cost"] == pytest.approx(2 * expected)
     (four,) = plan_reports(forks, *common, "--devices", "4")
     assert four["hours"] == pytest.approx(expected / 4) and four["cost"] == pytest.approx(2 * expected)
 

@@ -69,7 +69,7 @@ def test_resolve_engine_takes_the_least_sharding_that_fits(accelerator: Accelera
     assert line and line.startswith(f"auto: engine.zero_stage={stage} (sft: peak about ")
 
 
-def test_resolve_engine_takes_recorded_values_and_nothing_without_auto(accelerator: Accelerator) -> None:
+def test_resolve_engine_takes_recorded_values_for_auto_alone(accelerator: Accelerator) -> None:
     recorded = {"zero_stage": 2, "offload": "none"}
     small: Any = Small(accelerator, 64 * 1024 * MIB)
     resumed, line = resolve_engine(opt_config(zero_stage="auto"), ["sft"], small, 8, recorded)

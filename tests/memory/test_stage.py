@@ -86,8 +86,8 @@ def test_reused_passes_exist_at_the_same_time() -> None:
         (stage_plan,) = plan_stages(config, ["ppo"], Environment(1, "bf16"))
         for phase in stage_plan.phases:
             for role in ("actor", "critic"):
-                kept = [item.size for item in phase.items if (item.role, item.kind) == (role, "activations")]
-                sizes[reuse, phase.name, role] = sum(kept)
+                activations = [item.size for item in phase.items if (item.role, item.kind) == (role, "activations")]
+                sizes[reuse, phase.name, role] = sum(activations)
     actor, critic = "training of the actor", "training of the critic"
     once = sizes[False, actor, "actor"]
     assert once > 0 and sizes[False, actor, "critic"] == 0

@@ -160,8 +160,8 @@ def differences(written: Path, plain: Path) -> list[str]:
     return problems
 
 
-def same(one: torch.Tensor | None, other: torch.Tensor) -> bool:
-    return one is not None and one.dtype == other.dtype and torch.equal(one, other)
+def same(actual: torch.Tensor | None, expected: torch.Tensor) -> bool:
+    return actual is not None and actual.dtype == expected.dtype and torch.equal(actual, expected)
 
 
 def plain_name(name: str) -> str:

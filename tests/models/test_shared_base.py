@@ -81,18 +81,18 @@ def test_two_adapters_add_up_merged_or_not_and_one_is_trained():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.1)
-    one = logits(model)
-    assert torch.equal(logits(adapted(model)), one)
+    plain = logits(model)
+    assert torch.equal(logits(adapted(model)), plain)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained and all(f".{TRAINED_ADAPTER}." in name for name in trained)
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.lora_B[TRAINED_ADAPTER].weight.normal_(std=0.1)
     both = logits(model)
-    assert (both - one).abs().max() > 1e-3
+    assert (both - plain).abs().max() > 1e-3
     with merged_adapters(model):
         torch.testing.assert_close(logits(model), both)
     with without_adapters(model):
-        assert torch.equal(logits(model), one)
+        assert torch.equal(logits(model), plain)
 
 
 def test_layers_of_other_classes_are_shared():

@@ -105,11 +105,11 @@ BEGINNINGS = [words for words in BEGINNINGS if END not in words]
 @torch.no_grad()
 def table(model: nn.Module, temperature: float = 1.0) -> Tensor:
     """[beginnings, words]: log-probabilities of the next word, by plain forward passes without any padding."""
-    found = []
+    log_probs = []
     for words in BEGINNINGS:
         logits = model(input_ids=torch.tensor([[*PROMPT.prompt_ids, *words]])).logits[0, -1]
-        found.append((logits.double() / temperature).log_softmax(-1))
-    return torch.stack(found)
+        log_probs.append((logits.double() / temperature).log_softmax(-1))
+    return torch.stack(log_probs)
 
 
 _PLACES = [

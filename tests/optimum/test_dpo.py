@@ -53,14 +53,14 @@ def votes(first: int, second: int, *, flipped: bool = False) -> tuple[int, int]:
 
 
 def pairs(*, flipped: bool) -> list[Pair]:
-    found = []
+    rows = []
     for first, second in COMPARED:
         replies = [[*COMPLETIONS[place]] for place in (first, second)]
         for count, (chosen, rejected) in zip(
             votes(first, second, flipped=flipped), (replies, replies[::-1]), strict=True
         ):
-            found += [Pair(PROMPT.prompt_ids, chosen, rejected, ROW)] * count
-    return found
+            rows += [Pair(PROMPT.prompt_ids, chosen, rejected, ROW)] * count
+    return rows
 
 
 def least_squares(compared: Sequence[tuple[int, int]], tau: float) -> Tensor:
@@ -111,9 +111,9 @@ def test_policy_becomes_the_optimum_of_known_rewards(
     """arXiv:2305.18290, equation 4; arXiv:2403.00409: flipped labels move the noise, not the optimum."""
     before, after = trained(accelerator, tmp_path, **changes)
     best = optimum(before, REWARDS, BETA)
-    at_first, found = (Distance.between(policy, best, REWARDS) for policy in (before, after))
+    at_first, at_last = (Distance.between(policy, best, REWARDS) for policy in (before, after))
     assert min(at_first.forward, at_first.backward) > 0.3, "there is nothing to learn"
-    assert max(found.forward, found.backward) < 0.01, (at_first, found)
+    assert max(at_last.forward, at_last.backward) < 0.01, (at_first, at_last)
 
 
 @pytest.mark.slow
@@ -121,9 +121,9 @@ def test_with_ipo_the_policy_comes_as_near_to_its_margins_as_any(accelerator: Ac
     tau = 0.12
     before, after = trained(accelerator, tmp_path, loss="ipo", beta=tau)
     best = (before + least_squares(COMPARED, tau)).log_softmax(-1)
-    at_first, found = (Distance.between(policy, best, REWARDS) for policy in (before, after))
+    at_first, at_last = (Distance.between(policy, best, REWARDS) for policy in (before, after))
     assert min(at_first.forward, at_first.backward) > 0.3, "there is nothing to learn"
-    assert max(found.forward, found.backward) < 0.01, (at_first, found)
+    assert max(at_last.forward, at_last.backward) < 0.01, (at_first, at_last)
 
 
 def test_ipo_margins_of_all_pairs_are_those_of_its_paper() -> None:

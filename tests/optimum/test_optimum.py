@@ -139,25 +139,25 @@ def build(accelerator: Accelerator, folder: Path, changes: dict[str, Any], seed:
 @pytest.mark.parametrize(
     "algorithm",
     [
-        pytest.param(each, id=each.name, marks=[pytest.mark.slow] if each.name in SELDOM else [])
-        for each in (*ALGORITHMS, *OTHERS)
+        pytest.param(algorithm, id=algorithm.name, marks=[pytest.mark.slow] if algorithm.name in SELDOM else [])
+        for algorithm in (*ALGORITHMS, *OTHERS)
     ],
 )
 def test_the_policy_becomes_the_known_one(algorithm: Algorithm, accelerator: Accelerator, tmp_path: Path) -> None:
     ppo = build(accelerator, tmp_path, algorithm.ppo, seed=0)
     rewards = TableOfRewards(seed=0).rewards()
 
-    def found() -> torch.Tensor:
+    def measure() -> torch.Tensor:
         return log_probabilities(ppo.actor.module, ppo.settings.sampling.temperature)
 
-    known = optimum(found(), rewards, BETA)
+    known = optimum(measure(), rewards, BETA)
     if algorithm.update:
         known = algorithm.update.ended(table(ppo.actor.module, ppo.settings.sampling.temperature), rewards)
-    before = Distance.between(found(), known, rewards)
+    before = Distance.between(measure(), known, rewards)
     assert min(before.forward, before.backward) > 0.4, "there is nothing to learn"
     for index in range(ppo.settings.steps):
         ppo.step(index)
-    after = Distance.between(found(), known, rewards)
+    after = Distance.between(measure(), known, rewards)
     assert max(after.forward, after.backward) < algorithm.nats, (before, after)
     assert after.reward < algorithm.reward, (before, after)
 
@@ -170,5 +170,5 @@ def test_update_with_k1_in_the_reward_ends_at_the_optimum() -> None:
         ended = Distance.between(Update("k1", BETA, group=group).ended(choices, rewards), best, rewards)
         assert max(abs(ended.forward), abs(ended.backward), ended.reward) < 1e-8
     ends = [Update(kl, BETA, mean).ended(choices, rewards) for kl in ("k2", "k3") for mean in ("token", "sequence")]
-    for one, other in itertools.combinations([best, *ends], 2):
-        assert Distance.between(one, other, rewards).forward > 0.005
+    for first, second in itertools.combinations([best, *ends], 2):
+        assert Distance.between(first, second, rewards).forward > 0.005

@@ -91,18 +91,18 @@ class Rollout:
     passes: list[list[list[int]]]  # each pass's minibatches, as indices into `sequences`
 
 
-def assert_same(found: Outcome, expected: Outcome) -> None:
+def assert_same(actual: Outcome, expected: Outcome) -> None:
     """Every number and every weight."""
-    assert len(found.steps) == len(expected.steps) > 0
-    for number, (step, reference) in enumerate(zip(found.steps, expected.steps), 1):
+    assert len(actual.steps) == len(expected.steps) > 0
+    for number, (step, reference) in enumerate(zip(actual.steps, expected.steps), 1):
         for name, value in reference.items():
             assert step[name] == pytest.approx(value, rel=2e-4, abs=2e-5), f"{name} of step {number}"
     for name, value in expected.before.items():
-        assert found.before[name] == pytest.approx(value, rel=2e-4, abs=2e-5), f"held-out {name}"
+        assert actual.before[name] == pytest.approx(value, rel=2e-4, abs=2e-5), f"held-out {name}"
     for model, reference_weights in expected.weights.items():
-        assert found.weights[model].keys() == reference_weights.keys()
+        assert actual.weights[model].keys() == reference_weights.keys()
         for name, tensor in reference_weights.items():
-            difference = (found.weights[model][name].double() - tensor).abs().max().item()
+            difference = (actual.weights[model][name].double() - tensor).abs().max().item()
             assert difference < 2e-5, f"{model} {name} differs by {difference}"
 
 
@@ -199,20 +199,20 @@ def replies(rng: random.Random, length: int) -> list[int]:
 def examples(stage: str, count: int) -> list[Any]:
     """Rows of very different lengths; pairs of different margins."""
     rng = random.Random(stage)
-    found: list[Any] = []
+    rows: list[Any] = []
     for number in range(count):
         prompt = [rng.randrange(2, VOCABULARY) for _ in range(1 + (3 * number) % PROMPT)]
         row = Row((Message("user", str(number)),), str(number), None, None, None, "test")
         if stage == "sft":
-            found.append(Demonstration(prompt, replies(rng, 1 + number % COMPLETION), row))
+            rows.append(Demonstration(prompt, replies(rng, 1 + number % COMPLETION), row))
         elif stage in ("reward", "dpo"):
             shared = [rng.randrange(2, VOCABULARY) for _ in range(number % 3)]
             lengths = rng.sample(range(2, COMPLETION - len(shared) + 1), 2)
             first, second = (shared + replies(rng, length) for length in lengths)
-            found.append(Pair(prompt, first, second, replace(row, margin=number % 3 * 0.4)))
+            rows.append(Pair(prompt, first, second, replace(row, margin=number % 3 * 0.4)))
         else:
-            found.append(Prompt(prompt, row))
-    return found
+            rows.append(Prompt(prompt, row))
+    return rows
 
 
 def data(stage: str, count: int) -> StageData:

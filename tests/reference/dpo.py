@@ -21,8 +21,8 @@ LogProbs = tuple[float, float]
 def log_prob(network: Network, prompt: list[int], reply: list[int]) -> Tensor:
     """Of the whole reply, token by token."""
     logits = network.logits(prompt + reply)
-    found = [logits[len(prompt) + place - 1].log_softmax(-1)[token] for place, token in enumerate(reply)]
-    return sum(found)
+    log_probs = [logits[len(prompt) + place - 1].log_softmax(-1)[token] for place, token in enumerate(reply)]
+    return sum(log_probs)
 
 
 def before(network: Network, pairs: Sequence[Pair]) -> list[LogProbs]:
@@ -69,7 +69,7 @@ def evaluation(
         pair_loss(settings, torch.tensor(first).double(), torch.tensor(second).double()).item()
         for first, second in zip(chosen, rejected, strict=True)
     ]
-    found = {
+    numbers = {
         "loss": losses,
         "accuracy": [0.5 if abs(margin) < 1e-12 else float(margin > 0) for margin in margins],
         "margin": [beta * margin for margin in margins],
@@ -79,4 +79,4 @@ def evaluation(
         "chosen_log_prob": [of_pair[0] for of_pair in now],
         "rejected_log_prob": [of_pair[1] for of_pair in now],
     }
-    return {name: math.fsum(values) / len(pairs) for name, values in found.items()}
+    return {name: math.fsum(values) / len(pairs) for name, values in numbers.items()}

@@ -27,25 +27,25 @@ def estimate(rewards: PerAction, config: PPOConfig) -> tuple[PerAction, PerActio
 
 def leave_one_out(rewards: PerAction, size: int) -> PerAction:
     """RLOO (arXiv:2402.14740, section 3.1): R(y_i) - 1/(k - 1) sum over j != i of R(y_j), for every action of y_i."""
-    found = []
+    advantages = []
     for number, row in enumerate(rewards):
         first = number - number % size
         others = [sum(rewards[other]) for other in range(first, first + size) if other != number]
-        found.append([sum(row) - sum(others) / (size - 1)] * len(row))
-    return found
+        advantages.append([sum(row) - sum(others) / (size - 1)] * len(row))
+    return advantages
 
 
 def group_relative(rewards: PerAction, size: int, divided: bool) -> PerAction:
     """GRPO (arXiv:2402.03300, section 4.1.2): (r_i - mean(r)) / std(r); Dr. GRPO (arXiv:2503.20783): r_i - mean(r)."""
-    found = []
+    advantages = []
     for number, row in enumerate(rewards):
         first = number - number % size
         group = [sum(rewards[other]) for other in range(first, first + size)]
         mean = sum(group) / size
         deviation = math.sqrt(sum((reward - mean) ** 2 for reward in group) / (size - 1))
         scale = deviation + 1e-4 if divided else 1.0
-        found.append([(sum(row) - mean) / scale] * len(row))
-    return found
+        advantages.append([(sum(row) - mean) / scale] * len(row))
+    return advantages
 
 
 def rewards_to_go(rewards: PerAction, gamma: float) -> PerAction:

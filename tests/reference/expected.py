@@ -50,20 +50,20 @@ def tokens(example: Any) -> Any:
 
 def _global_batches(config: Config, settings: Any, rows: list[Any]) -> list[list[Any]]:
     """Epoch after epoch in the orders that the seed gives; the last batch of each has what is left."""
-    found = []
+    batches = []
     for epoch in range(settings.epochs):
         order = _epoch(config, rows, epoch)
-        found += [order[start : start + settings.batch_size] for start in range(0, len(rows), settings.batch_size)]
-    return found
+        batches += [order[start : start + settings.batch_size] for start in range(0, len(rows), settings.batch_size)]
+    return batches
 
 
 def ppo_batch(config: Config, rows: list[Any], index: int) -> list[Any]:
     """The rows of one step of PPO, each as often as it is completed: the epochs are one endless sequence, cut."""
-    each, endless = config.ppo.method.group_size, []
-    size = config.ppo.batch_size // each
+    copies, endless = config.ppo.method.group_size, []
+    size = config.ppo.batch_size // copies
     for epoch in range((index + 1) * size // len(rows) + 1):
         endless += _epoch(config, rows, epoch)
-    return [row for row in endless[index * size : (index + 1) * size] for _ in range(each)]
+    return [row for row in endless[index * size : (index + 1) * size] for _ in range(copies)]
 
 
 def texts(config: Config, number: int) -> list[list[int]]:
@@ -104,10 +104,10 @@ def reinforced(
     )
     before = ppo.evaluation(reference.observe(heldout), Tokenizer.all_special_ids)
     steps = [reference.step(rollout.sequences, rollout.passes) for rollout in rollouts]
-    left = {"actor": reference.actor.state(), "saved": reference.actor.merged()}
+    weights = {"actor": reference.actor.state(), "saved": reference.actor.merged()}
     if reference.critic:
-        left["critic"] = reference.critic.state()
-    return Outcome(steps, before, left), reference
+        weights["critic"] = reference.critic.state()
+    return Outcome(steps, before, weights), reference
 
 
 def _network(model: nn.Module, config: Config) -> Network:

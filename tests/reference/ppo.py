@@ -139,10 +139,10 @@ class PPO:
         rows = self.observe(sequences)
         self._earn(rows)
         if self.critic:
-            found = zip(*(self._estimate(row) for row in rows))
+            estimates = zip(*(self._estimate(row) for row in rows))
         else:
-            found = estimators.estimate([row.rewards for row in rows], self.config)
-        for row, advantages, returns in zip(rows, *found):
+            estimates = estimators.estimate([row.rewards for row in rows], self.config)
+        for row, advantages, returns in zip(rows, *estimates):
             row.advantages, row.returns = advantages, returns
         if self.config.method.whiten_advantages:
             every = [advantage for row in rows for advantage in row.advantages]

@@ -73,10 +73,10 @@ def reinforced(
 
     class Watched(PPOTrainer):
         def generate(self, prompts: Any) -> Any:
-            found = super().generate(prompts)
+            completions = super().generate(prompts)
             if not heldout:
-                heldout.extend(_sequences(self, found.input_ids, found.completion_length, rows.heldout))
-            return found
+                heldout.extend(_sequences(self, completions.input_ids, completions.completion_length, rows.heldout))
+            return completions
 
         def step(self, index: int, reward_fn: Any = None) -> dict[str, float]:
             if index == stop_before:
@@ -149,11 +149,11 @@ def _cut(tokens: list[int], ends: set[int]) -> list[int]:
 def _state(engine: TrainingEngine) -> Weights:
     """An engine's weights, under the names that `Network.state` gives them."""
     with engine.whole_weights() as module:
-        found = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+        tensors = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
     if engine.name == "critic":
-        found = {name.removeprefix("model."): tensor for name, tensor in found.items()}
+        tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     renamed = {}
-    for name, tensor in found.items():
+    for name, tensor in tensors.items():
         for factor in "AB":
             name = name.replace(f".lora_{factor}.default.weight", f".weight.{factor}")
         renamed[name.replace(".base_layer.", ".")] = tensor

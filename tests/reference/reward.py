@@ -32,7 +32,10 @@ def pair_loss(network: Network, pair: Pair, pad: int, config: RewardConfig) -> t
     compared = [(rewards[0][column], rewards[1][column]) for column in range(parting, length)]
     if config.loss == "last":
         compared = [(better, worse)]
-    losses = [-torch.log(torch.sigmoid(one - other - margin - config.margin)) for one, other in compared]
+    losses = [
+        -torch.log(torch.sigmoid(better_reward - worse_reward - margin - config.margin))
+        for better_reward, worse_reward in compared
+    ]
     loss = sum(losses) / len(losses) + config.center * (better + worse) ** 2
     return loss, better.item(), worse.item()
 
@@ -49,11 +52,11 @@ def step(
 def scores(network: Network, pairs: Sequence[Pair], *, pad: int, config: RewardConfig) -> dict[str, float]:
     """The loss, mean scores, and the part of the pairs whose chosen reply has the higher one."""
     with torch.no_grad():
-        found = [pair_loss(network, pair, pad, config) for pair in pairs]
+        losses = [pair_loss(network, pair, pad, config) for pair in pairs]
     return {
-        "loss": sum(loss.item() for loss, *_ in found) / len(pairs),
-        "accuracy": sum(chosen > rejected for _, chosen, rejected in found) / len(pairs),
-        "chosen_score": sum(chosen for _, chosen, _ in found) / len(pairs),
-        "rejected_score": sum(rejected for *_, rejected in found) / len(pairs),
-        "margin": sum(chosen - rejected for _, chosen, rejected in found) / len(pairs),
+        "loss": sum(loss.item() for loss, *_ in losses) / len(pairs),
+        "accuracy": sum(chosen > rejected for _, chosen, rejected in losses) / len(pairs),
+        "chosen_score": sum(chosen for _, chosen, _ in losses) / len(pairs),
+        "rejected_score": sum(rejected for *_, rejected in losses) / len(pairs),
+        "margin": sum(chosen - rejected for _, chosen, rejected in losses) / len(pairs),
     }

@@ -23,9 +23,9 @@ ROWS = 6  # the second batch of 4 lacks two; the third is of the second epoch
 def test_steps_are_those_of_the_reference(accelerator, tmp_path, name):
     kind, changes = CASES[name]
     config, model = cases.configuration("dpo", **changes), cases.language_model(1, kind)
-    found = real.supervised("dpo", accelerator, config, model, ROWS, tmp_path)
-    assert len(found.steps) == config.dpo.max_steps
+    actual = real.supervised("dpo", accelerator, config, model, ROWS, tmp_path)
+    assert len(actual.steps) == config.dpo.max_steps
     wanted = expected.supervised("dpo", config, model, ROWS)
     assert wanted.before["accuracy"] == 0.5
     assert wanted.steps[-1]["accuracy"] != 0.5  # which would be the same if it were inverted
-    cases.assert_same(found, wanted)
+    cases.assert_same(actual, wanted)

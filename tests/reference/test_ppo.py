@@ -112,8 +112,8 @@ def ran(accelerator, tmp_path_factory):
             kind, changes = CASES[name]
             config = cases.configuration("ppo", **changes)
             models = cases.Models.build(kind, lora=bool(config.lora.rank))
-            found = real.reinforced(accelerator, config, models, ROWS, tmp_path_factory.mktemp("run"))
-            known[name] = config, found, *expected.reinforced(config, models, found.rollouts, found.heldout)
+            actual = real.reinforced(accelerator, config, models, ROWS, tmp_path_factory.mktemp("run"))
+            known[name] = config, actual, *expected.reinforced(config, models, actual.rollouts, actual.heldout)
         return known[name]
 
     return run
@@ -121,9 +121,9 @@ def ran(accelerator, tmp_path_factory):
 
 @pytest.mark.parametrize("name", mark_slow({name: name for name in CASES}, except_for=OFTEN))
 def test_steps_are_those_of_the_reference(ran, name):
-    config, found, wanted, _ = ran(name)
-    assert len(found.steps) == config.ppo.steps
-    cases.assert_same(found, wanted)
+    config, actual, wanted, _ = ran(name)
+    assert len(actual.steps) == config.ppo.steps
+    cases.assert_same(actual, wanted)
 
 
 def test_these_steps_bring_every_limit_to_bear(ran):
@@ -144,10 +144,10 @@ def test_these_steps_bring_every_limit_to_bear(ran):
     assert 0 < abs(error) < 0.2
 
 
-def test_these_steps_end_early_and_scale_clip_and_penalize_some_scores(ran):
-    config, found, wanted, _ = ran("updates that end early")
+def test_steps_end_early_and_scale_clip_and_penalize_some_scores(ran):
+    config, actual, wanted, _ = ran("updates that end early")
     assert {step["updates"] for step in wanted.steps} & {2.0, 3.0}, [step["updates"] for step in wanted.steps]
-    rates = [step["learning_rate"] for step in found.steps]
+    rates = [step["learning_rate"] for step in actual.steps]
     peak = config.ppo.optimizer.learning_rate
     # 12 updates in all, of which round(0.4 * 12) rise; then the line falls from the peak to a fifth of it in 7 steps.
     assert rates == pytest.approx([peak / 6, peak * 5 / 6, peak * (1 - 0.8 * 3 / 6)])
@@ -161,16 +161,16 @@ def test_these_steps_end_early_and_scale_clip_and_penalize_some_scores(ran):
 
 
 def test_every_pass_visits_every_row_once_in_an_order_of_its_own(ran):
-    _, found, *_ = ran("ZeRO 1, a batch of two epochs")
-    orders = [[row for part in minibatches for row in part] for step in found.rollouts for minibatches in step.passes]
+    _, actual, *_ = ran("ZeRO 1, a batch of two epochs")
+    orders = [[row for part in minibatches for row in part] for step in actual.rollouts for minibatches in step.passes]
     assert [sorted(order) for order in orders] == [list(range(8))] * 4
     assert len({tuple(order) for order in orders}) == 4
 
 
-def test_the_policy_that_acted_is_the_one_that_the_first_update_starts_from(ran):
+def test_first_update_starts_from_the_policy_that_acted(ran):
     """With one update a step, every ratio is 1: nothing is clipped, however large the learning rate."""
-    _, found, *_ = ran("one minibatch, no whitening, a fixed coefficient, dynamic shapes")
-    assert [step["clip_fraction"] for step in found.steps] == [0, 0, 0]
+    _, actual, *_ = ran("one minibatch, no whitening, a fixed coefficient, dynamic shapes")
+    assert [step["clip_fraction"] for step in actual.steps] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -183,12 +183,12 @@ def test_the_policy_that_acted_is_the_one_that_the_first_update_starts_from(ran)
     ],
     ids=["ZeRO 1", "LoRA", "RLOO", "scores of all rollouts scaled, updates that end early"],
 )
-def test_a_run_that_resumes_after_its_first_step_takes_the_reference_s_second(accelerator, tmp_path, changes):
+def test_resumed_run_takes_the_second_step_of_the_reference(accelerator, tmp_path, changes):
     config = cases.configuration("ppo", **changes)
     models = cases.Models.build(lora=bool(config.lora.rank))
     with pytest.raises(real.StopError) as stopped:
         real.reinforced(accelerator, config, models, ROWS, tmp_path, stop_before=1)
     first, heldout = stopped.value.args
-    found = real.reinforced(accelerator, config, models, ROWS, tmp_path)
-    wanted, _ = expected.reinforced(config, models, [*first, *found.rollouts], heldout)
-    cases.assert_same(found, wanted)
+    actual = real.reinforced(accelerator, config, models, ROWS, tmp_path)
+    wanted, _ = expected.reinforced(config, models, [*first, *actual.rollouts], heldout)
+    cases.assert_same(actual, wanted)

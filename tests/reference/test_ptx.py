@@ -23,7 +23,7 @@ def test_steps_are_those_of_the_reference(accelerator: Any, tmp_path: Any, name:
     kind, changes = CASES[name]
     config = cases.configuration("ppo", **cases.PTX | changes)
     models = cases.Models.build(kind, lora=bool(config.lora.rank))
-    found = real.reinforced(accelerator, config, models, 14, tmp_path)
-    wanted, _ = expected.reinforced(config, models, found.rollouts, found.heldout)
+    actual = real.reinforced(accelerator, config, models, 14, tmp_path)
+    wanted, _ = expected.reinforced(config, models, actual.rollouts, actual.heldout)
     assert all(step["ptx_loss"] > 1 for step in wanted.steps)
-    cases.assert_same(found, wanted)
+    cases.assert_same(actual, wanted)

@@ -21,8 +21,8 @@ ROWS = 6  # the second batch of 4 lacks two
 def test_steps_are_those_of_the_reference(accelerator, tmp_path, name):
     kind, changes = CASES[name]
     config, model = cases.configuration("reward", **changes), cases.scalar_model(1, kind)
-    found = real.supervised("reward", accelerator, config, model, ROWS, tmp_path)
-    assert len(found.steps) == config.reward.max_steps
+    actual = real.supervised("reward", accelerator, config, model, ROWS, tmp_path)
+    assert len(actual.steps) == config.reward.max_steps
     wanted = expected.supervised("reward", config, model, ROWS)
     assert any(step["accuracy"] != 0.5 for step in wanted.steps)  # which would be the same if it were inverted
-    cases.assert_same(found, wanted)
+    cases.assert_same(actual, wanted)

@@ -27,12 +27,12 @@ ROWS = 6  # the second batch of 4 lacks two
 def test_steps_are_those_of_the_reference(accelerator, tmp_path, name):
     kind, changes = CASES[name]
     config, model = cases.configuration("sft", **changes), cases.language_model(1, kind)
-    found = real.supervised("sft", accelerator, config, model, ROWS, tmp_path)
-    assert len(found.steps) == config.sft.max_steps
-    cases.assert_same(found, expected.supervised("sft", config, model, ROWS))
+    actual = real.supervised("sft", accelerator, config, model, ROWS, tmp_path)
+    assert len(actual.steps) == config.sft.max_steps
+    cases.assert_same(actual, expected.supervised("sft", config, model, ROWS))
 
 
-def test_gradient_checkpointing_computes_each_layer_of_a_training_pass_twice(accelerator, tmp_path, monkeypatch):
+def test_gradient_checkpointing_computes_each_layer_twice(accelerator, tmp_path, monkeypatch):
     """That it is on where the comparison above says so."""
     from transformers.models.llama.modeling_llama import LlamaAttention
 
@@ -50,10 +50,10 @@ def test_gradient_checkpointing_computes_each_layer_of_a_training_pass_twice(acc
     assert counts[True] - counts[False] == layers * micro_batches
 
 
-def test_the_loss_is_the_one_that_transformers_computes_from_labels(accelerator, tmp_path):
+def test_loss_is_that_of_transformers_from_labels(accelerator, tmp_path):
     """A third opinion, on one row whose targets are all its tokens but the first."""
     config, model = cases.configuration("sft", batch_size=1, micro_batch_size=1, loss_on="all"), cases.language_model(1)
-    found = real.supervised("sft", accelerator, config, model, 1, tmp_path)
+    actual = real.supervised("sft", accelerator, config, model, 1, tmp_path)
     prompt, completion = expected.tokens(cases.data("sft", 1).train[0])
     ids = torch.tensor([prompt + completion])
-    assert found.steps[0]["loss"] == pytest.approx(model(input_ids=ids, labels=ids).loss.item(), rel=1e-5)
+    assert actual.steps[0]["loss"] == pytest.approx(model(input_ids=ids, labels=ids).loss.item(), rel=1e-5)

@@ -24,7 +24,7 @@ EACH = mark_slow({name: name for name in two_ranks.CHANGES}, except_for=OFTEN)
 
 
 @pytest.fixture(scope="module")
-def left(request: pytest.FixtureRequest, forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def outcome(request: pytest.FixtureRequest, forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(name, rank) -> what a run left, of the runs whose tests were selected."""
     folder = tmp_path_factory.mktemp("two-ranks")
     items = [item for item in request.session.items if item.path == request.path]
@@ -34,19 +34,19 @@ def left(request: pytest.FixtureRequest, forks: Forks, tmp_path_factory: pytest.
 
 
 @pytest.mark.parametrize("name", [case for case in EACH if not case.id.startswith("ppo")])
-def test_supervised_steps_are_those_of_the_reference(left, name):
+def test_supervised_steps_are_those_of_the_reference(outcome, name):
     stage = name.partition(",")[0]
     config = cases.configuration(stage, **two_ranks.CHANGES[name])
     wanted = expected.supervised(stage, config, two_ranks.model(stage), two_ranks.ROWS[stage])
-    cases.assert_same(left(name), wanted)
+    cases.assert_same(outcome(name), wanted)
 
 
 @pytest.mark.parametrize("name", [case for case in EACH if case.id.startswith("ppo")])
-def test_ppo_steps_are_those_of_the_reference_on_both_ranks(left, name):
+def test_ppo_steps_are_those_of_the_reference_on_both_ranks(outcome, name):
     config = cases.configuration("ppo", **two_ranks.CHANGES[name])
-    found, other = left(name), left(name, rank=1)
-    assert any(step["updates"] < config.ppo.updates for step in found.steps) == (config.ppo.kl_stop is not None)
+    actual, other = outcome(name), outcome(name, rank=1)
+    assert any(step["updates"] < config.ppo.updates for step in actual.steps) == (config.ppo.kl_stop is not None)
     models = cases.Models.build(lora=bool(config.lora.rank))
-    cases.assert_same(found, expected.reinforced(config, models, found.rollouts, found.heldout)[0])
-    for model, weights in found.weights.items():
+    cases.assert_same(actual, expected.reinforced(config, models, actual.rollouts, actual.heldout)[0])
+    for model, weights in actual.weights.items():
         assert_close_weights(other.weights[model], weights, atol=0)

@@ -75,10 +75,10 @@ def main(folder: str, names: Sequence[str]) -> None:
             config, output = cases.configuration(stage, **CHANGES[name]), Path(folder) / name
             if stage == "ppo":
                 models = cases.Models.build(lora=bool(config.lora.rank))
-                found = real.reinforced(accelerator, config, models, ROWS[stage], output)
+                outcome = real.reinforced(accelerator, config, models, ROWS[stage], output)
             else:
-                found = real.supervised(stage, accelerator, config, model(stage), ROWS[stage], output)
-            torch.save(found, Path(folder) / f"{name}, rank {distributed.world().rank}")
+                outcome = real.supervised(stage, accelerator, config, model(stage), ROWS[stage], output)
+            torch.save(outcome, Path(folder) / f"{name}, rank {distributed.world().rank}")
 
 
 def model(stage: str) -> torch.nn.Module:

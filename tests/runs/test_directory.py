@@ -76,14 +76,14 @@ def test_a_stage_that_is_there_is_kept_unless_asked(tmp_path: Path) -> None:
 def test_resume_removes_half_written_files_and_no_others(tmp_path: Path) -> None:
     config = config_in(tmp_path / "run")
     run = run_stages(config, "sft", finish=False)
-    kept = checkpoint(run.stage("sft"), 1)
+    newest = checkpoint(run.stage("sft"), 1)
     half = [run.stage("sft").checkpoints / "step-00000002.partial", run.stage("sft").path / "model.partial"]
     for folder in half:
         (folder / "shard").mkdir(parents=True)
     (run.path / "film.partial").write_text("mine")
     with run.open_for(config, stages=("sft",), resume=True):
         assert not any(folder.exists() for folder in half)
-    assert kept.exists() and (run.path / "film.partial").exists()
+    assert newest.exists() and (run.path / "film.partial").exists()
 
 
 def test_a_stage_that_was_only_evaluated_has_nothing_to_lose(tmp_path: Path) -> None:

@@ -47,12 +47,12 @@ def test_bytes_needed_are_those_of_a_real_run(
     wait_for(output / "ppo" / "checkpoints" / "step-00000003", process)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    one = max(size(path) for path in (output / "ppo" / "checkpoints").glob("step-????????"))
+    largest = max(size(path) for path in (output / "ppo" / "checkpoints").glob("step-????????"))
     actor, critic = llama(len(tokenizer)), scalar_llama(len(tokenizer))
     settings = config(engine={"zero_stage": 1}, ppo={"checkpoint_every": 1})
     needed = bytes_needed(settings, {"ppo": StorageNeed([actor, critic], 500)}, precision)
     # Names, buffers and counters come on top, which count in a model as small as this one.
-    assert 0.8 * 3 * one < needed < 3 * one
+    assert 0.8 * 3 * largest < needed < 3 * largest
 
 
 def test_at_the_fullest_moment_three_checkpoints_lie_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,7 +203,7 @@ def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path, folder: str) -
 
 
 @pytest.mark.parametrize(
-    ("override", "there", "now"),
+    ("override", "recorded", "now"),
     [
         ("ppo.steps=120", 40, 120),
         ("ppo.optimizer.learning_rate=0.1", 0.0002, 0.1),
@@ -213,14 +213,14 @@ def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path, folder: str) -
         ("precision=bf16", "fp32", "bf16"),
     ],
 )
-def test_complete_run_with_other_settings_is_refused(tmp_path: Path, override: str, there: Any, now: Any) -> None:
+def test_complete_run_with_other_settings_is_refused(tmp_path: Path, override: str, recorded: Any, now: Any) -> None:
     run = run_stages(config_in(tmp_path / "run", "precision=fp32"), *STAGES)
     before = contents(run.path)
     config = config_in(tmp_path / "run", "precision=fp32", override)
     with pytest.raises(RunError) as caught:
         check(config, resume=True)
     key = override.partition("=")[0]
-    assert f"trained with other settings: {key} ({there!r} there, {now!r} now)" in str(caught.value)
+    assert f"trained with other settings: {key} ({recorded!r} there, {now!r} now)" in str(caught.value)
     assert contents(run.path) == before
 
 

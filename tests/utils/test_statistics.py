@@ -38,9 +38,9 @@ def test_students_quantiles_are_those_of_the_tables(degrees: int, quantile: floa
 
 
 def test_a_mean_has_the_interval_of_the_paired_t_test() -> None:
-    found = estimate([1.0, 2.0, 3.0, 4.0, 10.0])  # deviation sqrt(50 / 4), over sqrt(5)
-    assert found.mean == 4 and found.error == pytest.approx(math.sqrt(2.5))
-    assert found.interval == pytest.approx((4 - 2.776445 * math.sqrt(2.5), 4 + 2.776445 * math.sqrt(2.5)), abs=1e-5)
+    estimated = estimate([1.0, 2.0, 3.0, 4.0, 10.0])  # deviation sqrt(50 / 4), over sqrt(5)
+    assert estimated.mean == 4 and estimated.error == pytest.approx(math.sqrt(2.5))
+    assert estimated.interval == pytest.approx((4 - 2.776445 * math.sqrt(2.5), 4 + 2.776445 * math.sqrt(2.5)), abs=1e-5)
     assert estimate([3.0]) == (3.0, None, None)
 
 
