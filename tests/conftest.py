@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,16 @@ def frozen_modules() -> None:
     """What is imported already is left out of later garbage collections, which take half a second with it."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plain_linear() -> Iterator[None]:
+    """Reset the linear function that DeepSpeed replaces for good at ZeRO-3, by one that takes several times as long."""
+    yield
+    if "torch" in sys.modules:
+        import torch
+
+        torch.nn.functional.linear = torch._C._nn.linear
 
 
 @pytest.fixture(scope="session", autouse=True)

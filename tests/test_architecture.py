@@ -29,13 +29,14 @@ def modules(package: str) -> list[Path]:
 
 
 @functools.cache
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def nodes(path: Path) -> list[ast.AST]:
+    """Return all nodes of a file's syntax tree, the module first."""
+    return list(ast.walk(ast.parse(path.read_text())))
 
 
-def imports(tree: ast.AST) -> Iterator[tuple[str, list[str]]]:
+def imports(path: Path) -> Iterator[tuple[str, list[str]]]:
     """(module, names taken from it) for every import, wherever it stands."""
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from ((alias.name, []) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -46,7 +47,7 @@ def imported_files(path: Path, root: Path, files: dict[str, Path]) -> set[str]:
     """Return those of `files` (by module) that the file `path` below `root` imports: anywhere in it, for types too."""
     package = [*path.relative_to(root).parent.parts]
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -94,23 +95,22 @@ def arrows_up(root: Path) -> list[str]:
     return sorted(arrows)
 
 
-def attributes(tree: ast.AST) -> Iterator[str]:
+@functools.cache
+def attributes(path: Path) -> set[str]:
     """Dotted names in code: `torch.cuda.synchronize` gives itself and each of its beginnings."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            yield ast.unparse(node)
+    return {ast.unparse(node) for node in nodes(path) if isinstance(node, ast.Attribute)}
 
 
-def code_words(tree: ast.AST) -> Iterator[str]:
+def code_words(path: Path) -> Iterator[str]:
     """Names, attributes and strings of the code, without docstrings."""
     prose = {
         id(node.body[0].value)
-        for node in ast.walk(tree)
+        for node in nodes(path)
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
         and node.body
         and isinstance(node.body[0], ast.Expr)
     }
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.Name):
             yield node.id
         elif isinstance(node, ast.Attribute):
@@ -121,7 +121,7 @@ def code_words(tree: ast.AST) -> Iterator[str]:
 
 def test_rlhf_uses_only_public_names_of_accelerators() -> None:
     for path in modules("rlhf"):
-        for module, names in imports(parse(path)):
+        for module, names in imports(path):
             if module.partition(".")[0] == "accelerators":
                 assert module in PUBLIC, f"{path}: {module} is not public"
                 assert set(names) <= {*importlib.import_module(module).__all__, "testing"}, path
@@ -151,39 +151,36 @@ def test_vendor_names_match_in_any_spelling(line: str, named: bool) -> None:
 
 def test_rlhf_talks_to_no_device_past_the_interface() -> None:
     for path in modules("rlhf"):
-        for module, names in imports(parse(path)):
+        for module, names in imports(path):
             assert module.partition(".")[0] not in VENDOR_PACKAGES, path
             assert not module.startswith(("torch.accelerator", "torch.backends", "deepspeed.accelerator")), path
             assert not (module == "torch" and {"accelerator", "backends"} & set(names)), path
             assert not (module == "deepspeed" and "accelerator" in names), path
             assert "get_accelerator" not in names, path
-        for dotted in attributes(parse(path)):
+        for dotted in attributes(path):
             assert dotted not in {"torch.accelerator", "torch.backends", "deepspeed.accelerator"}, path
             assert not dotted.endswith("get_accelerator"), path
 
 
 def test_rlhf_does_not_ask_what_kind_of_device_it_has() -> None:
     for path in modules("rlhf"):
-        for dotted in attributes(parse(path)):
+        for dotted in attributes(path):
             assert not re.search(r"device(\(\))?\.(type|index)$", dotted), f"{path}: {dotted}"
             if dotted != "event.device_type":
                 assert not dotted.endswith((".is_cpu", ".device_name", ".device_type")), f"{path}: {dotted}"
-        assert "cpu" not in set(code_words(parse(path))), f"{path}: a device is named only by the one who chooses it"
+        assert "cpu" not in set(code_words(path)), f"{path}: a device is named only by the one who chooses it"
 
 
 def test_accelerators_knows_nothing_of_rlhf() -> None:
     importers = [
-        path
-        for path in modules("accelerators")
-        for module, _ in imports(parse(path))
-        if module.partition(".")[0] == "rlhf"
+        path for path in modules("accelerators") for module, _ in imports(path) if module.partition(".")[0] == "rlhf"
     ]
     assert importers == []
 
 
 def test_every_module_says_what_it_is_for() -> None:
     paths = [*modules("rlhf"), *modules("accelerators")]
-    assert [path for path in paths if not ast.get_docstring(parse(path))] == []
+    assert [path for path in paths if not ast.get_docstring(nodes(path)[0])] == []  # type: ignore[arg-type]
 
 
 PLUGINS = sorted(path.parent for path in (ROOT / "plugins").glob("*/*/__init__.py"))

@@ -6,8 +6,6 @@ import copy
 import datetime
 import os
 import signal
-import subprocess
-import sys
 import tracemalloc
 import weakref
 from array import array
@@ -30,6 +28,7 @@ from rlhf.data.stage_dataset import StageData, load_stage
 from rlhf.errors import DataError
 from rlhf.reporting.console import console
 from tests.data.rows import write_jsonl
+from tests.forks import ForkedProcess, Forks
 from tests.helpers import wait_for
 
 ROWS: list[dict[str, Any]] = [
@@ -274,32 +273,32 @@ config = DataConfig(datasets=[{"path": path, "stages": ["sft"]}], max_prompt_len
 stage_cache = StageCache(config, "sft", build_tokenizer(), 3, [1])
 assert stage_cache.build(show=True) is None
 train = stage_cache.load().train
-assert train[0].row.response and "pandas" not in sys.modules, "importing it takes a second"
-print(len(train))
+print(train[0].row.response and len(train), "pandas" in sys.modules)
 """
 
 
-def start_build(rows: str, marks: Path, pause: float) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", _BUILD, rows, str(marks), str(pause)]
-    root = Path(__file__).parents[2]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root)
+def start_build(forks: Forks, rows: str, marks: Path, pause: float) -> ForkedProcess:
+    variables = {"HF_DATASETS_CACHE": os.environ["HF_DATASETS_CACHE"]}
+    return forks.start("-c", _BUILD, rows, str(marks), str(pause), environment=variables)
 
 
-def test_parallel_builds_tokenize_once_and_survive_a_kill(many: str, tmp_path: Path, home: Path) -> None:
+def test_parallel_builds_tokenize_once_and_survive_a_kill(forks: Forks, many: str, tmp_path: Path, home: Path) -> None:
     marks = [tmp_path / f"marks-{n}" for n in range(3)]
-    killed = start_build(many, marks[0], 60)
+    killed = start_build(forks, many, marks[0], 60)
     wait_for(marks[0], killed)
-    killed.send_signal(signal.SIGKILL)
+    os.killpg(killed.pid, signal.SIGKILL)
     killed.communicate()
     assert len(list(home.glob("*.partial"))) == 1 and not list(home.glob("sft-*/stage.json"))
-    builds = [start_build(many, mark, 0.5) for mark in marks[1:]]
-    outputs = [process.communicate() for process in builds]
-    assert [process.returncode for process in builds] == [0, 0], outputs
-    assert len({output.split()[-1] for output, _ in outputs}) == 1
-    tokenized = [mark.read_text().split() for mark in marks[1:] if mark.exists()]
-    assert tokenized == [["1000", "150"]], "by one of the two"
+    builder = start_build(forks, many, marks[1], 1)
+    wait_for(marks[1], builder)
+    waiting = start_build(forks, many, marks[2], 1)
+    outputs = [process.communicate() for process in (builder, waiting)]
+    assert [builder.returncode, waiting.returncode] == [0, 0], outputs
+    assert len({output.split()[-2] for output, _ in outputs}) == 1
+    assert marks[1].read_text().split() == ["1000", "150"] and not marks[2].exists()
     assert not list(home.glob("*.partial"))
-    assert any("waiting for another run that tokenizes the same rows" in output for output, _ in outputs)
+    assert "waiting for another run that tokenizes the same rows" in outputs[1][0]
+    assert not any(output.endswith("True\n") for output, _ in outputs), "pandas takes a second to import"
 
 
 def test_bar_is_shown_only_while_rows_are_tokenized(tokenizer: Any, rows: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 import types
@@ -52,14 +53,19 @@ def key_exists(key: str) -> bool:
     return True
 
 
+@functools.cache
+def command_group() -> typing.Any:
+    """Return the commands of `rlhf`, which take typer milliseconds to make."""
+    return get_command(app)
+
+
 def parse(arguments: list[str]) -> list[str]:
     """Parse a command line as `rlhf` does, without running it, and return the keys that it sets.
 
     Placeholders of pages (`R`, `DIR`) are accepted for numbers.
     """
     arguments = ["0" if word in ("R", "N") else word for word in arguments]
-    group = get_command(app)
-    context = group.make_context("rlhf", list(arguments))
+    context = command_group().make_context("rlhf", list(arguments))
     keys = list(context.params.get("overrides") or ())
     rest = [*context._protected_args, *context.args]
     while rest:

@@ -12,13 +12,13 @@ from datetime import timedelta
 from pathlib import Path
 import torch.distributed as dist
 from rlhf.engine import distributed
-dist.init_process_group("gloo", timeout=timedelta(seconds=2))
+dist.init_process_group("gloo", timeout=timedelta(seconds=1.5))
 said = Path({folder!r}, f"rank{{dist.get_rank()}}")
 try:
     for _ in range(2):
         with distributed.on_main("downloading", takes_long={takes_long}) as main:
             if main:
-                time.sleep(4)
+                time.sleep(2.5)
                 {then}
     said.write_text("done")
 except BaseException as error:
@@ -27,7 +27,7 @@ except BaseException as error:
 
 
 def on_two_ranks(forks: Forks, folder: Path, *, takes_long: bool = True, then: str = "pass") -> list[str]:
-    """Return the outcome of each rank, in a process group whose collectives wait for two seconds."""
+    """Return the outcome of each rank, in a process group whose collectives wait for a second and a half."""
     script = SCRIPT.format(folder=str(folder), takes_long=takes_long, then=then)
     forks.python("-c", RANKS, "2", script, timeout=60)
     return [(folder / f"rank{rank}").read_text() for rank in range(2)]

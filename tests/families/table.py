@@ -6,6 +6,7 @@ for a step of a few milliseconds and odd enough to show mistakes: grouped heads,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -153,15 +154,21 @@ EACH = mark_slow(BY_NAME, except_for=OFTEN)
 """The families as parameters of a test; those of the long tail only if all tests run."""
 
 
+@functools.cache
+def cpu() -> Any:
+    """The CPU backend; looking for backends takes as long as building a model."""
+    import accelerators
+
+    return accelerators.select("cpu", environ={}).create()
+
+
 def build(config: Any, mapping: Any, seed: int = 0) -> Any:
     """A model with random weights, on the attention that the CPU gives it."""
     import torch
 
-    import accelerators
     from rlhf.models.compatibility import choose_attention_for
 
-    cpu = accelerators.select("cpu", environ={}).create()
-    config._attn_implementation = choose_attention_for(cpu, config, "tiny", mapping[type(config)]).name
+    config._attn_implementation = choose_attention_for(cpu(), config, "tiny", mapping[type(config)]).name
     torch.manual_seed(seed)
     model = mapping[type(config)](config).eval()
     with torch.no_grad():

@@ -53,21 +53,16 @@ def assert_head_scores_as_plain_transformers(config: Any) -> None:
 def assert_draws_as_generate(accelerator: Any, model: Any) -> None:
     ids, mask = rows()
     prompts = ids[:, :14], mask[:, :14]
+    expected = []
+    for row, start in ((0, 7), (1, 0)):
+        alone = ids[row : row + 1, start:14]
+        options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        tokens = model.generate(alone, attention_mask=torch.ones_like(alone), **options)
+        expected.append(tokens[0, alone.shape[1] :].tolist())
     decoder = Decoder(accelerator, eos_ids=[], pad_id=0, max_new_tokens=10)
     for _ in range(2):  # the second time with the first one's buffers
         decoder.release_if_large()
-        actual = decoder.generate(model, *prompts, SamplingConfig(temperature=0)).ids
-        for row, start in ((0, 7), (1, 0)):
-            alone = ids[row : row + 1, start:14]
-            expected = model.generate(
-                alone,
-                attention_mask=torch.ones_like(alone),
-                max_new_tokens=10,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-            assert actual[row].tolist() == expected[0, alone.shape[1] :].tolist(), f"row {row}"
+        assert decoder.generate(model, *prompts, SamplingConfig(temperature=0)).ids.tolist() == expected
 
 
 @pytest.mark.parametrize("name", NAMES)

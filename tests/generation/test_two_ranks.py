@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,26 @@ import torch
 from tests.forks import Forks
 from tests.generation import two_ranks
 from tests.generation.two_ranks import GREEDY, MODELS, SAMPLED, SHARDED
+from tests.helpers import mark_slow
+
+OFTEN = {"OPT", SHARDED, MODELS[-1]}
+"""Those that the default suite runs; tests/families/test_split.py has the parts of every family in one process."""
+EACH = mark_slow({name: name for name in MODELS}, except_for=OFTEN)
 
 
-def run(forks: Forks, function: str, count: int, folder: Path) -> list[Any]:
-    """Run a function of `two_ranks` on `count` ranks, and return the result of each."""
-    forks.ranks(count, f"from tests.generation import two_ranks; two_ranks.{function}({str(folder)!r})")
+def run(forks: Forks, function: str, count: int, folder: Path, names: Sequence[str]) -> list[Any]:
+    """Run a function of `two_ranks` on `count` ranks with these models, and return the result of each."""
+    forks.ranks(count, f"from tests.generation import two_ranks; two_ranks.{function}({str(folder)!r}, {names!r})")
     return [torch.load(folder / f"rank {rank}", weights_only=False) for rank in range(count)]
 
 
 @pytest.fixture(scope="module")
-def results(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return run(forks, "main", 2, tmp_path_factory.mktemp("two-ranks"))
+def results(request: pytest.FixtureRequest, forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """The results of the models whose tests were selected, and of those that all tests need."""
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    selected = OFTEN | {item.callspec.params.get("name") for item in items}
+    names = [name for name in MODELS if name in selected]
+    return run(forks, "main", 2, tmp_path_factory.mktemp("two-ranks"), names)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +50,14 @@ def alone(accelerator: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [*((name, "tensor_parallel") for name in MODELS), (SHARDED, "whole"), (SHARDED, "layerwise")],
+    [
+        *(
+            pytest.param(*case.values, "tensor_parallel", marks=case.marks, id=f"{case.id}-tensor_parallel")
+            for case in EACH
+        ),
+        (SHARDED, "whole"),
+        (SHARDED, "layerwise"),
+    ],
 )
 def test_tokens_are_those_of_one_device(results, alone, name, mode):
     for rank in range(2):
@@ -85,8 +102,8 @@ def test_first_rank_group_that_fits_on_all_ranks_is_chosen(results, case, rank_g
 
 @pytest.mark.slow
 def test_four_ranks_are_two_groups(alone, forks, tmp_path):
-    for rank, actual in enumerate(run(forks, "groups_of_two", 4, tmp_path)):
-        expected = alone("Llama 3, LoRA", rank, SAMPLED)
+    for rank, actual in enumerate(run(forks, "groups_of_two", 4, tmp_path, [SHARDED])):
+        expected = alone(SHARDED, rank, SAMPLED)
         length = expected.ids.shape[1]
         assert torch.equal(actual.ids[:, :length], expected.ids), rank
         assert torch.equal(actual.mask.sum(-1), expected.mask.sum(-1)), rank

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -119,12 +119,12 @@ def watched_gathering(model: Any) -> Iterator[list[int]]:
         yield numbers
 
 
-def main(folder: str) -> None:
+def main(folder: str, names: Sequence[str]) -> None:
     with distributed.start_process_group(accelerators.select("cpu", environ={})) as accelerator:
         rank = distributed.world().rank
         rank_groups = {name: make() for name, make in RANK_GROUPS.items()}
         result: dict[Any, Any] = {}
-        for name in MODELS:
+        for name in names:
             trained = build_engine(accelerator, 3, model=model(name))
             for mode, rank_group in rank_groups.items():
                 if mode != "tensor_parallel" and name != SHARDED:
@@ -152,11 +152,11 @@ def main(folder: str) -> None:
         torch.save(result, Path(folder) / f"rank {rank}")
 
 
-def groups_of_two(folder: str) -> None:
+def groups_of_two(folder: str, names: Sequence[str]) -> None:
     """Of four ranks, the first two generate together and the last two."""
     with distributed.start_process_group(accelerators.select("cpu", environ={})) as accelerator:
         rank, rank_group = distributed.world().rank, TensorParallelGroup.create(2)
-        with generation_mode(build_engine(accelerator, 3, model=model("Llama 3, LoRA")), rank_group) as module:
+        with generation_mode(build_engine(accelerator, 3, model=model(*names)), rank_group) as module:
             torch.save(
                 draw(accelerator, module, rank, SAMPLED, batch_size=2, rank_group=rank_group),
                 Path(folder) / f"rank {rank}",

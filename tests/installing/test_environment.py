@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pip
 import pytest
 
 from ci import versions
@@ -66,6 +67,8 @@ def test_a_vendors_torch_is_built_upon_and_said_in_one_line(wheels: Path, tmp_pa
 
 def test_a_vendors_torch_that_is_not_admitted_is_refused(wheels: Path, tmp_path: Path) -> None:
     checkout = Checkout(tmp_path, wheels, "2.7.1a0+git1234")
+    places.interpreter(checkout.folder / ".venv")  # to unpack pip would take seconds: it gets this interpreter's
+    (places.site_of(checkout.folder / ".venv") / "pip").symlink_to(Path(pip.__file__).parent)
     assert checkout.refused() == (
         f"error: {checkout.python} has torch 2.7.1a0+git1234, and rlhf needs torch<2.14,>=2.9.0a0; take an image of "
         "the vendor's with such a torch, or name a torch for .venv alone: RLHF_TORCH=torch\n"

@@ -12,10 +12,14 @@ import pytest
 from pip._vendor.packaging.requirements import Requirement
 
 from ci import versions
+from tests.helpers import mark_slow
 from tests.installing import places
 from tests.installing.standins import wheel
 
 LOWEST = dict(line.split("==") for line in versions.lowest())
+VENDORS = ("2.9.0+hpu.1.23.0", "2.9.0a0+git1234", "2.11.0a0+git1234", "2.13.1+cpu")
+OFTEN = ["2.9.0a0+git1234"]
+"""The default suite runs pip on the lowest pre-release alone, and asks the requirement about all."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +57,7 @@ def test_every_requirement_admits_its_lowest_version(project: Path) -> None:
         assert need.specifier.contains(places.NEWEST[need.name]), need
 
 
-@pytest.mark.parametrize("version", ["2.9.0+hpu.1.23.0", "2.9.0a0+git1234", "2.11.0a0+git1234", "2.13.1+cpu"])
+@pytest.mark.parametrize("version", mark_slow({version: version for version in VENDORS}, except_for=OFTEN))
 def test_pip_leaves_a_vendors_torch_and_what_else_is_admitted(
     project: Path, wheels: Path, tmp_path: Path, version: str
 ) -> None:
@@ -81,7 +85,8 @@ def test_pip_replaces_what_is_not_admitted_alone(project: Path, wheels: Path, tm
     }
 
 
-def test_an_older_or_newer_torch_is_not_admitted(project: Path) -> None:
+def test_vendors_torch_is_admitted_and_an_older_or_newer_is_not(project: Path) -> None:
     torch = next(need for need in needs(project) if need.name == "torch")
+    assert all(torch.specifier.contains(version, prereleases=True) for version in VENDORS)
     for version in ("2.8.0", "2.8.0+hpu.1", "2.14.0", "2.14.0a0+git1234"):
         assert not torch.specifier.contains(version, prereleases=True)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +143,7 @@ def test_computed_source_is_computed_once_for_a_read(monkeypatch):
     )
 
 
-def test_loading_takes_little_more_memory_than_the_weights(model_folder, tmp_path):
+def test_loading_takes_little_more_memory_than_the_weights(forks, model_folder, tmp_path):
     """Pages of a mapped file would count: 128 MiB of float32 here, of which 64 are kept."""
     llama(300, hidden_size=1024, intermediate_size=4096, num_hidden_layers=2).save_pretrained(tmp_path)
     script = f"""
@@ -164,8 +161,8 @@ before = status("VmHWM")
 model = load({str(tmp_path)!r})
 print(sum(2 * parameter.numel() for parameter in model.parameters()) // 2**20, status("VmHWM") - before)
 """
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    done = forks.python("-c", script, timeout=60)
+    assert done.returncode == 0, done.stderr
     size, taken = map(int, done.stdout.split()[-2:])
     assert 55 < size < 70 and taken < size + 90, "pages of the file would be 128 more"
 

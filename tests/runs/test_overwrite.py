@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from rlhf.config.schema import STAGES, Stage
 from rlhf.errors import RunError
 from rlhf.runs.directory import RunDirectory
 from rlhf.utils.file_lock import LOCK, OWNER, lock_folder
+from tests.forks import Forks
 from tests.run_folders import check, checkpoint, config_in, contents, fail_in, record, run_stages
 
 
@@ -100,7 +100,7 @@ def test_a_checkpoint_settles_a_stage_whose_records_are_rare(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("moment", ["copy2", "rename", "atomic_write_json", "in the block", "settled", "rmtree"])
-def test_overwrite_killed_at_any_moment_loses_nothing(tmp_path: Path, moment: str) -> None:
+def test_overwrite_killed_at_any_moment_loses_nothing(forks: Forks, tmp_path: Path, moment: str) -> None:
     """A killed process does not clean up; the next one finds the old run, or the new one, and nothing between."""
     run = run_stages(config_in(tmp_path / "run"), *STAGES)
     before = contents(run.path)
@@ -139,7 +139,7 @@ with run.open_for(load_config(None, [f"output={{run.path}}", "seed=5"]), overwri
     run.commit(run.stage("sft"))
     os.kill(os.getpid(), 9)
 """
-    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -9
+    assert forks.python("-c", script, timeout=60).returncode == -9
     if moment in ("settled", "rmtree"):
         check(config_in(tmp_path / "run", "seed=5"), resume=True)
         with run.open_for(config_in(tmp_path / "run", "seed=5"), resume=True):
@@ -173,13 +173,13 @@ def test_a_second_writer_is_refused_with_the_name_of_the_first(tmp_path: Path) -
     assert {path.name for path in run.path.iterdir()} == {"run.json", "recipe.yaml", "sft"}
 
 
-def test_a_dead_owner_holds_no_lock(tmp_path: Path) -> None:
+def test_a_dead_owner_holds_no_lock(forks: Forks, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     script = (
         "import os; from pathlib import Path; from rlhf.utils.file_lock import lock_folder\n"
         f"with lock_folder(Path({str(folder)!r})): "
     )
-    dead = subprocess.run([sys.executable, "-c", script + "os.kill(os.getpid(), 9)"], check=False)
+    dead = forks.python("-c", script + "os.kill(os.getpid(), 9)", timeout=60)
     assert dead.returncode == -9 and (folder / LOCK).exists()
     assert run_stages(config_in(folder), "sft").stage("sft").done
     assert not (folder / LOCK).exists()
