@@ -83,7 +83,7 @@ def logits_of(model: Any, given: tuple[Tensor, Tensor], kind: str = "viewed", le
     ids, mask = given
     columns, rows = mask.shape[1], len(ids)
     view = Viewed(model.config, columns + STEPS + 3, kind == "grown")
-    positions, found = (mask.cumsum(1) - 1).clamp(min=0), []
+    positions, outputs = (mask.cumsum(1) - 1).clamp(min=0), []
     for first, last in [(0, columns), *((column, column + 1) for column in range(columns, columns + STEPS))]:
         if leaves and first > columns:
             rows = len(ids) - 1
@@ -98,20 +98,20 @@ def logits_of(model: Any, given: tuple[Tensor, Tensor], kind: str = "viewed", le
             past_key_values=view.cache,
             use_cache=True,
         ).logits[:, -1]
-        found.append(torch.cat([logits, logits.new_zeros(len(ids) - rows, logits.shape[1])]))
-    return torch.stack(found).double()
+        outputs.append(torch.cat([logits, logits.new_zeros(len(ids) - rows, logits.shape[1])]))
+    return torch.stack(outputs).double()
 
 
-def off(found: Tensor, exact: Tensor) -> float:
-    return ((found - exact).pow(2).mean() / exact.pow(2).mean()).sqrt().item()
+def off(actual: Tensor, exact: Tensor) -> float:
+    return ((actual - exact).pow(2).mean() / exact.pow(2).mean()).sqrt().item()
 
 
 def check(model: Any, given: tuple[Tensor, Tensor], kind: str = "viewed") -> None:
     """Logits of the prepared model are as near to float32 as those of the model are; they were a bit nearer."""
     exact, plain = logits_of(truth(model), given), logits_of(model, given)
     restore = decode.prepare(model, True)
-    found = logits_of(model, given, kind)
+    logits = logits_of(model, given, kind)
     restore()
-    error, usual = off(found, exact), off(plain, exact)
+    error, usual = off(logits, exact), off(plain, exact)
     assert 1e-4 < usual < 0.05
     assert error <= 1.1 * usual, f"{error:.4f} of the logits, plain bf16 {usual:.4f}"

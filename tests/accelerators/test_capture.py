@@ -114,7 +114,7 @@ def test_a_refused_call_changes_nothing():
 
 @dataclass
 class Pair:
-    left: torch.Tensor
+    first: torch.Tensor
 
 
 @pytest.mark.parametrize(

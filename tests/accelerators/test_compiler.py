@@ -32,7 +32,7 @@ print(compiler.compiled("number.c").number())
 
 
 @pytest.fixture(autouse=True)
-def kept(tmp_path, monkeypatch) -> Iterator[Path]:
+def compiled_folder(tmp_path, monkeypatch) -> Iterator[Path]:
     """Where compiled files go; nothing is known yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     _forget()
@@ -82,16 +82,16 @@ def a_compiler(folder: Path, script: str) -> str:
 
 
 @needs_compiler
-def test_a_file_is_compiled_once(source, compiling, kept):
+def test_a_file_is_compiled_once(source, compiling, compiled_folder):
     for compiled in (1, 0, 0):
         compiler.compiled.cache_clear()
         assert compiler.compiled("number.c").number() == 42
         assert compiling() == compiled
-    assert len(list(kept.iterdir())) == 1
+    assert len(list(compiled_folder.iterdir())) == 1
 
 
 @needs_compiler
-def test_another_source_header_or_compiler_is_compiled_again(source, compiling, kept, monkeypatch, tmp_path):
+def test_another_source_header_or_compiler_is_compiled_again(source, compiling, compiled_folder, monkeypatch, tmp_path):
     def number() -> int:
         compiler.compiled.cache_clear()
         return compiler.compiled("number.c").number()
@@ -111,15 +111,15 @@ def test_another_source_header_or_compiler_is_compiled_again(source, compiling, 
     assert number() == 44
     monkeypatch.setattr(cpu_info, "cpu_flags", lambda: frozenset({"of", "another", "machine"}))
     assert number() == 44
-    assert compiling() == len(list(kept.iterdir())) == 6
+    assert compiling() == len(list(compiled_folder.iterdir())) == 6
 
 
 @needs_compiler
-def test_processes_that_compile_at_a_time_all_have_it(source, tmp_path, kept, monkeypatch):
+def test_processes_that_compile_at_a_time_all_have_it(source, tmp_path, compiled_folder, monkeypatch):
     """Each is in the middle of it when the other begins."""
     real = compiler.find_compiler()[0]
-    there = f"touch {tmp_path}/there.$$\nwhile [ $(ls {tmp_path}/there.* | wc -l) -lt 2 ]; do sleep 0.02; done\n"
-    script = f'#!/bin/sh\nif [ "$1" != --version ]; then\n{there}fi\nexec {real} "$@"\n'
+    wait = f"touch {tmp_path}/there.$$\nwhile [ $(ls {tmp_path}/there.* | wc -l) -lt 2 ]; do sleep 0.02; done\n"
+    script = f'#!/bin/sh\nif [ "$1" != --version ]; then\n{wait}fi\nexec {real} "$@"\n'
     path = tmp_path / "together"
     path.write_text(script)
     path.chmod(0o755)
@@ -127,16 +127,16 @@ def test_processes_that_compile_at_a_time_all_have_it(source, tmp_path, kept, mo
     command = [sys.executable, "-c", ANOTHER, compiler.__file__]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert [process.communicate(timeout=60)[0] for process in started] == ["42\n"] * 2
-    assert [path.suffix for path in kept.iterdir()] == [".so"]
+    assert [path.suffix for path in compiled_folder.iterdir()] == [".so"]
 
 
 @needs_processor
 @needs_compiler
-def test_code_of_this_package_compiles_and_is_right(kept):
+def test_code_of_this_package_compiles_and_is_right(compiled_folder):
     """Otherwise all tests of it would be skipped."""
     support = decode.supported(None)
     assert support, support.reason
-    assert [path.name.partition("-")[0] for path in kept.iterdir()] == ["decode"]
+    assert [path.name.partition("-")[0] for path in compiled_folder.iterdir()] == ["decode"]
 
 
 def test_compiler_is_the_named_one_or_the_first_on_the_path(tmp_path, monkeypatch):
@@ -168,7 +168,9 @@ def test_compiler_is_the_named_one_or_the_first_on_the_path(tmp_path, monkeypatc
     ],
 )
 @needs_processor
-def test_what_cannot_be_compiled_is_one_line_and_leaves_nothing(environment, reason, kept, tmp_path, monkeypatch):
+def test_what_cannot_be_compiled_is_one_line_and_leaves_nothing(
+    environment, reason, compiled_folder, tmp_path, monkeypatch
+):
     scripts = {
         "fails": "[ $1 = --version ] || { echo 'In file number.c:'; echo 'number.c:3: error: no such instruction'; "
         "echo 'note: more'; exit 1; } >&2",
@@ -182,20 +184,20 @@ def test_what_cannot_be_compiled_is_one_line_and_leaves_nothing(environment, rea
     if environment.get("HOME") == "none":
         monkeypatch.delenv("HOME")
         monkeypatch.setattr("pwd.getpwuid", lambda user: {}[user])  # a user that the machine does not know
-    found = decode.supported(None)
-    assert not found
-    assert reason in found.reason
-    assert found.reason.endswith("; without its code, generation takes about twice as long")
-    assert "\n" not in found.reason and "Traceback" not in found.reason
+    support = decode.supported(None)
+    assert not support
+    assert reason in support.reason
+    assert support.reason.endswith("; without its code, generation takes about twice as long")
+    assert "\n" not in support.reason and "Traceback" not in support.reason
     if "rubbish" not in environment.get("CC", ""):
-        assert not kept.exists() or not list(kept.iterdir())
+        assert not compiled_folder.exists() or not list(compiled_folder.iterdir())
 
 
-def test_a_processor_without_the_instructions_compiles_nothing(kept, monkeypatch):
+def test_a_processor_without_the_instructions_compiles_nothing(compiled_folder, monkeypatch):
     monkeypatch.setattr(cpu_info, "cpu_flags", lambda: frozenset({"avx2"}))
-    found = decode.supported(None)
-    assert (found.ok, found.reason) == (False, "this processor has no avx512_bf16")
-    assert not kept.exists()
+    support = decode.supported(None)
+    assert (support.ok, support.reason) == (False, "this processor has no avx512_bf16")
+    assert not compiled_folder.exists()
 
 
 @pytest.mark.parametrize("module", [decode, layers])
@@ -210,9 +212,9 @@ def test_another_openmp_than_torchs_is_refused(monkeypatch):
     functions = SimpleNamespace(omp_get_max_threads=lambda: torch.get_num_threads() - 1)
     monkeypatch.setattr(decode, "_functions", lambda: functions)
     threads = torch.get_num_threads()
-    found = decode.supported(None)
-    assert not found
-    assert found.reason.startswith("the compiler's OpenMP is not that of torch")
+    support = decode.supported(None)
+    assert not support
+    assert support.reason.startswith("the compiler's OpenMP is not that of torch")
     assert torch.get_num_threads() == threads
 
 
@@ -222,8 +224,8 @@ def test_wrong_products_are_not_taken(monkeypatch):
     packing = decode._packed
     monkeypatch.setattr(decode, "_packed", lambda layer: packing(layer).roll(1, 0))
     monkeypatch.delenv("XDG_CACHE_HOME")  # the one that is there
-    found = decode.supported(None)
-    assert (found.ok, found.reason) == (False, "the compiled products are wrong here")
+    support = decode.supported(None)
+    assert (support.ok, support.reason) == (False, "the compiled products are wrong here")
 
 
 @needs_processor
@@ -232,9 +234,9 @@ def test_the_backend_takes_the_next_best_and_says_so(accelerator, monkeypatch):
     chosen = accelerator.kernels.capabilities()["inference_weights"]
     assert (chosen.ok, chosen.implementation) == (True, "onednn")
     assert accelerator.kernels.get("inference_weights") is packed.prepare
-    found = [
+    candidates = [
         (implementation.name, support)
         for implementation, support in accelerator.kernels.candidates("inference_weights")
     ]
-    assert [(name, support.ok) for name, support in found] == [("onednn", True), ("native", False)]
-    assert found[1][1].reason.startswith("/no/such/compiler does not run (")
+    assert [(name, support.ok) for name, support in candidates] == [("onednn", True), ("native", False)]
+    assert candidates[1][1].reason.startswith("/no/such/compiler does not run (")

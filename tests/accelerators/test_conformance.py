@@ -125,7 +125,7 @@ def test_table_shows_no_output_of_the_backend(forks, install):
     assert [line.split()[0] for line in done.stderr.splitlines()] == ["shapes", "memory", "offload"]
 
 
-def test_kit_keeps_the_variables_that_a_plugin_sets_while_loading(misbehaved, monkeypatch):
+def test_kit_keeps_variables_that_a_plugin_sets_while_loading(misbehaved, monkeypatch):
     """The simulated Gaudi puts its `hl-smi` on the PATH."""
 
     def load() -> SimpleNamespace:

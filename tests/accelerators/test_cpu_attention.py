@@ -79,12 +79,12 @@ SIZES = {"grouped": (3, 6, 2, 20, 20), "plain": (2, 4, 4, 7, 12), "one": (2, 4, 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("mask", ["none", "boolean", "added", "one for all", "per head"])
 @pytest.mark.parametrize(
-    ("part", "kept"), [(2**21, 2), (2**21, 0), (3000, 0), (500, 2)], ids=["kept", "again", "rows", "heads"]
+    ("part", "limit"), [(2**21, 2), (2**21, 0), (3000, 0), (500, 2)], ids=["kept", "again", "rows", "heads"]
 )
-def test_outputs_and_gradients_are_those_of_the_definition(monkeypatch, delegated, sizes, mask, part, kept):
+def test_outputs_and_gradients_are_those_of_the_definition(monkeypatch, delegated, sizes, mask, part, limit):
     torch.manual_seed(0)
     monkeypatch.setattr(cpu_attention, "PART", part)
-    monkeypatch.setattr(cpu_attention, "KEPT", kept)
+    monkeypatch.setattr(cpu_attention, "KEPT", limit)
     rows, heads, groups, queries, keys = SIZES[sizes]
     query, key = drawn(rows, heads, queries, 16).requires_grad_(), drawn(rows, groups, keys, 16).requires_grad_()
     value = drawn(rows, groups, keys, 12).requires_grad_()
@@ -93,19 +93,19 @@ def test_outputs_and_gradients_are_those_of_the_definition(monkeypatch, delegate
     if given is not None and given.dtype == torch.bool:
         added = torch.zeros(given.shape).masked_fill(~given, torch.finfo(torch.float32).min)
     module = SimpleNamespace(is_causal=False, num_key_value_groups=heads // groups)
-    found, weights = cpu_attention.attend(module, query, key, value, given, scaling=0.3)
+    output, weights = cpu_attention.attend(module, query, key, value, given, scaling=0.3)
     expected = exact(query, key, value, added, 0.3)
     assert weights is None and not delegated
-    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
-    wanted = torch.randn(found.shape)
+    torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)
+    wanted = torch.randn(output.shape)
     for own, truth in zip(
-        torch.autograd.grad(found, (query, key, value), wanted),
+        torch.autograd.grad(output, (query, key, value), wanted),
         torch.autograd.grad(expected, (query, key, value), wanted.double()),
     ):
         torch.testing.assert_close(own, truth, atol=2e-5, rtol=1e-5)
     with torch.no_grad():
         again = cpu_attention.attend(module, query, key, value, given, scaling=0.3)[0]
-    torch.testing.assert_close(again, found, atol=1e-6, rtol=0)
+    torch.testing.assert_close(again, output, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("causal", [None, True, False])
@@ -114,31 +114,31 @@ def test_without_a_mask_a_query_sees_what_it_may(causal):
     torch.manual_seed(0)
     query, key, value = drawn(2, 4, 5, 8), drawn(2, 2, 7, 8), drawn(2, 2, 7, 8)
     module = SimpleNamespace(is_causal=True)
-    found = cpu_attention.attend(module, query, key, value, None, is_causal=causal)[0]
+    output = cpu_attention.attend(module, query, key, value, None, is_causal=causal)[0]
     lowest = torch.full((5, 7), torch.finfo(torch.float32).min).triu(1) * (causal is not False)
-    torch.testing.assert_close(found.double(), exact(query, key, value, lowest, 8**-0.5), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(output.double(), exact(query, key, value, lowest, 8**-0.5), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("kept", [2, 0], ids=["kept", "again"])
+@pytest.mark.parametrize("limit", [2, 0], ids=["kept", "again"])
 @pytest.mark.parametrize("queries", [1, 6])
-def test_minus_infinity_hides_keys_and_all_leave_their_mean(monkeypatch, kind, dtype, kept, queries):
+def test_minus_infinity_hides_keys_and_all_leave_their_mean(monkeypatch, kind, dtype, limit, queries):
     torch.manual_seed(0)
-    monkeypatch.setattr(cpu_attention, "KEPT", kept)
+    monkeypatch.setattr(cpu_attention, "KEPT", limit)
     given = [drawn(2, heads, tokens, 8, dtype=dtype) for heads, tokens in ((4, queries), (2, 6), (2, 6))]
     given = [tensor.contiguous().requires_grad_() for tensor in given]
     mask = torch.zeros(2, 1, queries, 6, dtype=kind)
     mask[0], mask[1, ..., 3:] = -torch.inf, -torch.inf
-    found = cpu_attention.attend(SimpleNamespace(), *given, mask)[0]
+    output = cpu_attention.attend(SimpleNamespace(), *given, mask)[0]
     expected = exact(*given, mask.double().clamp_min(-1e300), 8**-0.5)
     tolerance = {"atol": 1e-5 if dtype == torch.float32 else 2e-2, "rtol": 0.0}
-    torch.testing.assert_close(found.double(), expected, **tolerance)
+    torch.testing.assert_close(output.double(), expected, **tolerance)
     torch.testing.assert_close(expected[0], given[2][0].double().mean(1).repeat_interleave(2, 0).expand(queries, 4, 8))
     with torch.no_grad():
-        torch.testing.assert_close(cpu_attention.attend(SimpleNamespace(), *given, mask)[0], found, **tolerance)
-    wanted = torch.randn(found.shape).to(dtype)
-    gradients = (torch.autograd.grad(output, given, wanted.to(output.dtype)) for output in (found, expected))
+        torch.testing.assert_close(cpu_attention.attend(SimpleNamespace(), *given, mask)[0], output, **tolerance)
+    wanted = torch.randn(output.shape).to(dtype)
+    gradients = (torch.autograd.grad(tensor, given, wanted.to(tensor.dtype)) for tensor in (output, expected))
     for own, truth in zip(*gradients):
         torch.testing.assert_close(own.double(), truth.double(), **tolerance | {"rtol": 1e-2})
 
@@ -173,10 +173,10 @@ def test_torchs_attention_takes_long_rows_and_dropout(monkeypatch, delegated):
     monkeypatch.setitem(cpu_attention.SQUARES, torch.float32, 8)
     module = SimpleNamespace(is_causal=True, num_key_value_groups=2)
     long, short = ([drawn(2, heads, tokens, 8) for heads in (4, 2, 2)] for tokens in (9, 8))
-    found = cpu_attention.attend(module, *long, None, scaling=0.3)[0]
+    output = cpu_attention.attend(module, *long, None, scaling=0.3)[0]
     assert len(delegated) == 1
     lowest = torch.full((9, 9), torch.finfo(torch.float32).min).triu(1)
-    torch.testing.assert_close(found.double(), exact(*long, lowest, 0.3), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(output.double(), exact(*long, lowest, 0.3), atol=1e-5, rtol=1e-5)
     cpu_attention.attend(module, *short, None)
     assert len(delegated) == 1
     cpu_attention.attend(module, *short, None, dropout=0.5)
@@ -201,13 +201,13 @@ def test_a_decoding_step_copies_no_cache(dtype, held):
     query = torch.randn(len(key), 4, 1, 32).to(dtype)
     module, mask = SimpleNamespace(num_key_value_groups=2), torch.zeros(len(key), 1, 1, key.shape[2], dtype=dtype)
     with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], record_shapes=True) as record:
-        found = cpu_attention.attend(module, query, key, value, mask)[0]
+        output = cpu_attention.attend(module, query, key, value, mask)[0]
     copied = [event for event in record.events() if event.name in ("aten::copy_", "aten::clone", "aten::contiguous")]
     assert key.numel() > 4 * query.numel()
     sizes = [torch.Size(event.input_shapes[0]).numel() for event in copied]
     assert max(sizes, default=0) < key.numel() / 2, sizes
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(found.double(), exact(query, key, value, mask, 32**-0.5), atol=tolerance, rtol=0)
+    torch.testing.assert_close(output.double(), exact(query, key, value, mask, 32**-0.5), atol=tolerance, rtol=0)
 
 
 # models
@@ -239,15 +239,15 @@ def test_a_family_computes_what_it_computes_eagerly(name, monkeypatch):
     calls: list[int] = []
     apply = cpu_attention._Composed.apply
     monkeypatch.setattr(cpu_attention._Composed, "apply", lambda *given: calls.append(1) or apply(*given))
-    found = []
+    results = []
     for attention in (OWN, "eager"):
         model = built(name, attention)
         ids, mask = rows()
         logits = model(**model_inputs(model, ids, mask)).logits[mask.bool()]
         logits.logsumexp(-1).sum().backward()
-        found.append((logits.detach(), {key: value.grad for key, value in model.named_parameters()}))
+        results.append((logits.detach(), {key: value.grad for key, value in model.named_parameters()}))
     assert len(calls) == 2, "a layer each"
-    torch.testing.assert_close(*found, atol=2e-4, rtol=1e-3)
+    torch.testing.assert_close(*results, atol=2e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -277,17 +277,17 @@ def test_one_mig_instance_is_shown_with_its_own_memory(present):
 
 
 @pytest.mark.parametrize(
-    ("written", "found"),
+    ("written", "build"),
     [
         ({"version": "2.13.0+cu126", "cuda": "12.6"}, CUDA_12),
         ({"version": "2.13.0+cpu"}, TorchBuild("2.13.0+cpu", None, None)),
         ({"version": "2.13.0+rocm7.1", "hip": "7.1.25424"}, TorchBuild("2.13.0+rocm7.1", None, "7.1.25424")),
     ],
 )
-def test_the_build_of_torch_is_read_from_its_files(monkeypatch, tmp_path, written, found):
+def test_the_build_of_torch_is_read_from_its_files(monkeypatch, tmp_path, written, build):
     monkeypatch.syspath_prepend(nvml.install_torch(tmp_path, **written))
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    assert cuda_info.torch_build() == found
+    assert cuda_info.torch_build() == build
 
 
 def test_installed_build_of_torch_is_read(monkeypatch):

@@ -60,10 +60,10 @@ def test_columns_of_any_number(columns):
 def test_rows_that_leave_change_nothing_for_the_others(kind):
     model, given = model_of(), prompts(5)
     restore = decode.prepare(model, True)
-    left, stayed = logits_of(model, given, kind, leaves=True), logits_of(model, given, kind)
+    shrunk, stayed = logits_of(model, given, kind, leaves=True), logits_of(model, given, kind)
     restore()
-    assert torch.equal(left[:, :-1], stayed[:, :-1])
-    assert not left[2:, -1].any()
+    assert torch.equal(shrunk[:, :-1], stayed[:, :-1])
+    assert not shrunk[2:, -1].any()
 
 
 def test_a_row_that_sees_nothing_gets_the_mean_as_before():
@@ -71,10 +71,10 @@ def test_a_row_that_sees_nothing_gets_the_mean_as_before():
     mask[1] = 0
     check(model, (ids, mask))
     restore = decode.prepare(model, True)
-    found = logits_of(model, (ids, mask))
+    logits = logits_of(model, (ids, mask))
     restore()
-    assert found.isfinite().all()
-    assert off(found[:, 1], logits_of(truth(model), (ids, mask))[:, 1]) < 0.05
+    assert logits.isfinite().all()
+    assert off(logits[:, 1], logits_of(truth(model), (ids, mask))[:, 1]) < 0.05
 
 
 @pytest.mark.parametrize("rows", [1, 5, 13, 16, 40])
@@ -83,10 +83,10 @@ def test_products_are_those_of_float64_rounded_once(rows):
     for outputs in (16, 32, 48, 112):  # whole groups of panels, and others
         layer = nn.Linear(96, outputs, dtype=torch.bfloat16)
         inputs = torch.randn(rows, 192, dtype=torch.bfloat16)[:, ::2]
-        found = decode._Linear(layer, decode._packed(layer))(inputs)
+        products = decode._Linear(layer, decode._packed(layer))(inputs)
         exact = inputs.double() @ layer.weight.double().T + layer.bias.double()
-        assert found.dtype == torch.bfloat16
-        assert ((found - exact).abs() <= 2**-8 * exact.abs() + 1e-6).all()
+        assert products.dtype == torch.bfloat16
+        assert ((products - exact).abs() <= 2**-8 * exact.abs() + 1e-6).all()
 
 
 @torch.no_grad()
@@ -149,17 +149,17 @@ def test_weights_trained_between_rollouts_are_read_again():
 
 
 def test_any_number_of_threads_gives_the_same_bits():
-    model, given, threads, found = model_of(), prompts(21), torch.get_num_threads(), []
+    model, given, threads, runs = model_of(), prompts(21), torch.get_num_threads(), []
     restore = decode.prepare(model, True)
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            found.append(logits_of(model, given))
+            runs.append(logits_of(model, given))
     finally:
         torch.set_num_threads(threads)
     restore()
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+    assert torch.equal(runs[0], runs[1])
+    assert torch.equal(runs[0], runs[2])
 
 
 @pytest.mark.parametrize("zero_stage", [0, pytest.param(3, marks=pytest.mark.slow)])

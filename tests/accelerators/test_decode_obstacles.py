@@ -31,20 +31,20 @@ def test_weights_are_read_by_nobody_who_computes_otherwise(decode_calls):
     def results() -> list[Tensor]:
         with torch.enable_grad():
             model(ids).logits.float().logsumexp(-1).sum().backward()
-            found = [model.model.layers[0].self_attn.q_proj.weight.grad.clone()]
+            tensors = [model.model.layers[0].self_attn.q_proj.weight.grad.clone()]
             cache = StaticCache(config=model.config, max_cache_len=20)
             model(ids, past_key_values=cache)
-            found.append(model(ids[:, :1], past_key_values=cache).logits)
+            tensors.append(model(ids[:, :1], past_key_values=cache).logits)
         model.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
-            found.append(logits_of(model, (ids, mask)))
-        found.append(model(many).logits)
-        return found
+            tensors.append(logits_of(model, (ids, mask)))
+        tensors.append(model(many).logits)
+        return tensors
 
     expected = results()
     restore = decode.prepare(model, True)
     decode_calls.clear()
-    assert all(torch.equal(one, other) for one, other in zip(results(), expected))
+    assert all(torch.equal(actual, other) for actual, other in zip(results(), expected))
     assert not decode_calls
     restore()
 
@@ -87,10 +87,10 @@ class OneColumn:
     """A cache of the token at hand alone."""
 
     def __init__(self) -> None:
-        self.kept = list(torch.zeros(2, 3, 2, 1, 32, dtype=torch.bfloat16))
+        self.buffers = list(torch.zeros(2, 3, 2, 1, 32, dtype=torch.bfloat16))
 
     def decode_buffers(self) -> tuple[list[Tensor], int]:
-        return self.kept, 0
+        return self.buffers, 0
 
     def update(self, keys: Tensor, values: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
         return keys, values
@@ -103,43 +103,45 @@ def test_other_positions_and_masks_are_left_to_the_layers(decode_calls):
     kinds = [(32, None, 1), (32, added, 1), (32, added.expand(3, -1, -1, -1), 1)]  # one angle, one mask for all rows
     kinds += [(1, None, 0), (32, added.expand(3, 6, -1, -1), 0), (32, added == 0, 0)]
     for width, mask, called in kinds:
-        positions = tuple(each.expand(1, 1, width) for each in torch.tensor([[[0.6]], [[0.8]]]).bfloat16().split(1))
+        positions = tuple(angle.expand(1, 1, width) for angle in torch.tensor([[[0.6]], [[0.8]]]).bfloat16().split(1))
         named = {"past_key_values": OneColumn(), "position_embeddings": positions, "attention_mask": mask}
         expected = layer(hidden, **named)
         restore = decode.prepare(layer, True)
         decode_calls.clear()
-        found = layer(hidden, **named)
+        output = layer(hidden, **named)
         restore()
         assert decode_calls["decode"] == called
-        torch.testing.assert_close(found, expected, rtol=0, atol=2**-6 * expected.abs().max().item())
+        torch.testing.assert_close(output, expected, rtol=0, atol=2**-6 * expected.abs().max().item())
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(
     "change",
     [
-        lambda kept: kept[:1],
-        lambda kept: [each.float() for each in kept],
-        lambda kept: [each[:2] for each in kept],
-        lambda kept: [kept[0], kept[1].repeat(1, 1, 2, 1)],
-        lambda kept: [each.transpose(2, 3).contiguous().transpose(2, 3).expand(-1, -1, 4, -1) for each in kept],
-        lambda kept: None,
+        lambda buffers: buffers[:1],
+        lambda buffers: [buffer.float() for buffer in buffers],
+        lambda buffers: [buffer[:2] for buffer in buffers],
+        lambda buffers: [buffers[0], buffers[1].repeat(1, 1, 2, 1)],
+        lambda buffers: [
+            buffer.transpose(2, 3).contiguous().transpose(2, 3).expand(-1, -1, 4, -1) for buffer in buffers
+        ],
+        lambda buffers: None,
     ],
 )
 def test_caches_that_cannot_be_written_to_are_left_to_the_layers(decode_calls, change):
     layer, cache = model_of().model.layers[0], OneColumn()
-    positions = tuple(torch.full((3, 1, 32), each, dtype=torch.bfloat16) for each in (0.6, 0.8))
+    positions = tuple(torch.full((3, 1, 32), angle, dtype=torch.bfloat16) for angle in (0.6, 0.8))
     named = {"past_key_values": cache, "position_embeddings": positions}
     hidden = torch.randn(3, 1, 96, dtype=torch.bfloat16)
     expected = layer(hidden, **named)
-    kept = change(cache.kept)
-    cache.decode_buffers = lambda: kept and (kept, 0)
+    buffers = change(cache.buffers)
+    cache.decode_buffers = lambda: buffers and (buffers, 0)
     restore = decode.prepare(layer, True)
     decode_calls.clear()
-    found = layer(hidden, **named)
+    output = layer(hidden, **named)
     restore()
     assert not decode_calls["decode"]
-    torch.testing.assert_close(found, expected, rtol=0, atol=2**-6 * expected.abs().max().item())
+    torch.testing.assert_close(output, expected, rtol=0, atol=2**-6 * expected.abs().max().item())
 
 
 def listened(model: Any) -> None:

@@ -42,10 +42,10 @@ def steps(run: Path, stage: str) -> list[dict]:
 def test_every_zero_stage_takes_the_same_steps(train, sharded, zero_stage):
     run = train("sft", "--set", f"engine.zero_stage={zero_stage}")
     assert_same_weights(run / "sft" / "model", sharded / "sft" / "model", atol=2e-3)
-    for found, expected in zip(steps(run, "sft"), steps(sharded, "sft")):
-        assert found["loss"] == pytest.approx(expected["loss"], rel=2e-3)
-        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-2)
-        assert found["model_loss_scale"] == 65536 and found["skipped_steps"] == 0
+    for entry, expected in zip(steps(run, "sft"), steps(sharded, "sft")):
+        assert entry["loss"] == pytest.approx(expected["loss"], rel=2e-3)
+        assert entry["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-2)
+        assert entry["model_loss_scale"] == 65536 and entry["skipped_steps"] == 0
 
 
 def test_dpo_begins_at_its_reference(train, sharded):

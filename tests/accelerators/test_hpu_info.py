@@ -97,8 +97,8 @@ def test_boards_are_named_by_their_chip(hl_smi, board, model):
 )
 def test_without_hl_smi_the_drivers_files_tell(driver, kinds, count, model):
     driver(*((kind, str(module)) for module, kind in enumerate(kinds)))
-    found = hpu_info.cards()
-    assert (found.count, found.model, found.driver) == (count, model, DRIVER)
+    cards = hpu_info.cards()
+    assert (cards.count, cards.model, cards.driver) == (count, model, DRIVER)
 
 
 @pytest.mark.parametrize(("visible", "count"), [(" 6 , 7 ", 2), ("0,9", 1), ("ALL", 8), (None, 8)])
@@ -195,9 +195,9 @@ def test_card_is_present_although_its_driver_does_not_answer(hl_smi, tmp_path, m
     (tmp_path / "dev" / "hl_controlD0").touch()
     if wish is not None:
         monkeypatch.setenv("HABANA_VISIBLE_MODULES", wish)
-    found = hpu_info.probe()
-    assert (found.ok, found.present, found.count) == (False, present, 1)
-    assert found.reason == f"hl-smi failed with exit code 1: driver not loaded (cards are present: {tmp_path}/dev/hl0)"
+    probe = hpu_info.probe()
+    assert (probe.ok, probe.present, probe.count) == (False, present, 1)
+    assert probe.reason == f"hl-smi failed with exit code 1: driver not loaded (cards are present: {tmp_path}/dev/hl0)"
 
 
 def test_visible_cards_are_named_by_address_or_file(driver, bridge, tmp_path, monkeypatch):

@@ -62,15 +62,15 @@ def trained(model: Any, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return output.logits.detach().double(), {name: p.grad.double() for name, p in model.named_parameters()}
 
 
-def off(found: Tensor, exact: Tensor) -> float:
-    return ((found - exact).norm() / exact.norm()).item()
+def off(actual: Tensor, exact: Tensor) -> float:
+    return ((actual - exact).norm() / exact.norm()).item()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_fused_model_is_as_close_to_float32_as_a_plain_one(family):
     plain, exact, fused = model_of(family), model_of(family, torch.float32), model_of(family)
     fuse(fused)
-    parts = [layers.part(each) for each in fused.modules() if "forward" in vars(each)]
+    parts = [layers.part(module) for module in fused.modules() if "forward" in vars(module)]
     # Qwen3 has two norms more in a layer.
     assert (parts.count("RMSNorm"), parts.count("MLP")) == ((9 if family == "qwen3" else 5), 2)
     ids = torch.randint(1, 60, (5, 37), generator=torch.Generator().manual_seed(1))
@@ -87,12 +87,12 @@ def test_a_norm_is_that_of_its_paper(rows, size, epsilon, two_threads):
     hidden, gradient = (torch.randn(rows, size, generator=draw).bfloat16() for _ in range(2))
     weight = torch.empty(size).uniform_(0.5, 1.5, generator=draw).bfloat16()
     given = [tensor.clone().requires_grad_() for tensor in (hidden, weight)]
-    found = _RMSNorm.apply(*given, epsilon)
-    found.backward(gradient)
+    output = _RMSNorm.apply(*given, epsilon)
+    output.backward(gradient)
     x, w = (tensor.double().requires_grad_() for tensor in (hidden, weight))
     exact = w * x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt()
     exact.backward(gradient.double())
-    for tensor, reference in ((found, exact), (given[0].grad, x.grad), (given[1].grad, w.grad)):
+    for tensor, reference in ((output, exact), (given[0].grad, x.grad), (given[1].grad, w.grad)):
         torch.testing.assert_close(tensor.double(), reference, rtol=0.01, atol=0.01 * reference.abs().max().item())
 
 
@@ -101,12 +101,12 @@ def test_a_gate_is_silu_times_what_it_lets_through():
     gate, up, gradient = (torch.randn(3, 5, 48, generator=draw).mul(3).bfloat16() for _ in range(3))
     gate[0, 0, :4] = torch.tensor([100.0, -100.0, 0.0, -88.5])
     given = [tensor.clone().requires_grad_() for tensor in (gate, up)]
-    found = _Gate.apply(*given)
-    found.backward(gradient)
+    output = _Gate.apply(*given)
+    output.backward(gradient)
     g, u = (tensor.double().requires_grad_() for tensor in (gate, up))
     exact = silu(g) * u
     exact.backward(gradient.double())
-    for tensor, reference in ((found, exact), (given[0].grad, g.grad), (given[1].grad, u.grad)):
+    for tensor, reference in ((output, exact), (given[0].grad, g.grad), (given[1].grad, u.grad)):
         torch.testing.assert_close(tensor.double(), reference, rtol=0.012, atol=1e-3)
 
 
@@ -130,10 +130,10 @@ def test_what_is_no_number_is_seen(wrong):
 
 @pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])
 def test_norm_and_gate_save_only_their_inputs(default):
-    kept: list[Tensor] = []
+    saved: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
+        saved.append(tensor)
         return tensor
 
     hidden = torch.linspace(-2, 2, 8 * 64).view(8, 64).bfloat16().requires_grad_()
@@ -145,12 +145,12 @@ def test_norm_and_gate_save_only_their_inputs(default):
         (of_weight,) = torch.autograd.grad(normed.sum(), weight)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert sum(tensor.nbytes for tensor in kept) == 2 * 8 * 64 + 2 * 64 + 4 * 8  # input, weight, scales of rows
+    assert sum(tensor.nbytes for tensor in saved) == 2 * 8 * 64 + 2 * 64 + 4 * 8  # input, weight, scales of rows
     torch.testing.assert_close(of_weight.float(), normed.detach().float().sum(0), rtol=0.02, atol=0.05)
-    kept.clear()
+    saved.clear()
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         _Gate.apply(hidden, hidden)
-    assert sum(tensor.nbytes for tensor in kept) == 2 * 2 * 8 * 64
+    assert sum(tensor.nbytes for tensor in saved) == 2 * 2 * 8 * 64
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -177,16 +177,16 @@ def test_other_dtypes_layers_and_outlines_are_unchanged():
     outline = copy.deepcopy(fused).bfloat16().to("meta")
     assert outline(input_ids=ids.to("meta")).logits.shape == (2, 6, 60)
     gelu = model_of("llama")
-    for each in gelu.modules():
-        if layers.part(each) == "MLP":
-            each.config.hidden_act = "gelu"
+    for module in gelu.modules():
+        if layers.part(module) == "MLP":
+            module.config.hidden_act = "gelu"
     fuse(gelu)
-    assert all("forward" not in vars(each) for each in gelu.modules() if layers.part(each) == "MLP")
+    assert all("forward" not in vars(module) for module in gelu.modules() if layers.part(module) == "MLP")
     bert = AutoModelForCausalLM.from_config(
         CONFIG_MAPPING["gpt_neox"](vocab_size=60, hidden_size=64, num_hidden_layers=1)
     )
     fuse(bert)
-    assert all("forward" not in vars(each) for each in bert.modules())
+    assert all("forward" not in vars(module) for module in bert.modules())
 
 
 def test_without_a_compiler_the_reason_says_so(monkeypatch, tmp_path):

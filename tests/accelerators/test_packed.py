@@ -99,9 +99,9 @@ def test_packed_products_are_those_of_float64(dtype, tolerance, keep):
         restore = prepare(module, keep)
         assert all("forward" in vars(layer) for layer in module.layers()) == keep  # k and v are small by themselves
         for layer, product in zip(module.layers(), expected):
-            found = layer(inputs)
-            assert found.dtype == dtype
-            off = (found.double() - product).abs().max() / product.abs().max()
+            output = layer(inputs)
+            assert output.dtype == dtype
+            off = (output.double() - product).abs().max() / product.abs().max()
             assert off <= tolerance, (rows, layer, off)
         restore()
 
@@ -156,7 +156,7 @@ def test_siblings_share_one_product_and_keep_nothing_alive(monkeypatch):
     assert len(calls) == 2
     gone = [weakref.ref(inputs), weakref.ref(parts[0]._base if parts[0]._base is not None else parts[0])]
     del inputs, parts, part
-    assert [each() for each in gone] == [None, None]
+    assert [reference() for reference in gone] == [None, None]
     restore()
 
 
@@ -200,8 +200,8 @@ def test_greedy_decoding_in_float32_is_that_of_transformers(family, caplog):
     before, weights = snapshot(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with caplog.at_level(logging.DEBUG, "accelerators.backends.cpu.kernels.packed"):
         restore = prepare(model, True)
-    said = f"{LINEAR[family]} linear layers packed as {PRODUCTS[family]} products"
-    assert said in caplog.text
+    message = f"{LINEAR[family]} linear layers packed as {PRODUCTS[family]} products"
+    assert message in caplog.text
     assert torch.equal(model.generate(ids, **options), expected)
     restore()
     assert snapshot(model) == before
@@ -214,11 +214,11 @@ def test_greedy_decoding_in_float32_is_that_of_transformers(family, caplog):
 def test_weights_that_are_given_up_are_not_there_twice():
     layers = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24)))  # 96 MiB
     tied = nn.Sequential(layers[0])
-    one = layers[0].weight.nbytes
+    weight_bytes = layers[0].weight.nbytes
     host.reset_peak_memory()
     before = host.resident_memory()[0]
     restore = prepare(layers, keep=False)
     peak = host.resident_memory()[1]
-    assert peak - before < 6 * one, f"{(peak - before) / one:.1f} weights more"
+    assert peak - before < 6 * weight_bytes, f"{(peak - before) / weight_bytes:.1f} weights more"
     assert tied[0].weight.shape == (1024, 1024) and tied[0].weight.layout != torch.strided
     restore()

@@ -49,9 +49,9 @@ def test_packing_in_parts_gives_the_same_tensors(kind, monkeypatch):
         expected = implementation.pack(before, kind)
         assert torch.equal(before, weight(192))
         monkeypatch.setattr("accelerators.quantized.PART", 50 * 96)
-        found = implementation.pack(before, kind)
+        packed = implementation.pack(before, kind)
         monkeypatch.undo()
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert all(torch.equal(packed[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -72,8 +72,8 @@ def test_weights_that_are_all_alike_come_back_as_they_are():
 def test_what_is_not_finite_stays_so_and_is_not_hidden(kind):
     spoilt = weight()
     spoilt[5, 7] = torch.nan
-    found = PLAIN.unpack(PLAIN.pack(spoilt, kind))
-    assert found[5].isnan().any() and found[4].isfinite().all()
+    unpacked = PLAIN.unpack(PLAIN.pack(spoilt, kind))
+    assert unpacked[5].isnan().any() and unpacked[4].isfinite().all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -84,13 +84,13 @@ def test_small_numbers_survive_fp16(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_dense_weight_is_kept_for_the_way_back(kind):
-    kept = []
+    saved = []
     packed = PLAIN.pack(weight(), kind)
     with torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: (kept.append(tensor), tensor)[1], lambda tensor: tensor
+        lambda tensor: (saved.append(tensor), tensor)[1], lambda tensor: tensor
     ):
         PLAIN.multiply(torch.randn(4, 96, requires_grad=True), packed)
-    assert {tensor.data_ptr() for tensor in kept} == {tensor.data_ptr() for tensor in packed.values()}
+    assert {tensor.data_ptr() for tensor in saved} == {tensor.data_ptr() for tensor in packed.values()}
 
 
 # torch's own products
@@ -131,13 +131,13 @@ def test_torchs_product_is_taken_where_it_is_right_and_faster(kind, shape, rows,
     unpack = own.unpack
     monkeypatch.setattr(own, "unpack", lambda *given: (unpacked.append(given), unpack(*given))[1])
     inputs = torch.randn(rows, shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
-    found = own.multiply(inputs.unsqueeze(0), packed)
+    product = own.multiply(inputs.unsqueeze(0), packed)
     assert bool(unpacked) is not torchs
-    assert found.shape == (1, rows, shape[0])
+    assert product.shape == (1, rows, shape[0])
     exact = (
         inputs.double() @ PLAIN.unpack(packed if "tiles" not in packed else PLAIN.pack(weight(*shape), kind)).double().T
     )
-    assert (found[0] - exact).abs().max() <= 0.01 * exact.abs().max()
+    assert (product[0] - exact).abs().max() <= 0.01 * exact.abs().max()
 
 
 def test_each_processor_is_asked(monkeypatch):
@@ -162,6 +162,8 @@ def test_a_torch_that_does_it_otherwise_is_not_used(operator, reason, monkeypatc
     kernels()
     real = getattr(torch, operator)
     monkeypatch.setattr(torch, operator, lambda *given: real(*given).roll(1))
-    found = cpu_kernels_supported(None)
-    assert found == Support(False, f"torch {torch.__version__} {found.reason.partition(f'{torch.__version__} ')[2]}")
-    assert reason in found.reason
+    support = cpu_kernels_supported(None)
+    assert support == Support(
+        False, f"torch {torch.__version__} {support.reason.partition(f'{torch.__version__} ')[2]}"
+    )
+    assert reason in support.reason

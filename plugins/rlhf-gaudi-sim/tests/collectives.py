@@ -237,13 +237,13 @@ def plain(value: Any) -> Any:
 
 def main() -> None:
     dist.init_process_group("hccl")
-    found = {}
+    results = {}
     for name, collective in COLLECTIVES.items():
         try:
-            found[name] = plain(collective())
+            results[name] = plain(collective())
         except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    (Path(sys.argv[1]) / f"{RANK}.json").write_text(json.dumps(found))
+            results[name] = f"{type(error).__name__}: {error}"
+    (Path(sys.argv[1]) / f"{RANK}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 
 

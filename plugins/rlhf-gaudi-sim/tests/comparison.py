@@ -64,15 +64,15 @@ def _run(op: OpInfo, sample: SampleInput, with_gradient: bool) -> list[Any]:
     result = op(sample.input, *sample.args, **sample.kwargs)
     outputs = _tensors(sample.output_process_fn_grad(result)) if with_gradient else []
     differentiable = [output for output in outputs if output.requires_grad]
-    found: list[Any] = [
+    values: list[Any] = [
         leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, (torch.Tensor, bool, int, float))
     ]
     leaves = [leaf for leaf in _tensors((sample.input, sample.args, sample.kwargs)) if leaf.requires_grad]
     if differentiable and leaves:
         weights = [torch.ones_like(output) for output in differentiable]
         gradients = torch.autograd.grad(differentiable, leaves, weights, allow_unused=True)
-        found += [gradient for gradient in gradients if gradient is not None]
-    return found
+        values += [gradient for gradient in gradients if gradient is not None]
+    return values
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -98,5 +98,5 @@ def _moved(value: Any) -> Any:
     return moved.requires_grad_(value.requires_grad)
 
 
-def _on_cpu(found: list[Any]) -> list[Any]:
-    return [value.detach().cpu() if isinstance(value, torch.Tensor) else value for value in found]
+def _on_cpu(values: list[Any]) -> list[Any]:
+    return [value.detach().cpu() if isinstance(value, torch.Tensor) else value for value in values]

@@ -124,7 +124,7 @@ def test_reading_between_graphs_does_not_change_them() -> None:
     assert graphs(step, 1, 2, 3) == {"compilations": 2, "hits": 4}
 
 
-def test_a_compilation_names_the_line_and_the_operator_that_differs() -> None:
+def test_compilation_names_line_and_operator_that_differs() -> None:
     for rows in (28, 31):
         x = ones(rows, 4)
         y = x.exp()
@@ -173,7 +173,7 @@ def test_graphs_of_the_same_boundary_are_compared_first() -> None:
 
 
 @pytest.mark.parametrize("threads", [False, True])
-def test_operators_of_a_backward_belong_to_the_line_that_called_it(threads: bool) -> None:
+def test_operators_of_backward_belong_to_the_calling_line(threads: bool) -> None:
     x = ones(3, requires_grad=True)
     x.exp().sum()
     device.end_graph("step")
@@ -223,7 +223,7 @@ def test_a_host_read_names_its_line() -> None:
     assert [event["line"] for event in device.events()[-2:]] == [line(-1), line(-2)]
 
 
-def test_a_read_with_nothing_waiting_is_no_break_unless_in_a_step() -> None:
+def test_read_with_nothing_waiting_is_no_break_outside_a_step() -> None:
     x = ones(1)
     x.item()
     assert device.counts()["breaks"] == 0
@@ -279,7 +279,7 @@ def test_strict_mode_refuses_and_names_the_line(case: str) -> None:
     assert str(error.value).startswith(f"{__file__}:{function.__code__.co_firstlineno}: ")
 
 
-def test_strict_mode_allows_numbers_of_the_host_and_reads_and_printing_between_steps() -> None:
+def test_strict_mode_allows_host_numbers_and_reads_between_steps() -> None:
     x = ones(3)
     device.enter_step(strict=True)
     total = (x + torch.tensor(2.0)).sum()
@@ -327,7 +327,7 @@ def test_a_replay_computes_into_the_same_tensors() -> None:
         recording.replay()
 
 
-def test_a_recording_keeps_its_memory_whatever_becomes_of_its_tensors() -> None:
+def test_recording_keeps_its_memory_after_its_tensors_are_freed() -> None:
     x, total = ones(4), torch.zeros((), device="hpu")
     alias = x.detach()
     with Recording() as recording:

@@ -27,7 +27,7 @@ def test_without_the_variable_nothing_happens(python: Run) -> None:
     assert "gaudi-sim" not in reports
 
 
-def test_with_the_variable_the_hpu_backend_finds_eight_simulated_cards(python: Run) -> None:
+def test_hpu_backend_finds_eight_simulated_cards(python: Run) -> None:
     report = listed(python)["hpu"]
     assert report["available"]
     assert (report["devices"], report["model"]) == (8, "Gaudi2")
@@ -103,7 +103,7 @@ print(float(torch.ones(3, device="hpu").sum()))
     assert (done.stdout, done.returncode) == ("3.0\n", 0), done.stderr
 
 
-def test_a_process_that_looked_for_devices_before_gets_one_clear_line(python: Run) -> None:
+def test_process_that_looked_for_devices_gets_one_clear_line(python: Run) -> None:
     code = """
 import torch
 torch.ones(1, requires_grad=True).sum().backward()
@@ -148,9 +148,11 @@ def test_a_device_that_cannot_be_compiled_is_one_clear_line(python: Run) -> None
     assert line.endswith("set RLHF_GAUDI_SIM_CACHE to a folder that can be written")
 
 
-def test_hl_smi_tells_the_version_and_refuses_what_it_does_not_know(site: Path) -> None:
+def test_hl_smi_shows_version_and_refuses_unknown_options(site: Path) -> None:
     hl_smi = site / "gaudi_sim" / "bin" / "hl-smi"
-    (installed,) = (each for each in distributions(path=[str(site)]) if each.name == "rlhf-gaudi-sim")
+    (installed,) = (
+        distribution for distribution in distributions(path=[str(site)]) if distribution.name == "rlhf-gaudi-sim"
+    )
     done = subprocess.run([hl_smi, "-L"], capture_output=True, text=True)
     assert len(done.stdout.splitlines()) == 8
     assert all(f"rlhf-gaudi-sim {installed.version} (a simulation" in line for line in done.stdout.splitlines())

@@ -30,7 +30,7 @@ def test_a_recipe_of_static_shapes_is_stable(python: Run) -> None:
 
 
 @pytest.mark.slow
-def test_a_recipe_of_dynamic_shapes_is_told_which_lines_compile_late(python: Run) -> None:
+def test_dynamic_recipe_is_shown_the_lines_that_compile_late(python: Run) -> None:
     done = shapes(python, *RECIPE, "--set", "engine.shapes=dynamic")
     assert done.returncode == 1, done.stdout + done.stderr
     blamed = [line for line in done.stdout.splitlines() if "compiled after step 2" in line]

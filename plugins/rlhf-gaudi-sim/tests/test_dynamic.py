@@ -55,9 +55,9 @@ def test_shapes_that_follow_the_data_are_compiled_late(spoil: Callable[..., proo
     late = [event for event in run.late("sft", 2) if event["kind"] == "compilation"]
     # Each is told from the nearest known graph by its number of tokens, and the forwards by their line.
     length = r"(\[4, \d+\]|start=0, end=\d+)"
-    told = re.compile(rf" is aten::\w+ {length}.*, was {length}.* at the same place")
+    difference = re.compile(rf" is aten::\w+ {length}.*, was {length}.* at the same place")
     assert len(late) >= proof.STEPS - 2
-    assert [event for event in late if not told.search(event["difference"])] == []
+    assert [event for event in late if not difference.search(event["difference"])] == []
     assert any("rlhf/models/forward.py:" in event["line"] for event in late)
 
 

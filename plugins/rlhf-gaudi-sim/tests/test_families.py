@@ -23,12 +23,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str | None]] = {
 
 
 @pytest.mark.parametrize("name", ["OPT", *(pytest.param(name, marks=pytest.mark.slow) for name in ("BLOOM", "Falcon"))])
-def test_a_family_goes_through_the_stages_and_compiles_nothing_late(
+def test_family_goes_through_stages_and_compiles_nothing_late(
     python: Run, recipe: Path, tmp_path: Path, name: str
 ) -> None:
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoTokenizer
 
-    architecture, sizes, said = FAMILIES[name]
+    architecture, sizes, attention_line = FAMILIES[name]
     tokenizer = AutoTokenizer.from_pretrained(recipe.parent / "model")
     special = {"eos_token_id": proof.EOS, "pad_token_id": proof.PAD, "bos_token_id": None}
     config = CONFIG_MAPPING[architecture](vocab_size=len(tokenizer), **special, **sizes)
@@ -44,7 +44,7 @@ def test_a_family_goes_through_the_stages_and_compiles_nothing_late(
     # Falcon's code takes its one key head by a list of indices, which is copied to the device: not to be recorded.
     assert ("slower" in done.stderr) == (name == "Falcon"), done.stderr
     lines = [line.removeprefix("attention: ") for line in done.stdout.splitlines() if line.startswith("attention: ")]
-    assert lines[0].startswith(said) if said else not lines
+    assert lines[0].startswith(attention_line) if attention_line else not lines
     run = proof.Run(tmp_path / "run", json.loads(report.read_text()))
     for stage in proof.STAGES:
         assert len(run.steps(stage)) == proof.STEPS

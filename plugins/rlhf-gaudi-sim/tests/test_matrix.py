@@ -90,7 +90,7 @@ def runs(request: pytest.FixtureRequest, python: Run, recipe: Path, tmp_path_fac
     }
 
     selected = [item.callspec.params["point"] for item in request.session.items if item.path == request.path]
-    needed = {each: None for point in selected for each in (point, as_written(point), point.plain)}
+    needed = {variant: None for point in selected for variant in (point, as_written(point), point.plain)}
     asked = {point.name: start | point.settings for point in needed}
     (base / "asked.json").write_text(json.dumps({"start": start, "runs": asked}))
     done = python("-c", LAUNCH, RANK.format(root=str(ROOT), folder=str(base)), strict=False, seconds=2000)
@@ -112,22 +112,21 @@ class TestPoint:
         assert {key: steps[0][key] for key in LOSSES} == pytest.approx({key: expected[key] for key in LOSSES}, abs=1e-3)
 
     def test_recordings_change_no_number(self, runs: Path, point: Point) -> None:
-        found, expected = (torch.load(runs / each.name / "found")["steps"] for each in (point, as_written(point)))
-        assert [[step[key] for key in LOSSES] for step in found] == [[step[key] for key in LOSSES] for step in expected]
+        points = point, as_written(point)
+        steps, expected = (torch.load(runs / variant.name / "found")["steps"] for variant in points)
+        assert [[step[key] for key in LOSSES] for step in steps] == [[step[key] for key in LOSSES] for step in expected]
 
-    def test_rollouts_are_recorded_unless_that_is_turned_off_and_nothing_is_compiled_late(
-        self, runs: Path, point: Point
-    ) -> None:
+    def test_rollouts_are_recorded_and_nothing_is_compiled_late(self, runs: Path, point: Point) -> None:
         folder = runs / point.name
-        found = torch.load(folder / "found")
-        counts = found["counts"]
+        outcome = torch.load(folder / "found")
+        counts = outcome["counts"]
         if point.recorded:
             tried = 1  # the backend finds out first whether operators run while they are recorded
             assert counts["recorded"] - tried == (STEPS if point.zero_stage == 3 else 1)
             assert counts["replayed"] > STEPS
         else:
             assert counts == {}
-        run = proof.Run(folder, found["report"])
+        run = proof.Run(folder, outcome["report"])
         # At ZeRO 3, DeepSpeed reads values on the host in two steps: the third is the first whole graph.
         proof.assert_nothing_compiled_late(run, "ppo", warm_up=3 if point.zero_stage == 3 else 2)
         proof.assert_no_mixed_devices(run)

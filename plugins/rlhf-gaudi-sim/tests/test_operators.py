@@ -48,7 +48,7 @@ def known_differences() -> dict[tuple[str, str], str]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", [op for op in op_db if op.name in OFTEN_USED.split()], ids=lambda op: op.full_name)
-def test_an_often_used_operator_equals_the_cpu_forward_and_backward(op: Any, dtype: torch.dtype) -> None:
+def test_often_used_operator_equals_the_cpu_in_both_directions(op: Any, dtype: torch.dtype) -> None:
     if op.supports_dtype(dtype, "cpu"):
         assert compare(op, dtype, samples=3) > 0
 
@@ -110,7 +110,7 @@ def test_a_view_shares_its_memory(case: str) -> None:
     assert (view == VIEWS[case](torch.full((4, 4), 7.0)).to("hpu")).all()
 
 
-def test_an_in_place_operator_returns_its_tensor_and_counts_a_version() -> None:
+def test_in_place_operator_returns_its_tensor_with_a_new_version() -> None:
     x = hpu(3)
     before = x._version
     assert x.mul_(2) is x
@@ -132,7 +132,7 @@ def test_out_is_resized_and_returned() -> None:
     torch.testing.assert_close(values, a.gather(1, indices[:, None])[:, 0])
 
 
-def test_a_tensor_that_grows_keeps_its_values_and_its_views_memory() -> None:
+def test_growing_tensor_keeps_values_and_memory_of_views() -> None:
     x = torch.arange(3.0, device="hpu")
     alias = x.view(3)
     x.resize_(100)
@@ -255,7 +255,7 @@ def test_autocast_lowers_products_and_keeps_what_needs_precision() -> None:
     assert weight.grad is not None and weight.grad.dtype == torch.float32
 
 
-def test_checkpointing_recomputes_the_same_gradients_with_dropout() -> None:
+def test_checkpointing_with_dropout_recomputes_same_gradients() -> None:
     layer = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 8)).to("hpu")
     x = hpu(4, 8)
     gradients = []
@@ -279,7 +279,7 @@ def test_a_training_step_equals_the_cpus() -> None:
     )
     x, labels = torch.randn(5, 3, 6, 6), torch.tensor([0, 1, 2, 3, 0])
     model(x)
-    found = {}
+    states = {}
     for where, foreach in (("cpu", False), ("hpu", False), ("hpu", True)):
         copied = copy.deepcopy(model).to(where)
         optimizer = torch.optim.AdamW(copied.parameters(), lr=1e-2, foreach=foreach)
@@ -288,17 +288,17 @@ def test_a_training_step_equals_the_cpus() -> None:
             F.cross_entropy(copied(x.to(where)), labels.to(where)).backward()
             torch.nn.utils.clip_grad_norm_(copied.parameters(), 1.0)
             optimizer.step()
-        found[where, foreach] = [value.cpu() for value in copied.state_dict().values()]
-    torch.testing.assert_close(found["hpu", False], found["cpu", False])
-    torch.testing.assert_close(found["hpu", True], found["cpu", False])
+        states[where, foreach] = [value.cpu() for value in copied.state_dict().values()]
+    torch.testing.assert_close(states["hpu", False], states["cpu", False])
+    torch.testing.assert_close(states["hpu", True], states["cpu", False])
 
 
-def test_attention_is_made_of_other_operators_and_equals_the_cpus() -> None:
+def test_attention_consists_of_operators_and_equals_the_cpus() -> None:
     q, k, v = torch.randn(3, 2, 4, 5, 8).unbind()
     device.reset()
-    found = F.scaled_dot_product_attention(q.to("hpu"), k.to("hpu"), v.to("hpu"), is_causal=True)
+    output = F.scaled_dot_product_attention(q.to("hpu"), k.to("hpu"), v.to("hpu"), is_causal=True)
     assert device.counts()["operators"] > 1
-    torch.testing.assert_close(found.cpu(), F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    torch.testing.assert_close(output.cpu(), F.scaled_dot_product_attention(q, k, v, is_causal=True))
 
 
 def test_pinned_memory() -> None:

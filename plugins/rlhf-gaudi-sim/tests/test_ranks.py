@@ -65,7 +65,7 @@ COLLECTIVES = tuple(expected(2, 0))
 
 
 @pytest.fixture(scope="module")
-def found(python: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, Any]]]:
+def results(python: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, Any]]]:
     """What the ranks got: found(size)[rank][collective]; run once for each size."""
     known: dict[int, list[dict[str, Any]]] = {}
 
@@ -82,6 +82,6 @@ def found(python: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[[in
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_collective(found: Callable[[int], list[dict[str, Any]]], size: int, collective: str) -> None:
-    got = [of_rank[collective] for of_rank in found(size)]
+def test_collective(results: Callable[[int], list[dict[str, Any]]], size: int, collective: str) -> None:
+    got = [of_rank[collective] for of_rank in results(size)]
     assert got == [expected(size, rank)[collective] for rank in range(size)]

@@ -57,17 +57,17 @@ print(json.dumps(found))
 """
 
 
-def test_recorded_steps_draw_the_tokens_of_plain_ones_in_models_with_windows_too(python: Run) -> None:
-    found = {}
+def test_recorded_steps_draw_the_tokens_of_plain_ones(python: Run) -> None:
+    results = {}
     for name in ("cpu", "hpu"):
         done = python("-c", GENERATE, name, simulated=name == "hpu", strict=False)
         assert done.returncode == 0, done.stderr[-2000:]
         assert "slower" not in done.stderr
-        found[name] = json.loads(done.stdout.splitlines()[-1])
-    for title, expected in found["cpu"].items():
-        assert found["hpu"][title]["tokens"] == expected["tokens"], title
-        first, second, third = found["hpu"][title]["compilations"]
+        results[name] = json.loads(done.stdout.splitlines()[-1])
+    for title, expected in results["cpu"].items():
+        assert results["hpu"][title]["tokens"] == expected["tokens"], title
+        first, second, third = results["hpu"][title]["compilations"]
         assert first < 16, "a step is recorded once for each of three windows, and not compiled 71 times"
         # Buffers are there by then when the prompts are read, in two graphs where transformers reads their mask.
         assert second <= 2 and third == 0
-    assert found["hpu"]["llama"]["compilations"][0] > 0
+    assert results["hpu"]["llama"]["compilations"][0] > 0

@@ -158,8 +158,8 @@ def report_of(python: Run, program: Path, *arguments: str) -> dict[str, Any]:
     path = program.with_name("report.json")
     done = python(str(program), *arguments, strict=False, env={"RLHF_GAUDI_SIM_REPORT": str(path)})
     assert (done.returncode, done.stdout) == (0, "8.0\n8.0\n"), done.stderr
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    report: dict[str, Any] = json.loads(path.read_text())
+    return report
 
 
 def test_the_report_has_compilations_and_hits_by_boundary(python: Run, program: Path) -> None:
@@ -203,7 +203,7 @@ assert double(torch.ones(2, device="hpu")).tolist() == double(torch.ones(2, devi
 """
 
 
-def test_eager_mode_has_no_graphs_and_says_that_torch_compile_compiles_nothing(python: Run) -> None:
+def test_eager_mode_has_no_graphs_and_warns_of_torch_compile(python: Run) -> None:
     done = python("-c", EAGER, fresh=True, env={"PT_HPU_LAZY_MODE": "0"})
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("torch.compile traces for hpu_backend, which runs the traces as they are") == 1
@@ -218,8 +218,8 @@ def test_fused_adamw_is_adamw_and_compiles_once() -> None:
     settings = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.1}
     torch.manual_seed(0)
     expected = torch.randn(5, 3)
-    found = expected.to(HPU)
-    pairs = [(found, FusedAdamW([found], **settings)), (expected, torch.optim.AdamW([expected], **settings))]
+    actual = expected.to(HPU)
+    pairs = [(actual, FusedAdamW([actual], **settings)), (expected, torch.optim.AdamW([expected], **settings))]
     compiled = []
     for step in range(6):
         gradient = torch.randn(5, 3)
@@ -229,11 +229,11 @@ def test_fused_adamw_is_adamw_and_compiles_once() -> None:
             optimizer.step()
         core.mark_step()
         compiled.append(compilations())
-        torch.testing.assert_close(found.cpu(), expected, msg=f"after step {step + 1}")
+        torch.testing.assert_close(actual.cpu(), expected, msg=f"after step {step + 1}")
     assert len(set(compiled[2:])) == 1
 
 
-def test_fused_adamw_fails_for_a_group_without_gradients_as_the_real_one_does() -> None:
+def test_fused_adamw_fails_for_a_group_without_gradients() -> None:
     from habana_frameworks.torch.hpex.optimizers import FusedAdamW
 
     with pytest.raises(IndexError):
@@ -247,13 +247,13 @@ def test_fused_clip_norm_is_clip_grad_norm(max_norm: float) -> None:
     expected = [torch.ones(3), torch.ones(2, 2)]
     for place, parameter in enumerate(expected):
         parameter.grad = torch.full_like(parameter, place + 1.0)
-    found = [copy.deepcopy(parameter).to(HPU) for parameter in expected]
-    for own, other in zip(found, expected):
+    actual = [copy.deepcopy(parameter).to(HPU) for parameter in expected]
+    for own, other in zip(actual, expected):
         own.grad = other.grad.to(HPU)
-    norm = FusedClipNorm(found, max_norm).clip_norm(found)
+    norm = FusedClipNorm(actual, max_norm).clip_norm(actual)
     assert norm.shape == (1,)
     torch.testing.assert_close(norm.cpu().squeeze(), torch.nn.utils.clip_grad_norm_(expected, max_norm))
-    for own, other in zip(found, expected):
+    for own, other in zip(actual, expected):
         torch.testing.assert_close(own.grad.cpu(), other.grad)
 
 
@@ -265,10 +265,10 @@ def test_fused_sdpa_is_attention_with_grouped_heads(causal: bool) -> None:
     query, key, value = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
     mask = None if causal else torch.randn(2, 1, 5, 5)
     inputs = [None if tensor is None else tensor.to(HPU) for tensor in (query, key, value, mask)]
-    found = FusedSDPA.apply(*inputs, 0.0, causal, 0.3)
+    actual = FusedSDPA.apply(*inputs, 0.0, causal, 0.3)
     keys, values = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
     expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values, mask, is_causal=causal, scale=0.3)
-    torch.testing.assert_close(found.cpu(), expected)
+    torch.testing.assert_close(actual.cpu(), expected)
 
 
 # DeepSpeed

@@ -32,9 +32,9 @@ class TestProof:
     def test_losses_are_those_of_the_cpu(
         self, finished: Runs, zero_stage: int, lora: int, ranks: int, stage: str
     ) -> None:
-        found, expected = (finished(name, zero_stage=zero_stage, lora=lora, ranks=ranks) for name in ("hpu", "cpu"))
-        assert len(found.steps(stage)) == proof.STEPS
-        proof.assert_losses_are_those_of(found, expected, stage)
+        actual, expected = (finished(name, zero_stage=zero_stage, lora=lora, ranks=ranks) for name in ("hpu", "cpu"))
+        assert len(actual.steps(stage)) == proof.STEPS
+        proof.assert_losses_are_those_of(actual, expected, stage)
 
     def test_nothing_is_compiled_late(self, finished: Runs, zero_stage: int, lora: int, ranks: int, stage: str) -> None:
         """From the third step on, the evaluation at the end included. At ZeRO 3, DeepSpeed reads values on the host in
@@ -51,14 +51,14 @@ class TestProof:
         proof.assert_no_mixed_devices(run)
 
 
-def test_the_proof_meets_long_and_empty_completions_and_a_batch_of_two_epochs(finished: Runs) -> None:
+def test_proof_meets_long_and_empty_completions_and_two_epochs(finished: Runs) -> None:
     steps = finished("hpu", zero_stage=2).steps("ppo")
     assert [round(step["tokens"] / step["response_length"]) for step in steps] == [proof.BATCH] * 5
     lengths = proof.completion_lengths()
     assert min(lengths) == 1 and max(lengths) > 20
     assert proof.BATCH * 5 - proof.ROWS == 2, "rows of the next epoch"
     more = sum(step["tokens"] for step in steps) - sum(lengths)
-    assert more in {one + other for one in lengths for other in lengths}
+    assert more in {first + other for first in lengths for other in lengths}
 
 
 @pytest.mark.slow
@@ -70,8 +70,8 @@ def test_four_ranks_learn_what_one_does(finished: Runs) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_in_fp32_every_number_is_that_of_the_cpu(finished: Runs, stage: str) -> None:
-    found, expected = (finished(name, zero_stage=0, precision="fp32").steps(stage) for name in ("hpu", "cpu"))
-    for own, other in zip(found, expected, strict=True):
+    actual, expected = (finished(name, zero_stage=0, precision="fp32").steps(stage) for name in ("hpu", "cpu"))
+    for own, other in zip(actual, expected, strict=True):
         numbers = {key: other[key] for key in other if key not in ("stage", "time") and not is_machine_dependent(key)}
         assert {key: own[key] for key in numbers} == pytest.approx(numbers, rel=1e-3, abs=1e-3)
 
@@ -80,19 +80,19 @@ def test_in_fp32_every_number_is_that_of_the_cpu(finished: Runs, stage: str) -> 
 @pytest.mark.parametrize("zero_stage", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_what_waits_on_the_host_changes_no_number(finished: Runs, zero_stage: int, stage: str) -> None:
     """Optimizers, whose steps are taken there, and PPO's frozen models between their uses; at ZeRO 3 all weights."""
-    found = finished("hpu", zero_stage=zero_stage, precision="fp32", offload="all").steps(stage)
+    actual = finished("hpu", zero_stage=zero_stage, precision="fp32", offload="all").steps(stage)
     expected = finished("cpu", zero_stage=0, precision="fp32").steps(stage)
-    for own, other in zip(found, expected, strict=True):
+    for own, other in zip(actual, expected, strict=True):
         numbers = {key: other[key] for key in other if key not in ("stage", "time") and not is_machine_dependent(key)}
         assert {key: own[key] for key in numbers} == pytest.approx(numbers, rel=1e-3, abs=1e-3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
-def test_adapters_on_quantized_weights_learn_what_they_do_on_the_cpu(finished: Runs, stage: str) -> None:
+def test_adapters_on_quantized_weights_learn_as_on_the_cpu(finished: Runs, stage: str) -> None:
     how = {"zero_stage": 1, "precision": "fp32", "lora": 4, "frozen": "int4"}
-    found, expected = (finished(name, **how).steps(stage) for name in ("hpu", "cpu"))
-    for own, other in zip(found, expected, strict=True):
+    actual, expected = (finished(name, **how).steps(stage) for name in ("hpu", "cpu"))
+    for own, other in zip(actual, expected, strict=True):
         numbers = {key: other[key] for key in other if key not in ("stage", "time") and not is_machine_dependent(key)}
         assert {key: own[key] for key in numbers} == pytest.approx(numbers, rel=1e-3, abs=1e-3)
     proof.assert_nothing_compiled_late(finished("hpu", **how), stage)
@@ -110,7 +110,7 @@ def test_explain_says_that_it_is_a_simulation(python: Run) -> None:
     assert "simulation" in facts["device"]["software"]
     assert facts["lazy"]
     assert facts["deepspeed"]["implementation"] == "deepspeed.accelerator.hpu_accelerator.HPU_Accelerator"
-    assert {name: found["implementation"] for name, found in facts["operations"].items() if found["ok"]} == {
+    assert {name: support["implementation"] for name, support in facts["operations"].items() if support["ok"]} == {
         "adamw": "habana-fused",
         "adamw_cpu_offload": "torch-fused",
         "clip_grad_norm": "habana-fused",

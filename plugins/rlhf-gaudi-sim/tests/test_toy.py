@@ -26,11 +26,11 @@ def test_a_toy_of_every_family_computes(family: str) -> None:
     assert model(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.shape == (1, 4, 1000)
     assert sum(parameter.numel() for parameter in model.parameters()) < 1_000_000
     assert config.architectures == before["architectures"]
-    for kept in ("sliding_window", "tie_word_embeddings", "eos_token_id"):
-        assert getattr(config, kept, None) == before.get(kept, getattr(config, kept, None))
+    for key in ("sliding_window", "tie_word_embeddings", "eos_token_id"):
+        assert getattr(config, key, None) == before.get(key, getattr(config, key, None))
 
 
-def test_grouped_heads_stay_grouped_and_every_kind_of_layer_stays() -> None:
+def test_grouped_heads_and_every_kind_of_layer_stay() -> None:
     llama = transformers.LlamaConfig(num_attention_heads=32, num_key_value_heads=8)
     shrink(llama)
     assert llama.num_key_value_heads < llama.num_attention_heads
