@@ -17,7 +17,7 @@ import pytest
 
 import accelerators
 from accelerators import discovery
-from tests.accelerators import fake_plugins
+from tests.accelerators import fake_plugins, nvml
 
 SOURCES = Path(__file__).parent / "plugins"
 
@@ -40,6 +40,9 @@ def install(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
                 shutil.copy(path, site)
             if name in fake_plugins.SOURCES:
                 (site / f"rlhf_{name}.py").write_text(fake_plugins.SOURCES[name])
+            if name in fake_plugins.IMPORT_TORCH:
+                nvml.install_torch(site, "2.13.0+cpu")
+                (site / "torch" / "__init__.py").write_text("")
         return site
 
     return install

@@ -48,12 +48,16 @@ SOURCES = {
     "halves": source(name="halves", factory="rlhf_halves_backend:Halves"),
     "hangs": "import time\ntime.sleep(600)\n",  # and holds the locks of what it is importing
     "import_fails": "import a_library_that_nobody_has\n",
+    "late_torch": source(name="late-torch", probe="__import__('torch') and Probe(True, 'found one', count=1)"),
     "misspelt_hook": source(hook="rlhf_acelerators"),
     "probe_raises": source(name="shaky", probe="1 / 0"),
     "twin_a": source(name="twin"),
     "twin_b": source(name="twin"),
 }
 """Small plugins, by name; larger ones are files of the folder `plugins`."""
+
+IMPORT_TORCH = {"early_torch", "late_torch"}
+"""Those that import torch when they should not; in their folder lies an empty one, which is quick to import."""
 
 # plugins in this process
 

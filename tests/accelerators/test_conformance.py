@@ -19,7 +19,7 @@ from tests.accelerators.broken import BROKEN
 
 IN_PROCESSES = [
     ("early_torch", "early-torch", "discovery", "importing rlhf_early_torch imports torch"),
-    ("broken", "ProbeImportsTorch", "probe", "the probe imports torch"),
+    ("late_torch", "late-torch", "probe", "the probe imports torch"),
     ("broken", "ProbeOpensDevice", "probe", "the device: PluginError: accelerator ProbeOpensDevice of"),
     pytest.param("broken", "SlowProbe", "probe", "the probe took 0.5 s, expected at most", marks=pytest.mark.slow),
     pytest.param("broken", "ProbeNumbersDevices", "probe", "names the device 'chip 0'", marks=pytest.mark.slow),
@@ -165,19 +165,20 @@ def test_failed_check_gives_exit_code_1(offered):
         (["cpu", "--only", "precisoin"], "no check is named 'precisoin'; did you mean 'precision'?"),
     ],
 )
-def test_what_cannot_be_checked_is_an_error_in_one_line(check, arguments, line):
-    done = check(*arguments, env={"RLHF_PLUGINS": "none"})
+def test_what_cannot_be_checked_is_an_error_in_one_line(forks, arguments, line):
+    done = forks.run("accelerators", "check", *arguments, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
     assert line in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_plugins_tests_inherit_the_checks(run_python, tmp_path: Path):
+def test_plugins_tests_inherit_the_checks(forks, install, tmp_path: Path):
     (tmp_path / "test_chip.py").write_text(
-        "from accelerators.testing import Conformance\nclass TestChip(Conformance):\n    name = 'ProbeNumbersDevices'\n"
+        "from accelerators.testing import Conformance\nclass TestChip(Conformance):\n    name = 'CompilesLate'\n"
     )
-    arguments = ("-q", "-p", "no:cacheprovider", "-k", "probe or shapes", str(tmp_path))
-    done = run_python("-m", "pytest", *arguments, plugins=["broken"])
+    arguments = ("-q", "-p", "no:cacheprovider", "-k", "step-boundary or shapes", str(tmp_path))
+    environment = {"PYTHONPATH": str(install("broken")), "RLHF_PLUGINS": ""}
+    done = forks.python("-m", "pytest", *arguments, timeout=60, environment=environment)
     assert done.returncode == 1
     assert "1 failed, 1 passed" in done.stdout
-    assert "AssertionError: the probe names the device 'chip 0'" in done.stdout
+    assert "AssertionError: step_boundary compiles a graph; expected nothing" in done.stdout

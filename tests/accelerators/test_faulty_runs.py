@@ -30,7 +30,7 @@ def faulty(install, forks, rlhf, tmp_path: Path):
 
     run.sft = (  # type: ignore[attr-defined]
         *("sft", "--config", str(rlhf.recipe), "--output", str(tmp_path / "run")),
-        *("--set", "sft.max_steps=1", "--set", "engine.zero_stage=0"),
+        *("--set", "sft.max_steps=1", "--set", "sft.eval_rows=1", "--set", "engine.zero_stage=0"),
     )
     return run
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -140,11 +136,13 @@ def test_torchs_product_is_taken_where_it_is_right_and_faster(kind, shape, rows,
     assert (product[0] - exact).abs().max() <= 0.01 * exact.abs().max()
 
 
-def test_each_processor_is_asked(monkeypatch):
-    code = "import accelerators.quantized as q; s = q.cpu_kernels_supported(None); print(s.ok, s.reason)"
-    avx2 = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
-    done = subprocess.run([sys.executable, "-c", code], env=avx2, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("True ") and "few rows of a decoding step" in done.stdout
+def test_each_processor_is_asked(forks, monkeypatch):
+    code = (
+        "import torch, accelerators.quantized as q; s = q.cpu_kernels_supported(None); "
+        "print(torch.backends.cpu.get_cpu_capability(), s.ok, s.reason)"
+    )
+    done = forks.python("-c", code, timeout=60, environment={"ATEN_CPU_CAPABILITY": "avx2"})
+    assert done.stdout.startswith("AVX2 True ") and "few rows of a decoding step" in done.stdout
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     support = cpu_kernels_supported(None)
     assert not support and "torch has them for AVX2 and AVX512, this is DEFAULT" in support.reason

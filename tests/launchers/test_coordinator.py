@@ -152,7 +152,7 @@ def test_members_with_equal_progress_may_take_long(waits: bool) -> None:
     run = Run(timeout=0.3)
     if waits:
         run.members[0].progress, run.members[1].is_waiting, run.members[2].is_waiting = 1, True, True
-    time.sleep(1.5)
+    time.sleep(1.0)
     assert run.verdicts == []
     assert run.together(None, None, None) == [None, None, None]
 

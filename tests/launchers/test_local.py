@@ -71,7 +71,7 @@ def test_every_rank_finds_its_place(tmp_path: Path, machine: int) -> None:
         (  # the cause comes later than what it brought down
             "if rank == '0':\n"
             "    sys.exit(ExitStatus.from_error(RuntimeError('connection closed by peer')).report())\n"
-            "time.sleep(0.5)\n"
+            "time.sleep(0.2)\n"
             "sys.exit(ExitStatus.from_error(DataError('no rows')).report())",
             USER_ERROR,
             "rlhf: error: no rows",
@@ -80,7 +80,7 @@ def test_every_rank_finds_its_place(tmp_path: Path, machine: int) -> None:
             "from rlhf.errors import RemoteRankError\n"
             "if rank == '1':\n"
             "    sys.exit(ExitStatus.from_error(RemoteRankError('saving failed on rank 0')).report())\n"
-            "time.sleep(1)\n"
+            "time.sleep(0.4)\n"
             "sys.exit(ExitStatus.from_error(DataError('no rows')).report())",
             USER_ERROR,
             "rlhf: error: no rows",
@@ -96,7 +96,7 @@ def test_every_rank_finds_its_place(tmp_path: Path, machine: int) -> None:
 def test_the_cause_is_reported_once(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, script: str, code: int, line: str
 ) -> None:
-    if request.node.callspec.id == "followed":
+    if request.node.callspec.id in ("followed", "killed"):
         monkeypatch.setattr(local, "_SECONDS_FOR_CAUSE", 0.1)
     status = start(script)
     assert status is not None and status.code == code and status.line.startswith(line)

@@ -18,8 +18,8 @@ from tests.forks import Forks
 SCRIPT = """
 import os, signal, sys, time
 from rlhf.launchers.exit_status import ExitStatus
-from rlhf.launchers import rank_monitor
-rank_monitor._SECONDS_TO_LEAVE = 1.0
+from rlhf.launchers import coordinator, rank_monitor
+coordinator._SECONDS_FOR_CAUSES, rank_monitor._SECONDS_TO_LEAVE = 0.2, 0.3
 import torch, torch.distributed as dist
 from rlhf.errors import DataError
 from rlhf.utils.process_info import current_process

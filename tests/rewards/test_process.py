@@ -208,25 +208,25 @@ def test_exit_before_the_reply_is_read_names_the_sample(start, monkeypatch: pyte
     assert "exit code 7; for the prompt 'what is it" in error_of(lambda: process(SAMPLES))
 
 
-@pytest.mark.parametrize("name", ["endless", "endless_expression"])
+@pytest.mark.parametrize("name", [pytest.param("endless", marks=pytest.mark.slow), "endless_expression"])
 def test_function_that_never_ends_is_stopped(start, functions: Path, name: str) -> None:
     started = time.monotonic()
-    message = error_of(lambda: start(name, timeout=3.0)(SAMPLES))
-    assert message == f"reward function {functions}:{name}: took more than 3 s (ppo.reward_timeout); {WHERE}"
+    message = error_of(lambda: start(name, timeout=1.5)(SAMPLES))
+    assert message == f"reward function {functions}:{name}: took more than 1.5 s (ppo.reward_timeout); {WHERE}"
     assert time.monotonic() - started < 15
 
 
 def test_worker_that_reads_nothing_is_stopped(start) -> None:
-    process = start("pid", timeout=3.0)
+    process = start("pid", timeout=1.5)
     os.kill(int(process(SAMPLES)[0][0]), signal.SIGSTOP)
-    assert "took more than 3 s (ppo.reward_timeout)" in error_of(lambda: process(LARGE))
+    assert "took more than 1.5 s (ppo.reward_timeout)" in error_of(lambda: process(LARGE))
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=lambda number: number.name)
 def test_child_that_holds_the_connection_hangs_no_large_batch(start, number: signal.Signals) -> None:
-    process = start("pid", "detaches", timeout=3.0)
+    process = start("pid", "detaches", timeout=1.5)
     (worker,), (child,) = process([Sample("p", "c", {})])
-    problem = "took more than 3 s" if number == signal.SIGSTOP else "its process was killed by SIGKILL"
+    problem = "took more than 1.5 s" if number == signal.SIGSTOP else "its process was killed by SIGKILL"
     try:
         os.kill(int(worker), number)
         wait_until(lambda: number == signal.SIGSTOP or not is_alive(int(worker)))
@@ -299,14 +299,14 @@ def test_name_that_cannot_be_called_is_an_error(start, functions: Path, name: st
         ("def f(:\n    pass", "SyntaxError: invalid syntax at {file}:1"),
         ("import math\nimport absent", "ModuleNotFoundError: No module named 'absent' at {file}:2"),
         ("1 / 0", "ZeroDivisionError: division by zero at {file}:1"),
-        ("while True: pass", "importing it took more than 2 s (ppo.reward_timeout)"),
+        ("while True: pass", "importing it took more than 1.5 s (ppo.reward_timeout)"),
         ("import os\nos._exit(5)", "ended its process with exit code 5"),
     ],
 )
 def test_file_that_cannot_be_imported_is_an_error(start, tmp_path: Path, text: str, problem: str) -> None:
     file = tmp_path / "broken.py"
     file.write_text(text)
-    message = error_of(lambda: start("f", file=file, timeout=2.0 if "while" in text else 20.0))
+    message = error_of(lambda: start("f", file=file, timeout=1.5 if "while" in text else 20.0))
     assert message == f"ppo.reward_functions: {file}:f: {problem.format(file=file)}"
 
 

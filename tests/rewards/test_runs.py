@@ -137,7 +137,8 @@ def test_critic_may_start_from_another_model(rlhf: Callable[..., Any], finished_
     other = tmp_path / "critic"
     shutil.copytree(finished_run / "reward" / "model", other)
     named = {"ppo__actor": finished_run / "sft" / "model", "ppo__reward_model": finished_run / "reward" / "model"}
-    still = {"ppo__critic_optimizer__learning_rate": 1e-30, "ppo__optimizer__learning_rate": 1e-30, "ppo__steps": 1}
+    still = {"ppo__critic_optimizer__learning_rate": 1e-30, "ppo__optimizer__learning_rate": 1e-30}
+    still |= {"ppo__steps": 1, "ppo__eval_rows": 1}
     losses = []
     for number, critic in enumerate((None, other, finished_run / "sft" / "model")):
         keys = named | still | ({"ppo__critic": critic} if critic else {})

@@ -13,12 +13,6 @@ def probe(**devices):
     return Probe(True, "found one", count=1, **devices)
 
 
-def import_torch():
-    import torch
-
-    return Probe(True, f"torch {torch.__version__}", count=1)
-
-
 def open_device():
     global OPENED_BY
     OPENED_BY = OPENED_BY or os.getpid()
@@ -27,7 +21,6 @@ def open_device():
 
 PROBES = {
     "SlowProbe": lambda: time.sleep(0.5) or probe(),
-    "ProbeImportsTorch": import_torch,
     "ProbeOpensDevice": open_device,
     "ProbeNumbersDevices": lambda: probe(devices=("chip 0",)),
 }

@@ -80,6 +80,11 @@ if FAULT == "none, but rlhf has a defect":
 
     DecodeState._step = defective
 
+if FAULT == "out of memory on rank 1":
+    from rlhf.launchers import coordinator
+
+    coordinator._SECONDS_FOR_CAUSES = 0.2  # no other rank fails
+
 STILL = kernel("adamw", lambda params, **settings: Still(params))
 FAULTS = {
     "none, but rlhf has a defect": {"capture": recorded},
