@@ -1,5 +1,5 @@
-"""Toys in the place of what recipes name: models of the same architecture, two layers of sixteen numbers, and data sets
-in the same format, of a few short rows. Nothing else of a recipe is changed.
+"""Toys in the place of what recipes name: models of the same architecture, one layer of sixteen numbers, and data
+sets in the same format, of a few short rows. Nothing else of a recipe is changed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ WITHOUT_NAME = {"smollm2": "smollm2-135m"}
 SMALL = {
     **dict.fromkeys(("hidden_size", "n_embd", "head_dim", "word_embed_proj_dim"), 16),
     **dict.fromkeys(("ffn_dim", "intermediate_size"), 24),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_attention_heads", "n_head", "num_key_value_heads"), 2),
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), 1),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads"), 2),
     **dict.fromkeys(("max_position_embeddings", "n_positions"), 512),
 }
 """In place of what a shape of known.yaml has of these; two heads, so that two ranks can split a layer."""
