@@ -21,6 +21,7 @@ from rlhf.launchers import local
 from rlhf.launchers.exit_status import ExitStatus
 from rlhf.runs.directory import RunDirectory
 from rlhf.trainers import run as launch
+from tests.forks import Forks
 from tests.helpers import user_environment
 
 
@@ -188,10 +189,9 @@ def test_mistake_is_one_line(empty_folder: Path, arguments: list[str], message: 
 
 
 @pytest.mark.parametrize("debug", [False, True])
-def test_mistake_ends_the_process_with_code_2(debug: bool) -> None:
-    command = [sys.executable, "-m", "rlhf", *(["--debug"] if debug else []), "--accelerator", "cpu"]
-    environment = user_environment() | {"RLHF_ACCELERATOR": "tpu9"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+def test_mistake_ends_the_process_with_code_2(forks: Forks, debug: bool) -> None:
+    options = [*(["--debug"] if debug else []), "--accelerator", "cpu"]
+    done = forks.run(*options, timeout=60, environment={"RLHF_ACCELERATOR": "tpu9"})
     assert done.returncode == 2 and "contradicts" in done.stderr.splitlines()[-1]
     assert ("Traceback" in done.stderr) == debug
     assert debug or re.fullmatch(r"rlhf: error: .*\n", done.stderr)

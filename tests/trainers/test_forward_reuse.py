@@ -138,7 +138,7 @@ def state(ppo: PPOTrainer) -> dict[str, torch.Tensor]:
         {"zero_stage": 3, "micro_batch_size": None},
         pytest.param({"precision": "bf16"}, marks=NO_BF16),
         pytest.param({"precision": "bf16", "zero_stage": 0}, marks=NO_BF16),
-        pytest.param({"precision": "bf16", "zero_stage": 2}, marks=NO_BF16),
+        pytest.param({"precision": "bf16", "zero_stage": 2}, marks=[NO_BF16, pytest.mark.slow]),
     ],
     ids=str,
 )

@@ -135,7 +135,7 @@ def build_ppo(accelerator, recipe, tokenizer, lora_run, tmp_path):
         path = str(lora_run / "reward" / "model")
         critic, reward = (load_scalar_head(ModelConfig(), tokenizer, attention="sdpa", path=path) for _ in range(2))
         models = ppo_models(original(lora_run / "sft" / "model", tokenizer), None, critic, reward)
-        changes = {"engine": {"zero_stage": zero_stage}, "lora": {"rank": 4}, "batch_size": 6}
+        changes = {"engine": {"zero_stage": zero_stage}, "lora": {"rank": 4}, "batch_size": 6, "ppo_epochs": 1}
         return in_process.build_ppo(accelerator, tmp_path, recipe, tokenizer, models, **changes)
 
     return build

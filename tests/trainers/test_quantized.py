@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification
 from rlhf.models.forward import last_token_scores
 from rlhf.models.quantized import count_quantized, find_quantized_layers
 from rlhf.trainers.stage_models import ModelFactory
-from tests.helpers import weights
+from tests.helpers import sets, weights
 from tests.in_process import given, scalar_llama, stage_context
 
 STAGES = ("sft", "reward", "ppo")
@@ -20,7 +20,8 @@ STAGES = ("sft", "reward", "ppo")
 def quantized_run(request, rlhf, tmp_path_factory) -> tuple[Path, str]:
     """The directory of a complete run of the tiny recipe with LoRA on quantized weights, and its output."""
     output = tmp_path_factory.mktemp("quantized") / "run"
-    done = rlhf("--output", output, "--set", "lora.rank=4", "--set", f"engine.frozen={request.param}")
+    steps = ("sft.max_steps=1", "reward.max_steps=1", "ppo.steps=1")
+    done = rlhf("--output", output, *sets("lora.rank=4", f"engine.frozen={request.param}", *steps))
     return output, done.stdout
 
 

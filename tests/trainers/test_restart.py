@@ -26,8 +26,8 @@ from rlhf.trainers.loop import _restore_generators
 from tests.helpers import assert_same_weights, kill_at, models_of, sets, start, user_environment, wait_for
 
 
-def ppo_arguments(finished_run, output, steps=6):
-    keys = (*models_of(finished_run), f"ppo.steps={steps}", "ppo.checkpoint_every=1")
+def ppo_arguments(finished_run, output, steps=6, checkpoint_every=1):
+    keys = (*models_of(finished_run), f"ppo.steps={steps}", f"ppo.checkpoint_every={checkpoint_every}")
     return ["ppo", "--output", output, *sets(*keys)]
 
 
@@ -42,7 +42,7 @@ def killed(rlhf, finished_run, tmp_path_factory):
 
 def test_killed_run_resumes_to_the_same_weights(rlhf, finished_run, killed, tmp_path):
     whole, resumed = tmp_path / "whole", Path(shutil.copytree(killed, tmp_path / "killed"))
-    rlhf(*ppo_arguments(finished_run, whole))
+    rlhf(*ppo_arguments(finished_run, whole, checkpoint_every=0))
     output = rlhf(*ppo_arguments(finished_run, resumed), "--resume").stdout
     assert "resumed after step" in output
     log = (resumed / "ppo" / "console.log").read_text()
@@ -56,9 +56,8 @@ def test_killed_run_resumes_to_the_same_weights(rlhf, finished_run, killed, tmp_
 
 def test_interrupted_ranks_finish_their_step_save_and_say_so(rlhf, finished_run, tmp_path):
     output = tmp_path / "run"
-    arguments = [*ppo_arguments(finished_run, output, steps=500), "--config", rlhf.recipe]
-    settings = ["--set", "ppo.checkpoint_every=0", "--ranks", 2]
-    process = rlhf.forks.start("-m", "rlhf", *map(str, [*arguments, *settings]))
+    arguments = ppo_arguments(finished_run, output, steps=500, checkpoint_every=0)
+    process = rlhf.forks.start("-m", "rlhf", *map(str, [*arguments, "--config", rlhf.recipe, "--ranks", 2]))
     wait_for(output / "ppo" / "evaluations.json", process)
     time.sleep(0.2)
     os.killpg(process.pid, signal.SIGINT)  # the launcher alone: ranks have sessions of their own
@@ -77,7 +76,7 @@ def test_closed_terminal_leaves_a_checkpoint_to_resume(rlhf, finished_run, tmp_p
     """The kernel sends SIGHUP, and what is written to the terminal from then on is an error."""
     output = tmp_path / "run"
     terminal, other = os.openpty()
-    arguments = [*ppo_arguments(finished_run, output, steps=500), "--set", "ppo.checkpoint_every=0"]
+    arguments = ppo_arguments(finished_run, output, steps=500, checkpoint_every=0)
     process = start(rlhf, *arguments, stdin=other, stdout=other, stderr=other, preexec_fn=on_terminal)
     os.close(other)
     closing = threading.Event()

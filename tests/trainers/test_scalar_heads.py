@@ -56,8 +56,8 @@ def test_the_policy_loads_with_plain_transformers(finished: tuple[Path, str]) ->
 def test_a_later_ppo_takes_the_reward_model_by_its_folder(
     rlhf: Any, finished: tuple[Path, str], tmp_path: Path, lora: str
 ) -> None:
-    output = tmp_path / "run"
-    rlhf("ppo", "--output", output, *sets(*models_of(finished[0]), "engine.zero_stage=3", "ppo.steps=1", lora))
+    output, short = tmp_path / "run", ("ppo.steps=1", "data.max_completion_length=4")
+    rlhf("ppo", "--output", output, *sets(*models_of(finished[0]), *short, "engine.zero_stage=3", lora))
     summary = json.loads((output / "ppo" / "stage.json").read_text())
     assert summary["steps"] == 1 and summary["after"]["response_length"] > 0
 
