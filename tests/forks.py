@@ -281,7 +281,7 @@ def main() -> None:
         return
     while True:
         try:
-            _run_python(arguments)
+            run_python(arguments)
         except _Forked as forked:  # a rank of that process
             arguments = forked.arguments
         except SystemExit as leaving:
@@ -295,7 +295,7 @@ def main() -> None:
             _end(0)
 
 
-def _run_python(arguments: list[str]) -> None:
+def run_python(arguments: list[str]) -> None:
     option, *sys.argv[1:] = arguments
     if option == "-c":
         sys.argv[:] = arguments[:1] + arguments[2:]

@@ -13,7 +13,7 @@ from typing import Any
 
 import proof
 import pytest
-from forks import Forks
+from forks import IMPORTS, Forks
 
 from accelerators.backends.cpu import info as cpu_info
 
@@ -21,6 +21,14 @@ SOURCE = Path(__file__).parents[1]
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 Runs = Callable[..., proof.Run]
+
+OPEN_ACCOUNTS = """
+import sys
+from gaudi_sim import accounting, build
+from tests import forks
+accounting.open_accounts(build.load())  # the report is left where the environment of this process says
+forks.run_python(sys.argv[1:])
+"""
 
 
 @pytest.fixture(scope="session")
@@ -60,10 +68,25 @@ def forks(environment: dict[str, str]) -> Iterator[Forks]:
 
 
 @pytest.fixture(scope="session")
-def python(site: Path, environment: dict[str, str], forks: Forks) -> Run:
+def loaded_forks(environment: dict[str, str]) -> Iterator[dict[bool, Forks]]:
+    """Processes that start with rlhf, DeepSpeed and all of transformers, on the simulated device (True) or the CPU."""
+    simulated = {"RLHF_GAUDI_SIM": "1", "DS_ACCELERATOR": "hpu"}
+    device = ("gaudi_sim.plugin", "habana_frameworks.torch.core", "accelerators.backends.hpu.backend")
+    servers = {
+        True: Forks(environment | simulated, (*device, *IMPORTS)),
+        False: Forks(environment | {"DS_ACCELERATOR": "cpu"}),
+    }
+    yield servers
+    for server in servers.values():
+        server.close()
+
+
+@pytest.fixture(scope="session")
+def python(site: Path, environment: dict[str, str], forks: Forks, loaded_forks: dict[bool, Forks]) -> Run:
     """Run Python where the simulator is installed: python("-m", "rlhf", ..., simulated=False, strict=False).
 
-    `fresh` starts a new interpreter, for tests of how the simulation is turned on.
+    `fresh` starts a new interpreter, for tests of how the simulation is turned on; `loaded` starts with the libraries
+    and the device, for runs of one process.
     """
 
     def run(
@@ -71,6 +94,7 @@ def python(site: Path, environment: dict[str, str], forks: Forks) -> Run:
         simulated: bool = True,
         strict: bool = True,
         fresh: bool = False,
+        loaded: bool = False,
         env: dict[str, str] | None = None,
         seconds: float = 500,
     ) -> subprocess.CompletedProcess[str]:
@@ -78,6 +102,13 @@ def python(site: Path, environment: dict[str, str], forks: Forks) -> Run:
         variables |= {"RLHF_GAUDI_SIM_STRICT": "1"} if strict else {}
         variables |= env or {}
         folder = site.parent  # not where gaudi_sim lies as source
+        if loaded:
+            command = arguments
+            if simulated:
+                command = ("-c", OPEN_ACCOUNTS, *arguments)
+                # As the installation of the simulation does, which came before the fork.
+                variables["PATH"] = os.pathsep.join([str(site / "gaudi_sim" / "bin"), os.environ["PATH"]])
+            return loaded_forks[simulated].python(*command, timeout=seconds, environment=variables, cwd=folder)
         if not fresh:
             return forks.python(*arguments, timeout=seconds, environment=variables, cwd=folder)
         return subprocess.run(
@@ -138,7 +169,9 @@ def finished(python: Run, recipe: Path, tmp_path_factory: pytest.TempPathFactory
             strict = zero_stage < 3 and offload == "none"
             # One run as a user starts it: torch is imported after the backend has been chosen.
             fresh = key == ("hpu", 2, "bf16", 0, 1, "none", "auto")
-            done = python(*command, simulated=accelerator == "hpu", strict=strict, fresh=fresh, env=env)
+            loaded = ranks == 1 and not fresh
+            simulated = accelerator == "hpu"
+            done = python(*command, simulated=simulated, strict=strict, fresh=fresh, loaded=loaded, env=env)
             assert done.returncode == 0, done.stderr[-2000:]
             assert "slower" not in done.stderr  # decoding is recorded
             known[key] = proof.Run(output, json.loads(report.read_text()) if report.exists() else {})

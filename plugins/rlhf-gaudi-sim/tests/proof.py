@@ -1,6 +1,6 @@
 """What the proof runs, and the checks it makes: a recipe of very different lengths, and what its runs left behind.
 
-Every check takes a finished run and raises AssertionError; `test_dynamic.py` shows that each of them can.
+Every check takes a finished run and raises AssertionError; `test_stages.py` shows that each of them can.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from accelerators.backends.cpu import info as cpu_info
 
 def listed(python: Run, **how: Any) -> dict[str, dict[str, Any]]:
     """The backends that `rlhf accelerators list` shows, by name."""
-    done = python("-m", "rlhf", "accelerators", "list", "--json", fresh=True, **how)
+    done = python("-m", "rlhf", "accelerators", "list", "--json", **how)
     assert done.returncode == 0, done.stderr
     return {report["name"]: report for report in json.loads(done.stdout)}
 
@@ -28,7 +28,7 @@ def test_without_the_variable_nothing_happens(python: Run) -> None:
 
 
 def test_hpu_backend_finds_eight_simulated_cards(python: Run) -> None:
-    report = listed(python)["hpu"]
+    report = listed(python, fresh=True)["hpu"]
     assert report["available"]
     assert (report["devices"], report["model"]) == (8, "Gaudi2")
     assert report["distribution"] == "rlhf"
@@ -53,7 +53,7 @@ def test_a_value_that_says_neither_yes_nor_no_is_an_error(python: Run) -> None:
     report = listed(python, env={"RLHF_GAUDI_SIM": "on"})["gaudi-sim"]
     assert report["broken"]
     assert "RLHF_GAUDI_SIM=on: neither 0 nor 1" in report["reason"]
-    done = python("-m", "rlhf", "accelerators", "explain", "hpu", env={"RLHF_GAUDI_SIM": "on"}, fresh=True)
+    done = python("-m", "rlhf", "accelerators", "explain", "hpu", env={"RLHF_GAUDI_SIM": "on"})
     assert done.returncode == 2
     assert "RLHF_GAUDI_SIM=on: neither 0 nor 1" in done.stderr
 
@@ -68,11 +68,11 @@ def test_a_real_bridge_is_not_replaced(python: Run, site: Path, tmp_path: Path) 
     assert f"rlhf-gaudi-sim 0.1.0 will not stand in for the real habana_frameworks in {package}" in refusal["reason"]
 
     code = "import gaudi_sim.plugin as plugin; print(*plugin.rlhf_check_run(None, {}))"
-    objection = python("-c", code, env=paths, fresh=True).stdout
+    objection = python("-c", code, env=paths).stdout
     assert "the real habana_frameworks" in objection
     assert "unset RLHF_GAUDI_SIM to use the Gaudi" in objection
 
-    done = python("-c", "import gaudi_sim; gaudi_sim.install()", simulated=False, env=paths, fresh=True)
+    done = python("-c", "import gaudi_sim; gaudi_sim.install()", simulated=False, env=paths)
     assert done.returncode
     assert "AcceleratorError: rlhf-gaudi-sim 0.1.0 will not stand in" in done.stderr
 
@@ -92,14 +92,15 @@ assert gaudi_sim.report() == {}
 
 def test_install_works_in_a_process_that_has_imported_torch(python: Run) -> None:
     code = """
+import gaudi_sim, sys
+assert "torch" in sys.modules
 import torch
-import gaudi_sim
 assert not gaudi_sim.is_installed()
 gaudi_sim.install()
 import habana_frameworks.torch
 print(float(torch.ones(3, device="hpu").sum()))
 """
-    done = python("-c", code, simulated=False, fresh=True)
+    done = python("-c", code, simulated=False)
     assert (done.stdout, done.returncode) == ("3.0\n", 0), done.stderr
 
 
@@ -111,7 +112,7 @@ import gaudi_sim
 gaudi_sim.install()
 import habana_frameworks.torch
 """
-    done = python("-c", code, simulated=False, fresh=True)
+    done = python("-c", code, simulated=False)
     assert done.returncode
     assert "PyTorch has looked for devices in this process already" in done.stderr
 
@@ -119,29 +120,33 @@ import habana_frameworks.torch
 def test_torch_loads_the_device_where_the_simulation_is_on(python: Run) -> None:
     code = "import gaudi_sim.plugin, torch; print(torch.accelerator.current_accelerator())"
     assert python("-c", code, fresh=True).stdout == "hpu\n"
-    assert python("-c", code, env={"RLHF_ACCELERATOR": "cpu"}, fresh=True).stdout == "None\n"
-    assert python("-c", code, simulated=False, fresh=True).stdout == "None\n"
+    # The function that torch calls, in processes that have imported torch.
+    code = f"from gaudi_sim import activation, plugin; activation.load_with_torch(); {code}"
+    assert python("-c", code).stdout == "hpu\n"
+    assert python("-c", code, env={"RLHF_ACCELERATOR": "cpu"}).stdout == "None\n"
+    assert python("-c", code, simulated=False).stdout == "None\n"
 
 
-@pytest.mark.parametrize(("wish", "threads"), [("", 1), (str(cpu_info.cores()), cpu_info.cores())])
+@pytest.mark.parametrize(("wish", "threads"), [("", 1), ("7", 7)])
 def test_cards_of_one_machine_share_its_cores(python: Run, wish: str, threads: int) -> None:
-    code = "import gaudi_sim.plugin, habana_frameworks.torch, torch; print(torch.get_num_threads())"
-    done = python("-c", code, env={"OMP_NUM_THREADS": wish, "LOCAL_WORLD_SIZE": str(cpu_info.cores())}, fresh=True)
+    code = (
+        "import torch; torch.set_num_threads(7); import gaudi_sim.plugin, habana_frameworks.torch; "
+        "print(torch.get_num_threads())"
+    )
+    done = python("-c", code, env={"OMP_NUM_THREADS": wish, "LOCAL_WORLD_SIZE": str(cpu_info.cores())})
     assert int(done.stdout) == threads, done.stderr
 
 
 @pytest.mark.parametrize(("rank", "times"), [("0", 1), ("1", 0)])
 def test_the_first_rank_says_once_that_it_is_a_simulation(python: Run, rank: str, times: int) -> None:
     code = "import gaudi_sim.plugin; import habana_frameworks.torch.core; import habana_frameworks.torch.hpu"
-    done = python("-c", code, env={"RANK": rank}, fresh=True)
+    done = python("-c", code, env={"RANK": rank})
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("this is a simulation of a Gaudi on the CPU") == times
 
 
 def test_a_device_that_cannot_be_compiled_is_one_clear_line(python: Run) -> None:
-    done = python(
-        "-m", "rlhf", "accelerators", "explain", "hpu", env={"RLHF_GAUDI_SIM_CACHE": "/proc/cache"}, fresh=True
-    )
+    done = python("-m", "rlhf", "accelerators", "explain", "hpu", env={"RLHF_GAUDI_SIM_CACHE": "/proc/cache"})
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("rlhf: error: gaudi-sim: the compiled device cannot be kept in /proc/cache")

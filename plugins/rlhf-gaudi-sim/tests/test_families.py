@@ -39,7 +39,7 @@ def test_family_goes_through_stages_and_compiles_nothing_late(
     own, report = tmp_path / "recipe.yaml", tmp_path / "report.json"
     own.write_text(json.dumps(values))
     how = ["--accelerator", "hpu", "--output", str(tmp_path / "run"), "--set", "engine.shapes=static"]
-    done = python("-m", "rlhf", "--config", str(own), *how, env={"RLHF_GAUDI_SIM_REPORT": str(report)})
+    done = python("-m", "rlhf", "--config", str(own), *how, loaded=True, env={"RLHF_GAUDI_SIM_REPORT": str(report)})
     assert done.returncode == 0, done.stderr[-2000:]
     # Falcon's code takes its one key head by a list of indices, which is copied to the device: not to be recorded.
     assert ("slower" in done.stderr) == (name == "Falcon"), done.stderr

@@ -93,7 +93,7 @@ def runs(request: pytest.FixtureRequest, python: Run, recipe: Path, tmp_path_fac
     needed = {variant: None for point in selected for variant in (point, as_written(point), point.plain)}
     asked = {point.name: start | point.settings for point in needed}
     (base / "asked.json").write_text(json.dumps({"start": start, "runs": asked}))
-    done = python("-c", LAUNCH, RANK.format(root=str(ROOT), folder=str(base)), strict=False, seconds=2000)
+    done = python("-c", LAUNCH, RANK.format(root=str(ROOT), folder=str(base)), strict=False, loaded=True, seconds=2000)
     assert done.returncode == 0, done.stderr[-2000:]
     return base
 

@@ -1,11 +1,14 @@
 """The proof: rlhf's unmodified hpu backend, trainers and DeepSpeed on the simulated device, against the plain CPU.
 
-`rlhf evaluate` on these runs compiles one graph for all its batches, and reads no value inside one.
+`rlhf evaluate` on these runs compiles one graph for all its batches, and reads no value inside one. A trainer that is
+wrong in one way after the other (`dynamic.py`) fails each check of the proof.
 """
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,8 @@ from conftest import Run, Runs
 from proof import STAGES
 
 from rlhf.reporting.timers import is_machine_dependent
+
+TRAINER = Path(__file__).with_name("dynamic.py")
 
 CASES = [
     pytest.param(zero, lora, ranks, id=f"zero{zero}{'-lora' * (lora > 0)}-{ranks}", marks=marks)
@@ -68,33 +73,33 @@ def test_four_ranks_learn_what_one_does(finished: Runs) -> None:
     proof.assert_nothing_compiled_late(finished("hpu", zero_stage=2, ranks=4), "ppo")
 
 
+def assert_all_numbers_are_close(run: proof.Run, other: proof.Run, stage: str) -> None:
+    """Compare every number of every step, but for times and memory."""
+    for actual, expected in zip(run.steps(stage), other.steps(stage), strict=True):
+        keys = [key for key in expected if key not in ("stage", "time") and not is_machine_dependent(key)]
+        numbers = {key: expected[key] for key in keys}
+        assert {key: actual[key] for key in keys} == pytest.approx(numbers, rel=1e-3, abs=1e-3)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_in_fp32_every_number_is_that_of_the_cpu(finished: Runs, stage: str) -> None:
-    actual, expected = (finished(name, zero_stage=0, precision="fp32").steps(stage) for name in ("hpu", "cpu"))
-    for own, other in zip(actual, expected, strict=True):
-        numbers = {key: other[key] for key in other if key not in ("stage", "time") and not is_machine_dependent(key)}
-        assert {key: own[key] for key in numbers} == pytest.approx(numbers, rel=1e-3, abs=1e-3)
+    runs = (finished(name, zero_stage=0, precision="fp32") for name in ("hpu", "cpu"))
+    assert_all_numbers_are_close(*runs, stage)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("zero_stage", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_what_waits_on_the_host_changes_no_number(finished: Runs, zero_stage: int, stage: str) -> None:
     """Optimizers, whose steps are taken there, and PPO's frozen models between their uses; at ZeRO 3 all weights."""
-    actual = finished("hpu", zero_stage=zero_stage, precision="fp32", offload="all").steps(stage)
-    expected = finished("cpu", zero_stage=0, precision="fp32").steps(stage)
-    for own, other in zip(actual, expected, strict=True):
-        numbers = {key: other[key] for key in other if key not in ("stage", "time") and not is_machine_dependent(key)}
-        assert {key: own[key] for key in numbers} == pytest.approx(numbers, rel=1e-3, abs=1e-3)
+    offloaded = finished("hpu", zero_stage=zero_stage, precision="fp32", offload="all")
+    assert_all_numbers_are_close(offloaded, finished("cpu", zero_stage=0, precision="fp32"), stage)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_adapters_on_quantized_weights_learn_as_on_the_cpu(finished: Runs, stage: str) -> None:
     how = {"zero_stage": 1, "precision": "fp32", "lora": 4, "frozen": "int4"}
-    actual, expected = (finished(name, **how).steps(stage) for name in ("hpu", "cpu"))
-    for own, other in zip(actual, expected, strict=True):
-        numbers = {key: other[key] for key in other if key not in ("stage", "time") and not is_machine_dependent(key)}
-        assert {key: own[key] for key in numbers} == pytest.approx(numbers, rel=1e-3, abs=1e-3)
+    assert_all_numbers_are_close(finished("hpu", **how), finished("cpu", **how), stage)
     proof.assert_nothing_compiled_late(finished("hpu", **how), stage)
 
 
@@ -104,7 +109,7 @@ def test_the_run_says_that_it_is_a_simulation(finished: Runs) -> None:
 
 
 def test_explain_says_that_it_is_a_simulation(python: Run) -> None:
-    done = python("-m", "rlhf", "accelerators", "explain", "hpu", "--json")
+    done = python("-m", "rlhf", "accelerators", "explain", "hpu", "--json", loaded=True)
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
     assert "simulation" in facts["device"]["software"]
@@ -121,7 +126,7 @@ def test_explain_says_that_it_is_a_simulation(python: Run) -> None:
 
 
 def test_quantized_weights_pass_their_check(python: Run) -> None:
-    done = python("-m", "rlhf", "accelerators", "check", "hpu", "--only", "quantized-weights", "--json")
+    done = python("-m", "rlhf", "accelerators", "check", "hpu", "--only", "quantized-weights", "--json", loaded=True)
     assert [(result["result"], result["reason"]) for result in json.loads(done.stdout)] == [("passed", "")]
 
 
@@ -145,10 +150,86 @@ def test_evaluate_is_one_graph_and_has_the_cpus_numbers(
     for accelerator in ("hpu", "cpu"):
         command = ["-m", "rlhf", "evaluate", str(run), option, "heldout", "--json", "--accelerator", accelerator]
         env = {"RLHF_GAUDI_SIM_REPORT": str(tmp_path / "report.json")}
-        done = python(*command, "--precision", "fp32", "--batch-size", "3", simulated=accelerator == "hpu", env=env)
+        command += ["--precision", "fp32", "--batch-size", "3"]
+        done = python(*command, simulated=accelerator == "hpu", loaded=True, env=env)
         assert done.returncode == 0, done.stderr
         (models[accelerator],) = json.loads(done.stdout)["models"]
     numbers = {name: value for name, value in models["cpu"].items() if isinstance(value, float)}
     assert {name: models["hpu"][name] for name in numbers} == pytest.approx(numbers, rel=1e-4, abs=1e-5)
     counts = json.loads((tmp_path / "report.json").read_text())["counts"]
     assert (counts["compilations"], counts["breaks"]) == (1, 0) and counts["hits"] >= 1
+
+
+# A trainer with faults.
+
+
+def line_of(fault: str) -> str:
+    lines = TRAINER.read_text().splitlines()
+    return f"dynamic.py:{next(number for number, line in enumerate(lines, 1) if line.endswith(f'# FAULT: {fault}'))}"
+
+
+@pytest.fixture(scope="module")
+def spoil(python: Run, recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., proof.Run]:
+    """A run of SFT with these faults: spoil("shapes", ...); not strict."""
+    known: dict[tuple[str, ...], proof.Run] = {}
+
+    def run(*faults: str) -> proof.Run:
+        if faults not in known:
+            output = tmp_path_factory.mktemp("spoilt") / "output"
+            report = output.with_name("report.json")
+            env = {"RLHF_GAUDI_SIM_REPORT": str(report)}
+            done = python(str(TRAINER), str(recipe), str(output), *faults, strict=False, loaded=True, env=env)
+            assert done.returncode == 0, done.stderr[-2000:]
+            known[faults] = proof.Run(output, json.loads(report.read_text()))
+        return known[faults]
+
+    return run
+
+
+def assert_all(run: proof.Run, other: proof.Run) -> None:
+    proof.assert_losses_are_those_of(run, other, "sft")
+    proof.assert_nothing_compiled_late(run, "sft")
+    proof.assert_no_reads_inside_a_step(run, "sft")
+    proof.assert_no_mixed_devices(run)
+
+
+def test_without_a_fault_all_checks_pass(spoil: Callable[..., proof.Run], finished: Runs) -> None:
+    assert_all(spoil(), finished("cpu", zero_stage=2))
+
+
+def test_shapes_that_follow_the_data_are_compiled_late(spoil: Callable[..., proof.Run]) -> None:
+    run = spoil("shapes", "read")
+    with pytest.raises(AssertionError):
+        proof.assert_nothing_compiled_late(run, "sft")
+    late = [event for event in run.late("sft", 2) if event["kind"] == "compilation"]
+    # Each is told from the nearest known graph by its number of tokens, and the forwards by their line.
+    length = r"(\[4, \d+\]|start=0, end=\d+)"
+    difference = re.compile(rf" is aten::\w+ {length}.*, was {length}.* at the same place")
+    assert len(late) >= proof.STEPS - 2
+    assert [event for event in late if not difference.search(event["difference"])] == []
+    assert any("rlhf/models/forward.py:" in event["line"] for event in late)
+
+
+def test_a_read_inside_a_step_is_found_with_its_line(spoil: Callable[..., proof.Run]) -> None:
+    run = spoil("shapes", "read")
+    with pytest.raises(AssertionError):
+        proof.assert_no_reads_inside_a_step(run, "sft")
+    lines = {event["line"] for event in run.report["events"] if event["kind"] == "break" and event["in_step"]}
+    assert lines == {f"{TRAINER.parent}/{line_of('read')}"}
+
+
+def test_tensors_of_both_devices_are_found(spoil: Callable[..., proof.Run]) -> None:
+    with pytest.raises(AssertionError):
+        proof.assert_no_mixed_devices(spoil("mixed", "loss"))
+
+
+def test_another_loss_is_found(spoil: Callable[..., proof.Run], finished: Runs) -> None:
+    with pytest.raises(AssertionError):
+        proof.assert_losses_are_those_of(spoil("mixed", "loss"), finished("cpu", zero_stage=2), "sft")
+
+
+@pytest.mark.parametrize("fault", ["read", "mixed", "float64"])
+def test_strict_mode_stops_at_the_line(python: Run, recipe: Path, tmp_path: Path, fault: str) -> None:
+    done = python(str(TRAINER), str(recipe), str(tmp_path / "output"), fault, loaded=True)
+    assert done.returncode
+    assert line_of(fault) in done.stderr.strip().splitlines()[-1]
