@@ -102,4 +102,5 @@ def test_obstacles_to_splitting_are_known_beforehand() -> None:
             model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
         if not find_split_obstacle(model, 2):
             divisible.add(family.name)
-    assert divisible == SPLIT
+    has_plan = BY_NAME["Nemotron"].configuration().base_model_tp_plan  # transformers 5.17 has none
+    assert divisible == (SPLIT if has_plan else SPLIT - {"Nemotron"})

@@ -80,7 +80,9 @@ def test_operations_equal_torchs_counter(rank: int):
     products = ModelFlops.of(shape, rank=rank)
     with FlopCounterMode(display=False) as counter:
         loss = model(input_ids=ids).logits.sum()
-    assert counter.get_total_flops() == products.forward(texts)
+    # transformers 5.17 multiplies positions by frequencies as matrices, later ones as vectors.
+    rotary = sum(counter.get_flop_counts().get("LlamaForCausalLM.model.rotary_emb", {}).values())
+    assert counter.get_total_flops() - rotary == products.forward(texts)
     with FlopCounterMode(display=False) as counter:
         loss.backward()
     # Beside adapters the embedding is frozen: no gradient goes through the first layer's query, key and value to it.
