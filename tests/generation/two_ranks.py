@@ -26,7 +26,7 @@ from rlhf.models.lora import add_adapters
 from tests.engine.engines import build as build_engine
 from tests.families.table import BY_NAME, build
 
-LENGTH = 12
+LENGTH = 8
 RANK_GROUPS = {
     "whole": SingleRank,
     "layerwise": LockstepRanks,

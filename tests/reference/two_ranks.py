@@ -61,8 +61,8 @@ CHANGES = {
     },
     "ppo, raw text": {"micro_batch_size": 1, **cases.PTX},
     "ppo, raw text, sharded": {"engine": _SHARDED, **cases.PTX},
-    "ppo, RLOO": {**_WITHOUT_CRITIC, "estimator": "rloo", "completions_per_prompt": 2},
-    "ppo, GRPO": {**_WITHOUT_CRITIC, "estimator": "grpo", "completions_per_prompt": 4, "engine": _SHARDED},
+    "ppo, RLOO": {**_WITHOUT_CRITIC, "estimator": "rloo", "completions_per_prompt": 2, "engine": _SHARDED},
+    "ppo, GRPO": {**_WITHOUT_CRITIC, "estimator": "grpo", "completions_per_prompt": 4},
     "ppo, REINFORCE++": {**_WITHOUT_CRITIC, "estimator": "reinforce++", "minibatch_size": None},
 }
 """Settings of a stage, named first, that differ from those of `cases`."""
