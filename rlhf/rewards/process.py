@@ -118,7 +118,14 @@ class RewardProcess:
         """Send a message, and return the reply; the timeout ends both."""
         place: tuple[int, int | None] = 0, None  # index of the function, and of the sample
         deadline = time.monotonic() + self._timeout
-        timer = threading.Timer(self._timeout, _stop, [self._process, self._connection])
+        exited_before = False
+
+        def stop() -> None:
+            nonlocal exited_before
+            exited_before = self._process.poll() is not None
+            _stop(self._process, self._connection)
+
+        timer = threading.Timer(self._timeout, stop)
         timer.daemon = True
         timer.start()
         try:
@@ -143,7 +150,7 @@ class RewardProcess:
                     return content[0]
         except (EOFError, ConnectionError):
             problem = f"{'took' if samples else 'importing it took'} more than {self._timeout:g} s (ppo.reward_timeout)"
-            if time.monotonic() < deadline:
+            if time.monotonic() < deadline or exited_before:
                 problem = _describe_exit(self._process)
         finally:
             timer.cancel()
