@@ -2,8 +2,8 @@
 
     echo '["a = 1", "print(a)"]' | python -m tests.cells      [["", null], ["1\\n", null]]
 
-What a cell printed and, if it failed, the error in one line; nothing after that is run. The cells may also come from a
-file: `python -m tests.cells FILE`.
+Each result is the output of a cell and, if the cell failed, its error in one line; then no more cells are run. The
+cells may also come from a file: `python -m tests.cells FILE`.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ SOURCES = {
 """Small plugins, by name; larger ones are files of the folder `plugins`."""
 
 IMPORT_TORCH = {"early_torch", "late_torch"}
-"""Those that import torch when they should not; in their folder lies an empty one, which is quick to import."""
+"""Plugins that import torch when they should not; an empty `torch` in their folder makes that quick."""
 
 # plugins in this process
 

@@ -243,6 +243,14 @@ def test_program_is_unchanged_after_a_session(outputs: dict[str, Any]) -> None:
     assert outputs["afterwards"] == [True, True, True, False, False]
 
 
+@pytest.mark.slow
+def test_new_interpreter_is_unchanged_after_a_session(places: dict[str, Any], tmp_path: Path) -> None:
+    """Not even by what torch, DeepSpeed and transformers do when they are imported for the first time."""
+    first = f"PLACES = {json.dumps(places)!r}\n{START}"
+    *_, (output, error) = run_cells([first, 'session.run("sft")', AFTERWARDS], tmp_path, timeout=300)
+    assert not error and json.loads(output.splitlines()[-1]) == [True, True, True, False, False]
+
+
 @pytest.mark.parametrize("settings", [["ppo.steps=7"], {"ppo.steps": 7}, {"ppo": {"steps": 7}}, "ppo.steps=7"])
 def test_settings_in_every_form(settings: Any, tmp_path: Path) -> None:
     session = package.session(settings, output=tmp_path / "a")

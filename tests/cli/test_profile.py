@@ -89,6 +89,13 @@ def test_run_gives_settings_and_models_and_is_only_read(rlhf, finished_run, tmp_
 
 
 @pytest.mark.slow
+def test_embedded_example_can_be_profiled(forks):
+    done = forks.run("profile", "--steps", "1", "--json", *sets("data.max_completion_length=8"), timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [phase["phase"] for phase in json.loads(done.stdout)["phases"]] == [*PHASES, "other"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["sft", "reward", "dpo"])
 def test_other_stages_can_be_profiled(rlhf, tmp_path, stage):
     trace = tmp_path / "trace.json.gz"

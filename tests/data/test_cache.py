@@ -273,7 +273,8 @@ config = DataConfig(datasets=[{"path": path, "stages": ["sft"]}], max_prompt_len
 stage_cache = StageCache(config, "sft", build_tokenizer(), 3, [1])
 assert stage_cache.build(show=True) is None
 train = stage_cache.load().train
-print(train[0].row.response and len(train), "pandas" in sys.modules)
+assert train[0].row.response
+print(len(train), "pandas" in sys.modules)
 """
 
 
@@ -289,15 +290,14 @@ def test_parallel_builds_tokenize_once_and_survive_a_kill(forks: Forks, many: st
     os.killpg(killed.pid, signal.SIGKILL)
     killed.communicate()
     assert len(list(home.glob("*.partial"))) == 1 and not list(home.glob("sft-*/stage.json"))
-    builder = start_build(forks, many, marks[1], 1)
-    wait_for(marks[1], builder)
-    waiting = start_build(forks, many, marks[2], 1)
-    outputs = [process.communicate() for process in (builder, waiting)]
-    assert [builder.returncode, waiting.returncode] == [0, 0], outputs
+    builds = [start_build(forks, many, mark, 1) for mark in marks[1:]]
+    outputs = [process.communicate() for process in builds]
+    assert [process.returncode for process in builds] == [0, 0], outputs
     assert len({output.split()[-2] for output, _ in outputs}) == 1
-    assert marks[1].read_text().split() == ["1000", "150"] and not marks[2].exists()
+    tokenized = [mark.read_text().split() for mark in marks[1:] if mark.exists()]
+    assert tokenized == [["1000", "150"]], "by one of the two"
     assert not list(home.glob("*.partial"))
-    assert "waiting for another run that tokenizes the same rows" in outputs[1][0]
+    assert any("waiting for another run that tokenizes the same rows" in output for output, _ in outputs)
     assert not any(output.endswith("True\n") for output, _ in outputs), "pandas takes a second to import"
 
 

@@ -13,16 +13,16 @@ from pathlib import Path
 import torch.distributed as dist
 from rlhf.engine import distributed
 dist.init_process_group("gloo", timeout=timedelta(seconds=1.5))
-said = Path({folder!r}, f"rank{{dist.get_rank()}}")
+outcome = Path({folder!r}, f"rank{{dist.get_rank()}}")
 try:
     for _ in range(2):
         with distributed.on_main("downloading", takes_long={takes_long}) as main:
             if main:
                 time.sleep(2.5)
                 {then}
-    said.write_text("done")
+    outcome.write_text("done")
 except BaseException as error:
-    said.write_text(f"{{type(error).__name__}}: {{error}}")
+    outcome.write_text(f"{{type(error).__name__}}: {{error}}")
 """
 
 

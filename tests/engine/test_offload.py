@@ -29,7 +29,7 @@ def losses(engine, steps=4, accumulation=1):
     return [numbers["loss"] for numbers in train(engine, steps, accumulation)]
 
 
-def assert_close_weights(engine, expected, rtol, atol):
+def assert_engine_weights(engine, expected, rtol, atol):
     torch.testing.assert_close(weights_of(engine), expected, rtol=rtol, atol=atol)
 
 
@@ -58,10 +58,10 @@ def test_steps_are_those_without_offload(accelerator, plain, zero_stage, place, 
     expected, weights, norm = plain(zero_stage, precision, accumulation)
     if precision == "bf16":  # weights of 8 bits: the last of them may differ where the norm does
         assert losses(moved) == pytest.approx(expected, rel=1e-3)
-        assert_close_weights(moved, weights, rtol=2**-7, atol=2e-4)
+        assert_engine_weights(moved, weights, rtol=2**-7, atol=2e-4)
         return
     assert losses(moved, accumulation=accumulation) == pytest.approx(expected, rel=1e-6 if zero_stage == 3 else 0)
-    assert_close_weights(moved, weights, rtol=0, atol=1e-6 if zero_stage == 3 else 0)
+    assert_engine_weights(moved, weights, rtol=0, atol=1e-6 if zero_stage == 3 else 0)
     assert moved.grad_norm() == pytest.approx(norm, rel=1e-6)
 
 
@@ -88,7 +88,7 @@ def test_checkpoint_continues_wherever_its_state_was(accelerator, tmp_path, zero
     assert resumed.steps == 2
     expected = losses(whole)[2:]
     assert losses(resumed, 2) == pytest.approx(expected, rel=1e-6 if zero_stage == 3 else 0)
-    assert_close_weights(resumed, weights_of(whole), rtol=0, atol=1e-6 if zero_stage == 3 else 0)
+    assert_engine_weights(resumed, weights_of(whole), rtol=0, atol=1e-6 if zero_stage == 3 else 0)
     count = sum(parameter.numel() for parameter in llama(60).parameters())
     assert bytes_held(resumed, torch.device("cpu")) == bytes_held(resumed) >= 12 * count
     assert bytes_held(resumed, torch.device("cuda", 0)) == 0

@@ -65,7 +65,7 @@ def test_numbers_are_those_of_transformers_and_a_count_by_hand(
     for p in claimed:
         confidence = max(p, 1 - p)
         bins.setdefault(min(int((confidence - 0.5) / 0.125), 3), []).append((confidence, p > 0.5))
-    error = sum(abs(sum(sure for sure, _ in entry) - sum(right for _, right in entry)) for entry in bins.values()) / 6
+    error = sum(abs(sum(sure for sure, _ in pairs) - sum(right for _, right in pairs)) for pairs in bins.values()) / 6
     assert numbers["calibration_error"] == pytest.approx(error, abs=1e-4)
     assert [entry["pairs"] for entry in numbers["bins"]] == [len(bins[place]) for place in sorted(bins)]
     # Wilson's score interval: where |share - p| is 1.96 deviations of p.

@@ -65,10 +65,12 @@ def test_a_vendors_torch_is_built_upon_and_said_in_one_line(wheels: Path, tmp_pa
     assert (again.stdout, again.returncode) == (message + "\n", 0)
 
 
-def test_a_vendors_torch_that_is_not_admitted_is_refused(wheels: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_new", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_a_vendors_torch_that_is_not_admitted_is_refused(wheels: Path, tmp_path: Path, is_new: bool) -> None:
     checkout = Checkout(tmp_path, wheels, "2.7.1a0+git1234")
-    places.interpreter(checkout.folder / ".venv")  # to unpack pip would take seconds: it gets this interpreter's
-    (places.site_of(checkout.folder / ".venv") / "pip").symlink_to(Path(pip.__file__).parent)
+    if not is_new:  # to unpack pip takes seconds: this environment gets that of the interpreter
+        places.interpreter(checkout.folder / ".venv")
+        (places.site_of(checkout.folder / ".venv") / "pip").symlink_to(Path(pip.__file__).parent)
     assert checkout.refused() == (
         f"error: {checkout.python} has torch 2.7.1a0+git1234, and rlhf needs torch<2.14,>=2.9.0a0; take an image of "
         "the vendor's with such a torch, or name a torch for .venv alone: RLHF_TORCH=torch\n"

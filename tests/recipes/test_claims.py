@@ -113,7 +113,7 @@ def test_blending_leaves_no_rows_of_the_published_sets_out(recipe: Path) -> None
         sources = [source for source in config.data.datasets if stage in source.stages]
         if len(sources) > 1 and all(source.path in ROWS for source in sources):
             split = dict(zip(STAGES, config.data.stage_split, strict=True))
-            parts = [split[stage] / sum(split[other] for other in source.stages) for source in sources]
+            parts = [split[stage] / sum(split[name] for name in source.stages) for source in sources]
             counts = [int(ROWS[source.path] * part) for source, part in zip(sources, parts, strict=True)]
             selected = select_by_weight(counts, [source.weight for source in sources], seed=0)
             assert sum(map(len, selected)) > 0.98 * sum(counts), stage

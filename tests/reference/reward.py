@@ -52,11 +52,11 @@ def step(
 def scores(network: Network, pairs: Sequence[Pair], *, pad: int, config: RewardConfig) -> dict[str, float]:
     """The loss, mean scores, and the part of the pairs whose chosen reply has the higher one."""
     with torch.no_grad():
-        losses = [pair_loss(network, pair, pad, config) for pair in pairs]
+        results = [pair_loss(network, pair, pad, config) for pair in pairs]
     return {
-        "loss": sum(loss.item() for loss, *_ in losses) / len(pairs),
-        "accuracy": sum(chosen > rejected for _, chosen, rejected in losses) / len(pairs),
-        "chosen_score": sum(chosen for _, chosen, _ in losses) / len(pairs),
-        "rejected_score": sum(rejected for *_, rejected in losses) / len(pairs),
-        "margin": sum(chosen - rejected for _, chosen, rejected in losses) / len(pairs),
+        "loss": sum(loss.item() for loss, *_ in results) / len(pairs),
+        "accuracy": sum(chosen > rejected for _, chosen, rejected in results) / len(pairs),
+        "chosen_score": sum(chosen for _, chosen, _ in results) / len(pairs),
+        "rejected_score": sum(rejected for *_, rejected in results) / len(pairs),
+        "margin": sum(chosen - rejected for _, chosen, rejected in results) / len(pairs),
     }

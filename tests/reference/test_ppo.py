@@ -179,10 +179,11 @@ RESUMED = {
     "LoRA": "GPT-2, LoRA",
     "no critic": "REINFORCE++",
     ENDED_EARLY: ENDED_EARLY,
+    "RLOO": "RLOO, three rollouts",
 }
 
 
-@pytest.mark.parametrize("name", RESUMED.values(), ids=RESUMED)
+@pytest.mark.parametrize("name", mark_slow(RESUMED, except_for=RESUMED.keys() - {"RLOO"}))
 def test_resumed_run_takes_the_second_step_of_the_reference(accelerator, ran, tmp_path, name):
     """Its rollouts, records and weights are those of a run without a break."""
     config, whole, wanted, _ = ran(name)

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf.evaluation.models import model_folder
 from tests.helpers import models_of, sets, weights
@@ -39,8 +42,6 @@ def test_average_after_one_update_lies_between_the_weights(one_update, finished_
 
 
 def test_it_is_a_model_with_its_tokenizer(one_update):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     folder, printed = one_update
     AutoModelForCausalLM.from_pretrained(folder / "model-ema")
     assert len(AutoTokenizer.from_pretrained(folder / "model-ema")) > 0
@@ -60,6 +61,20 @@ def test_heldout_numbers_are_those_of_a_run_that_starts_from_it(one_update, rlhf
         assert after[f"ema_{key}"] == pytest.approx(before[key], rel=1e-5), key
     assert after["ema_kl"] != after["kl"] and after["ema_reward"] != after["reward"]
     assert "ema reward" in printed
+
+
+@pytest.mark.slow
+def test_average_of_an_adapter_without_shared_base_is_saved(rlhf, finished_run, tmp_path):
+    """With a shared base: tests/trainers/test_shared_base.py."""
+    rlhf(*arguments(finished_run, tmp_path / "run", "ppo.steps=1", "lora.rank=2", "lora.save=both"))
+    folder = tmp_path / "run" / "ppo"
+    last, average = (load_file(folder / name / "adapter_model.safetensors") for name in ("adapter", "adapter-ema"))
+    assert last.keys() == average.keys()
+    assert any(not torch.equal(last[name], tensor) for name, tensor in average.items())
+    base = AutoModelForCausalLM.from_pretrained(finished_run / "sft" / "model")
+    merged = PeftModel.from_pretrained(base, folder / "adapter-ema").merge_and_unload().state_dict()
+    for name, tensor in weights(folder / "model-ema").items():
+        torch.testing.assert_close(tensor, merged[name], rtol=1e-6, atol=1e-7)
 
 
 def test_chat_answers_with_it_on_request(one_update):

@@ -131,7 +131,7 @@ def test_random_numbers_of_evaluations_change_no_training(accelerator, tmp_path)
     assert drawn("without", 0) == drawn("with", 2)
 
 
-def same_training(folder: Path, other: Path, stage: str) -> None:
+def same_training(first: Path, second: Path, stage: str) -> None:
     def steps(folder: Path) -> list[dict[str, Any]]:
         return [
             {key: value for key, value in record.items() if key != "time" and not is_machine_dependent(key)}
@@ -139,7 +139,7 @@ def same_training(folder: Path, other: Path, stage: str) -> None:
             if "learning_rate" in record
         ]
 
-    assert steps(folder) == steps(other) != []
+    assert steps(first) == steps(second) != []
 
 
 @pytest.mark.parametrize("zero_stage", [0, 3])

@@ -66,7 +66,7 @@ COLLECTIVES = tuple(expected(2, 0))
 
 @pytest.fixture(scope="module")
 def results(python: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, Any]]]:
-    """What the ranks got: found(size)[rank][collective]; run once for each size."""
+    """Return what the ranks got: results(size)[rank][collective]; run once for each size."""
     known: dict[int, list[dict[str, Any]]] = {}
 
     def run(size: int) -> list[dict[str, Any]]:
