@@ -132,7 +132,7 @@ def test_quantized_weights_pass_their_check(python: Run) -> None:
 
 @pytest.mark.slow
 def test_the_conformance_kit_passes(python: Run) -> None:
-    done = python("-m", "rlhf", "accelerators", "check", "hpu", "--json")
+    done = python("-m", "rlhf", "accelerators", "check", "hpu", "--json", fresh=True)
     results = json.loads(done.stdout)
     assert {result["check"]: result["result"] for result in results if result["result"] != "passed"} == {
         "inference-weights": "skipped",
