@@ -46,7 +46,7 @@ def frozen_modules() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def plain_linear() -> Iterator[None]:
-    """Reset the linear function that DeepSpeed replaces for good at ZeRO-3, by one that takes several times as long."""
+    """Undo DeepSpeed's replacement of the linear function at ZeRO-3, which would slow down all later tests."""
     yield
     if "torch" in sys.modules:
         import torch

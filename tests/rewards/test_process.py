@@ -235,6 +235,18 @@ def test_child_that_holds_the_connection_hangs_no_large_batch(start, number: sig
         os.kill(int(child), signal.SIGKILL)
 
 
+def test_worker_killed_during_a_send_is_named_after_the_limit(start, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = start("pid", "detaches", timeout=3.0)
+    (worker,), (child,) = process([Sample("p", "c", {})])
+    poll, first = process._process.poll, iter([lambda: None])  # it has not been noticed before the send
+    os.kill(int(worker), signal.SIGKILL)
+    monkeypatch.setattr(process._process, "poll", lambda: next(first, poll)())
+    try:
+        assert "its process was killed by SIGKILL" in error_of(lambda: process(LARGE))
+    finally:
+        os.kill(int(child), signal.SIGKILL)
+
+
 def test_error_names_the_sample_that_failed(start) -> None:
     message = error_of(lambda: start("second_fails")(SAMPLES))
     assert "ZeroDivisionError" in message and "prompt 'and this?' with the completion 'b'; fix the function" in message

@@ -202,7 +202,7 @@ def test_shapes_that_follow_the_data_are_compiled_late(spoil: Callable[..., proo
     with pytest.raises(AssertionError):
         proof.assert_nothing_compiled_late(run, "sft")
     late = [event for event in run.late("sft", 2) if event["kind"] == "compilation"]
-    # Each is told from the nearest known graph by its number of tokens, and the forwards by their line.
+    # Each event differs from the nearest known graph in its number of tokens; that of a forward pass names its line.
     length = r"(\[4, \d+\]|start=0, end=\d+)"
     difference = re.compile(rf" is aten::\w+ {length}.*, was {length}.* at the same place")
     assert len(late) >= proof.STEPS - 2
