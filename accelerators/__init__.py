@@ -7,11 +7,12 @@ first.
 
 from typing import TYPE_CHECKING, Any
 
-from accelerators.discovery import Report, available
+from accelerators.discovery import Report, available, blame_plugin
 from accelerators.errors import AcceleratorError, CaptureError, PluginError, describe_error, find_out_of_memory
 from accelerators.hookspecs import hookimpl, hookspec
 from accelerators.host import redirect_fd, stdout_to_stderr
 from accelerators.kernels import KernelSet
+from accelerators.portable import missing_features, register_attention
 from accelerators.registry import Selection, select, verify_agreement
 from accelerators.shapes import ShapePolicy
 from accelerators.types import (
@@ -30,6 +31,7 @@ from accelerators.types import (
 
 if TYPE_CHECKING:
     from accelerators.accelerator import Accelerator
+    from accelerators.deepspeed_device import DeepSpeedDevice
     from accelerators.quantized import QuantizedWeights
 
 __all__ = [
@@ -39,6 +41,7 @@ __all__ = [
     "AcceleratorError",
     "AcceleratorSpec",
     "CaptureError",
+    "DeepSpeedDevice",
     "DeepSpeedView",
     "DeviceInfo",
     "KernelImpl",
@@ -54,11 +57,14 @@ __all__ = [
     "ShapePolicy",
     "Support",
     "available",
+    "blame_plugin",
     "describe_error",
     "find_out_of_memory",
     "hookimpl",
     "hookspec",
+    "missing_features",
     "redirect_fd",
+    "register_attention",
     "select",
     "stdout_to_stderr",
     "verify_agreement",
@@ -74,4 +80,8 @@ def __getattr__(name: str) -> Any:
         from accelerators.quantized import QuantizedWeights
 
         return QuantizedWeights
+    if name == "DeepSpeedDevice":  # and this one imports DeepSpeed, which needs the backend's environment
+        from accelerators.deepspeed_device import DeepSpeedDevice
+
+        return DeepSpeedDevice
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

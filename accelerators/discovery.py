@@ -13,17 +13,19 @@ import os
 import re
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from importlib.metadata import Distribution, EntryPoint, distributions, entry_points
+from importlib.metadata import Distribution, EntryPoint, distributions, entry_points, packages_distributions
 from itertools import islice
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
 import pluggy
 
 from accelerators import hookspecs
-from accelerators.errors import AcceleratorError, PluginError, describe_error
+from accelerators.errors import AUTHORS, AcceleratorError, PluginError, causes, describe_error
 from accelerators.host import stdout_to_stderr
 from accelerators.types import (
     ALLOWLIST_ENV,
@@ -48,6 +50,9 @@ MOST_ANSWERS = 100
 _IMPORTS_TORCH = (
     "imports torch {when}, which must come after the choice of a backend: some runtimes read their environment then"
 )
+
+
+_MAY_LACK_MEMORY = re.compile(r"exhaust|memory|\bHBM\b|alloc", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -264,6 +269,37 @@ def answers(plugins: pluggy.PluginManager, plugin: Any, hook: str, **arguments: 
             yield from islice(items, MOST_ANSWERS)
             if next(items, items) is not items:
                 raise ValueError(f"{hook} gave more than {MOST_ANSWERS} answers")
+
+
+def blame_plugin(error: BaseException) -> PluginError | None:
+    """Return the error that names the plugin whose code raised `error`, by the traceback; None if no plugin's did.
+
+    It covers calls that do not pass through the wrappers of `accelerators.errors`: attention, which transformers
+    calls, and backward passes, which autograd calls.
+    """
+    providers = {name: Report(point.name, *_named(point.dist)).provider for point, name in _plugin_packages()}
+    for cause in causes(error):
+        for frame, line in reversed(list(traceback.walk_tb(cause.__traceback__))):
+            package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+            if package in ("rlhf", __package__):
+                return None  # even if a plugin called
+            if package in providers:
+                code = frame.f_code
+                place = f"{Path(code.co_filename).name}, line {line}, in {code.co_name}"
+                words = describe_error(cause)
+                hint = "; if it means a lack of memory, the backend's is_out_of_memory must recognize it"
+                hint = hint if _MAY_LACK_MEMORY.search(words) else ""
+                return PluginError(f"{providers[package]} failed ({place}: {words}); {AUTHORS}{hint}")
+    return None
+
+
+def _plugin_packages() -> Iterator[tuple[EntryPoint, str]]:
+    """Yield the top-level packages of installed plugins, each with an entry point of its distribution."""
+    packages = packages_distributions()
+    for point in _installed()[0]:
+        if point.value != BUILTIN:
+            names = [name for name, owners in packages.items() if point.dist and point.dist.name in owners]
+            yield from ((point, name) for name in {*names, point.module.partition(".")[0]})
 
 
 def _rank(report: Report) -> tuple[int, int, str]:

@@ -6,11 +6,13 @@ for attention is `eager`, which every architecture has. Functions for other impl
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from accelerators.errors import AcceleratorError
 from accelerators.types import KernelImpl, Support
 
 
@@ -54,27 +56,54 @@ def beyond_sdpa(model: Any) -> str:
     return "torch's scaled_dot_product_attention has no softcap" if softcap(model) else ""
 
 
-def register_attention(name: str, attend: Callable[..., Any]) -> str:
-    """Register an implementation with transformers under a name, with masks that are added to scores.
+def register_attention(name: str, attend: Callable[..., Any], lacking: Iterable[str] = ()) -> str:
+    """Register an implementation of attention with transformers.
 
-    These masks are made once per forward pass without reading values on the host, and a row without a real token gets
-    a finite mean instead of NaN.
+    Its masks are added to scores. They are made once per forward pass without reading values on the host, and a row
+    without a real token gets a finite mean instead of NaN.
+
+    Args:
+        name: its name in `attn_implementation`.
+        attend: called as transformers calls attention: (module, query [B, H, T, D], key and value [B, G, S, D], mask
+            [B, 1 or H, T, S] or None, with `scaling`, `dropout` and other features) -> ([B, T, H, D], None).
+        lacking: features that some models pass and `attend` does not implement.
+
+    Returns:
+        `name`, as the factory of an `attention` returns it. A call with a lacking feature raises `AcceleratorError`.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-    AttentionInterface.register(name, attend)
+    lacking = tuple(lacking)
+
+    @functools.wraps(attend)
+    def checked(*args: Any, **features: Any) -> Any:
+        for feature in lacking:
+            if features.get(feature) is not None:
+                raise AcceleratorError(f"attention {name}: it does not support {feature}; use a model without it")
+        return attend(*args, **features)
+
+    AttentionInterface.register(name, checked)
     AttentionMaskInterface.register(name, eager_mask)
     return name
 
 
-def handed_over(model: Any, features: Iterable[str]) -> list[str]:
-    """Return the `features` that a model passes to its attention, according to its code and configuration."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+def missing_features(lacking: Iterable[str]) -> Callable[[Any], str]:
+    """Return a check (`KernelImpl.refuses`) that names those of the `lacking` features that a model's attention uses.
 
-    architecture = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model), None)
-    code = inspect.getsource(sys.modules[architecture.__module__]) if architecture else ""
-    return [name for name in features if (softcap(model) if name == "softcap" else f" {name}=" in code)]
+    The model's code and configuration tell which features it passes.
+    """
+    lacking = tuple(lacking)
+
+    def refuses(model: Any) -> str:
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+        architecture = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model), None)
+        code = inspect.getsource(sys.modules[architecture.__module__]) if architecture else ""
+        used = [name for name in lacking if (softcap(model) if name == "softcap" else f" {name}=" in code)]
+        return f"it does not support {', '.join(used)}" if used else ""
+
+    return refuses
 
 
 def always(reason: str) -> Callable[[Any], Support]:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from typer import TyperException
 
+from accelerators import PluginError, blame_plugin
 from rlhf.errors import USER_ERRORS, ConfigError, RemoteRankError, as_resource_error, summarize_error
 from rlhf.utils.atomic_io import PARTIAL
 from rlhf.utils.process_info import STATUS_FOLDER_VARIABLE, ProcessInfo, current_process
@@ -38,19 +39,24 @@ class InternalError(Exception):
 
     exit_code = INTERNAL_ERROR
 
-    @classmethod
-    def from_error(cls, error: BaseException, folder: Path | None = None) -> InternalError:
-        """Save the traceback of `error` in `folder`, or in a temporary folder, and return the error that names it."""
-        rank = _current_process().rank
-        try:
-            if folder is None or not folder.is_dir():
-                folder = Path(tempfile.mkdtemp(prefix="rlhf-"))
-            path = folder / (f"traceback-rank{rank}.txt" if rank else "traceback.txt")
-            path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-            traceback_note = f"its traceback is in {path}"
-        except OSError:
-            traceback_note = "its traceback could not be saved"
-        return cls(f"this is a bug of rlhf: {summarize_error(error)}; {traceback_note}; please report it")
+
+def find_culprit(error: BaseException, folder: Path | None = None) -> PluginError | InternalError:
+    """Return the error for the user that names a plugin or rlhf as the cause of an unexpected `error`.
+
+    Its traceback is saved in `folder`, or in a temporary folder, if it is a bug of rlhf.
+    """
+    if plugin_error := blame_plugin(error):
+        return plugin_error
+    rank = _current_process().rank
+    try:
+        if folder is None or not folder.is_dir():
+            folder = Path(tempfile.mkdtemp(prefix="rlhf-"))
+        path = folder / (f"traceback-rank{rank}.txt" if rank else "traceback.txt")
+        path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        traceback_note = f"its traceback is in {path}"
+    except OSError:
+        traceback_note = "its traceback could not be saved"
+    return InternalError(f"this is a bug of rlhf: {summarize_error(error)}; {traceback_note}; please report it")
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,7 @@ class ExitStatus:
             error = Interrupted("nothing was started")
         error = as_resource_error(error) or error
         if not isinstance(getattr(error, "exit_code", None), int):
-            error = InternalError.from_error(error)
+            error = find_culprit(error)
         # An error that follows from another rank's is never the root cause.
         known = math.inf if isinstance(error, RemoteRankError) else time.time()
         code: int = error.exit_code  # type: ignore[attr-defined]  # checked above: rlhf's, a plugin's or typer's errors
@@ -96,7 +102,7 @@ class ExitStatus:
         known = math.inf if follows else time.time()
         if isinstance(error, KeyboardInterrupt):
             return cls(INTERRUPTED, f"{_INTERRUPTED}by a signal to {rank_name(_current_process().rank)}", known)
-        error = as_resource_error(error) or error
+        error = as_resource_error(error) or blame_plugin(error) or error
         if isinstance(error, (*USER_ERRORS, RemoteRankError)):
             return cls(error.exit_code, _ERROR + " ".join(str(error).split()), known)
         return cls(INTERNAL_ERROR, _ERROR + summarize_error(error), known)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rlhf.config.schema import STAGES, Stage
 from rlhf.errors import USER_ERRORS, RemoteRankError, RunError, translate_errors
-from rlhf.launchers.exit_status import ExitStatus, InternalError, Interrupted
+from rlhf.launchers.exit_status import ExitStatus, Interrupted, find_culprit
 from rlhf.reporting.console import append_line
 from rlhf.runs.directory import RunDirectory
 from rlhf.utils.process_info import current_process, get_command_line
@@ -33,7 +33,8 @@ class RunTermination:
         Raises:
             RLHFError, AcceleratorError: the user can fix it; the message says how.
             Interrupted: SIGINT, SIGTERM or SIGHUP arrived.
-            InternalError: anything else; its traceback is in the run directory.
+            PluginError: any other error of a plugin's code.
+            InternalError: any other error; its traceback is in the run directory.
         """
         folder = self._directory.path
         try:
@@ -46,7 +47,7 @@ class RunTermination:
                 raise
             except Exception as error:
                 holds_run = self._directory.description.is_file()
-                raise InternalError.from_error(error, folder if holds_run else None) from error
+                raise find_culprit(error, folder if holds_run else None) from error
         except Exception as error:
             process = current_process()
             if process.rank == 0 and process.launcher != "rlhf":  # our launcher logs the end of all ranks

@@ -36,7 +36,9 @@ def install(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             metadata.mkdir(parents=True)
             (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: rlhf-{dashed}\nVersion: 1.2.3\n")
             (metadata / "entry_points.txt").write_text(f"[rlhf.accelerators]\n{dashed} = rlhf_{name}\n")
-            for path in SOURCES.glob(f"rlhf_{name}*.py"):
+            modules = list(SOURCES.glob(f"rlhf_{name}*.py"))
+            (metadata / "top_level.txt").write_text("\n".join(path.stem for path in modules))
+            for path in modules:
                 shutil.copy(path, site)
             if name in fake_plugins.SOURCES:
                 (site / f"rlhf_{name}.py").write_text(fake_plugins.SOURCES[name])

@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import accelerators
+from accelerators import AcceleratorError, Precision
 from accelerators.testing import CHECKS, Result, processes, run
 from accelerators.testing.checks import Subject
 from tests.accelerators.broken import BROKEN
@@ -81,6 +84,12 @@ def test_every_check_has_a_broken_backend():
     assert {*BROKEN, *(check for _, _, check, _ in cases)} == {check.name for check in CHECKS}
 
 
+def test_page_for_authors_names_every_check():
+    page = (Path(__file__).parents[2] / "docs" / "write-a-backend.md").read_text()
+    names = re.findall(r"`([a-z-]+)`", page.split("Names for `--only`", 1)[1].split("\n\n", 1)[0])
+    assert names == list(dict.fromkeys(check.name for check in CHECKS))
+
+
 @pytest.mark.slow
 def test_ranks_are_not_checked_on_one_device(installed):
     installed("broken")
@@ -99,6 +108,25 @@ def test_lazy_backend_may_work_at_step_boundaries(offered):
 def test_cpu_passes_check(name):
     result = run_check("cpu", name)
     assert result.result == "passed" or (name == "memory" and result.result == "skipped"), result.reason
+
+
+@pytest.mark.parametrize("name", ["quantized-weights", "attention", "adamw", "precision", "inference-weights"])
+def test_chip_with_bf16_alone_passes_check(offered, name):
+    def precision(self, wish="auto"):
+        if wish in ("auto", "bf16"):
+            return Precision(torch.bfloat16, "bf16", "the only one")
+        raise AcceleratorError(f"precision {wish}: it multiplies bf16 alone; use auto or bf16")
+
+    offered(precision=precision)
+    result = run_check("npu", name)
+    assert result.result == "passed", result.reason
+
+
+@pytest.mark.slow
+def test_chip_with_bf16_alone_passes_every_check(check):
+    done = check("HalfAlone", "--json", plugins=["broken"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {result["result"] for result in json.loads(done.stdout)} <= {"passed", "skipped"}
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import accelerators
 from accelerators import AcceleratorError
@@ -186,12 +187,13 @@ def test_torchs_attention_takes_long_rows_and_dropout(monkeypatch, delegated):
 
 @pytest.mark.parametrize("feature", ["s_aux", "sinks", "softcap", "indices", "block_indices"])
 def test_what_it_lacks_is_refused_not_left_out(feature):
+    attend = ALL_ATTENTION_FUNCTIONS[cpu_attention.composed(None)]
     given = [drawn(1, 2, 3, 8) for _ in range(3)]
     with pytest.raises(
         AcceleratorError, match=f"attention {OWN}: it does not support {feature}; use a model without it"
     ):
-        cpu_attention.attend(SimpleNamespace(), *given, None, **{feature: torch.ones(2)})
-    cpu_attention.attend(SimpleNamespace(), *given, None, **{feature: None}, sliding_window=4)
+        attend(SimpleNamespace(), *given, None, **{feature: torch.ones(2)})
+    attend(SimpleNamespace(), *given, None, **{feature: None}, sliding_window=4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -51,6 +51,20 @@ def test_faulty_plugin_ends_run_with_one_line(faulty, fault):
     assert line.endswith("; report it to the plugin's authors")
 
 
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("attention fails", "in attend: RuntimeError: TPU_STATUS_17: bad tile); report it to the plugin's authors"),
+        ("attention fails in its backward pass", "in fails: OSError: no card); report it to the plugin's authors"),
+        ("attention fills its memory", "HBM is full); report it to the plugin's authors; if it means a lack of memory"),
+    ],
+)
+def test_failing_attention_names_plugin(faulty, fault, message):
+    line = refusal(faulty(fault, *faulty.sft, "--accelerator", "faulty"))
+    assert line.startswith("rlhf-faulty 1.2.3 failed (rlhf_faulty_backend.py, line ")
+    assert message in line
+
+
 def test_debug_shows_traceback_of_plugin(faulty):
     done = faulty("adamw does not step", "--debug", *faulty.sft, "--accelerator", "faulty")
     assert done.returncode == 2
@@ -80,7 +94,7 @@ def test_defect_of_rlhf_in_recording_is_not_the_plugins(faulty, ppo):
     assert done.returncode == 1
     line = done.stderr.splitlines()[-1]
     assert line.startswith(
-        "rlhf: error: this is a bug of rlhf: KeyError: 'defect in the decoder'; its traceback is in "
+        "rlhf: error: this is a bug of rlhf: TypeError: 'NoneType' object is not callable; its traceback is in "
     )
 
 

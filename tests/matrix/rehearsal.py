@@ -85,10 +85,6 @@ class Rehearsal(CPU):
         return super().precision(wish)
 
     def deepspeed_accelerator(self) -> Any:
-        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+        from accelerators import DeepSpeedDevice  # imports DeepSpeed
 
-        class Accepting(CPU_Accelerator):
-            def is_fp16_supported(self) -> bool:
-                return True
-
-        return Accepting()
+        return DeepSpeedDevice(self)

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from accelerators import portable
-from accelerators.errors import AcceleratorError
 from accelerators.types import KernelImpl, Support
 
 ATTENTION = "cpu_composed"
@@ -39,7 +38,7 @@ _LACKING = ("s_aux", "sinks", "indices", "block_indices", "softcap")
 
 def composed(accelerator: object) -> str:
     """Register the implementation with transformers and return its name."""
-    return portable.register_attention(ATTENTION, attend)
+    return portable.register_attention(ATTENTION, attend, _LACKING)
 
 
 def attend(
@@ -70,13 +69,7 @@ def attend(
 
     Returns:
         [B, T, H, E], and no weights.
-
-    Raises:
-        AcceleratorError: a feature is not supported.
     """
-    for feature in _LACKING:
-        if features.get(feature) is not None:
-            raise AcceleratorError(f"attention {ATTENTION}: it does not support {feature}; use a model without it")
     queries, keys = query.shape[2], key.shape[2]
     if dropout or features.get("position_bias") is not None or not _pays(query, key, value, attention_mask):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -231,16 +224,11 @@ def _faster_than_sdpa(accelerator: object) -> Support:
     return Support(True, f"products of matrices, faster than torch's attention up to {limits}; torch's beyond")
 
 
-def _lacks(model: Any) -> str:
-    lacking = portable.handed_over(model, _LACKING)
-    return f"it does not support {', '.join(lacking)}" if lacking else ""
-
-
 COMPOSED = KernelImpl(
     operation="attention",
     name="composed",
     factory=composed,
     supported=_faster_than_sdpa,
     priority=10,
-    refuses=_lacks,
+    refuses=portable.missing_features(_LACKING),
 )

@@ -15,7 +15,7 @@ import torch
 from accelerators import portable
 from accelerators.accelerator import Accelerator
 from accelerators.backends.hpu import info
-from accelerators.errors import AcceleratorError, describe_error
+from accelerators.errors import describe_error
 from accelerators.types import KernelImpl, Support
 
 ATTENTION = "gaudi_fused_sdpa"
@@ -141,9 +141,6 @@ def fused_sdpa(accelerator: Accelerator) -> str:
         query [B, H, T, D], key and value [B, G, S, D] (the kernel itself groups the H heads over G), mask
         [B, 1 or H, T, S] -> [B, T, H, D].
         """
-        for feature in _LACKING:
-            if features.get(feature) is not None:
-                raise AcceleratorError(f"attention {ATTENTION}: FusedSDPA has no {feature}; use a model without it")
         if attention_mask is not None and attention_mask.dtype == torch.bool:
             lowest = torch.finfo(query.dtype).min
             attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, lowest)
@@ -153,13 +150,7 @@ def fused_sdpa(accelerator: Accelerator) -> str:
         output = fused.apply(query, key, value, attention_mask, dropout, is_causal, scaling)
         return output.transpose(1, 2).contiguous(), None
 
-    return portable.register_attention(ATTENTION, attend)
-
-
-def _beyond_fused_sdpa(model: Any) -> str:
-    """Return which features FusedSDPA lacks for a model, according to its configuration and its code."""
-    lacking = portable.handed_over(model, _LACKING)
-    return f"FusedSDPA has no {', '.join(lacking)}" if lacking else ""
+    return portable.register_attention(ATTENTION, attend, _LACKING)
 
 
 FUSED_SDPA = KernelImpl(
@@ -168,7 +159,7 @@ FUSED_SDPA = KernelImpl(
     factory=fused_sdpa,
     supported=_importable("hpex.kernels", "FusedSDPA", "attention in one kernel, keys and values grouped as they are"),
     priority=10,
-    refuses=_beyond_fused_sdpa,
+    refuses=portable.missing_features(_LACKING),
 )
 
 

@@ -31,7 +31,7 @@ PROBES = {
     "ProbeOpensDevice": open_device,
     "ProbeNumbersDevices": lambda: probe(devices=("chip 0",)),
 }
-OTHERS = ("OneDevice", "OtherDistBackend", "DeepSpeedName", "DeepSpeedClips", "CompilesLate", "Loud")
+OTHERS = ("OneDevice", "OtherDistBackend", "DeepSpeedName", "DeepSpeedClips", "CompilesLate", "Loud", "HalfAlone")
 
 
 @hookimpl

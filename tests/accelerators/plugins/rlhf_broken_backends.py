@@ -78,3 +78,20 @@ class Loud(CPU):
         print("asked for memory")
         os.write(2, b"asked for memory\n")
         return super().memory()
+
+
+class HalfAlone(CPU):
+    """Not broken: a chip that computes in bf16 and nothing else."""
+
+    name = "HalfAlone"
+    deepspeed_name = "cpu"
+
+    def precision(self, wish="auto"):
+        if wish not in ("auto", "bf16"):
+            raise AcceleratorError(f"precision {wish} on {self.name}: it multiplies bf16 alone; use auto or bf16")
+        return Precision(torch.bfloat16, "bf16", "the only one")
+
+    def deepspeed_accelerator(self):
+        from accelerators import DeepSpeedDevice  # imports DeepSpeed
+
+        return DeepSpeedDevice(self)

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from rlhf_faulty import FAULT, kernel
 
+from accelerators import KernelImpl, Support, register_attention
 from accelerators.backends.cpu.backend import CPU
 
 
@@ -36,10 +37,6 @@ def recorded(self, fn, key):
             raise RuntimeError(f"{key}: the recording failed") from error
 
     return replay
-
-
-def defective(session, width):
-    raise KeyError("defect in the decoder")
 
 
 class DeviceOutOfMemory(RuntimeError):
@@ -78,13 +75,42 @@ def full_on_rank_1(self, tag):
 if FAULT == "none, but rlhf has a defect":
     from rlhf.generation.decode_state import DecodeState
 
-    DecodeState._step = defective
+    DecodeState._step = None
 
 if FAULT == "out of memory on rank 1":
     from rlhf.launchers import coordinator
 
     coordinator._SECONDS_FOR_CAUSES = 0.2  # no other rank fails
 
+
+def attend(module, query, key, value, mask, **features):
+    """Fail in the forward pass, or in the backward pass alone."""
+    if FAULT == "attention fails":
+        raise RuntimeError("TPU_STATUS_17: bad tile")
+    if FAULT == "attention fills its memory":
+        raise RuntimeError("TPU_RESOURCE_EXHAUSTED: HBM is full")
+    output = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
+    return Backward.apply(output).transpose(1, 2), None
+
+
+class Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, output):
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        fails()
+
+
+ATTENTION = KernelImpl(
+    operation="attention",
+    name="faulty",
+    factory=lambda accelerator: register_attention("faulty", attend),
+    supported=lambda accelerator: Support(True, "for tests"),
+    priority=99,
+)
+ATTENDS = {"kernel_implementations": lambda self: [*CPU.kernel_implementations(self), ATTENTION]}
 STILL = kernel("adamw", lambda params, **settings: Still(params))
 FAULTS = {
     "none, but rlhf has a defect": {"capture": recorded},
@@ -100,6 +126,9 @@ FAULTS = {
     },
     "out of memory when scored": {"step_boundary": full_when_scored},
     "out of memory on rank 1": {"step_boundary": full_on_rank_1},
+    "attention fails": ATTENDS,
+    "attention fills its memory": ATTENDS,
+    "attention fails in its backward pass": ATTENDS,
     "memory is limited": {"seed": limited},
 }
 Faulty = type("Faulty", (CPU,), {"name": "faulty", "__module__": __name__, **FAULTS.get(FAULT, {})})
