@@ -20,6 +20,7 @@ from rlhf.errors import ConfigError
 _PYTHON = ".py"
 _FUNCTION = re.compile(r"(?P<where>[^:]+):(?P<name>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)")
 _LABEL = re.compile(r"[\w.-]+")
+_MODEL_SCORE_CLIP = 5.0  # DeepSpeed-Chat's, for scores of its reward model
 _NEEDED_KEYS = {
     "kl_target": "kl_coef",
     "ema_on_host": "ema",
@@ -144,7 +145,10 @@ class PPOConfig(TrainingConfig):
         None, ge=1, description="passes over the prompts, instead of `steps`; empty: `steps` rollouts"
     )
     generation_batch_size: int | None = Field(
-        None, ge=1, description="maximum number of rows that a rank generates at a time; empty: its share of batch_size"
+        None,
+        ge=1,
+        description="maximum number of rows that a rank generates at a time, which changes samples by rounding "
+        "only; empty: its share of batch_size",
     )
     generation_weights: Literal["auto", "whole", "layerwise", "tensor_parallel"] = Field(
         "auto",
@@ -208,7 +212,12 @@ class PPOConfig(TrainingConfig):
         description="scale scores to mean 0 and standard deviation 1 before they are clipped: over each rollout "
         "(batch), or over all rollouts so far (running)",
     )
-    score_clip: float = Field(5.0, gt=0, description="scores (weighted sums) are clipped to plus or minus this value")
+    score_clip: float | None = Field(
+        None,
+        gt=0,
+        description="scores (weighted sums) are clipped to plus or minus this value; empty: 5 (as in DeepSpeed-Chat) "
+        "if the reward model alone scores, no clip if Python functions do, with a reward model or without",
+    )
     missing_eos_penalty: float | None = Field(
         None,
         ge=0,
@@ -343,6 +352,12 @@ class PPOConfig(TrainingConfig):
         }
         replaced = {key: value for key, value in settings.items() if value is not None}
         return replace(ESTIMATORS[self.estimator], **replaced)
+
+    @property
+    def score_limit(self) -> float | None:
+        """The value to which the scores of the settings' model and functions are clipped; None: they are not."""
+        by_functions = any(function.weight for function in self.reward_functions)
+        return self.score_clip or (None if by_functions else _MODEL_SCORE_CLIP)
 
     @property
     def updates(self) -> int:

@@ -39,12 +39,14 @@ def kl_estimate(log_ratio: Tensor, estimator: KLEstimator) -> Tensor:
     return torch.expm1(-log_ratio) + log_ratio
 
 
-def earned_scores(scores: Tensor, ended: Tensor, *, clip: float = 5.0, missing_end: float | None = None) -> Tensor:
-    """Clip scores [B] to +-`clip`, then subtract `missing_end` where `ended` [B] is 0.
+def earned_scores(
+    scores: Tensor, ended: Tensor, *, clip: float | None = None, missing_end: float | None = None
+) -> Tensor:
+    """Clip scores [B] to +-`clip`, then subtract `missing_end` where `ended` [B] is 0; None leaves either out.
 
     A reward model's score says little about an answer that is cut off (arXiv:2403.17031 replaces it by -1).
     """
-    clipped = scores.float().clamp(-clip, clip)
+    clipped = scores.float() if clip is None else scores.float().clamp(-clip, clip)
     return clipped if missing_end is None else clipped - missing_end * (1 - ended.float())
 
 

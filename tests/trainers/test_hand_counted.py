@@ -229,6 +229,7 @@ def test_the_numbers_of_a_ppo_step_are_those_counted_by_hand(build_ppo):
         "approx_kl": pytest.approx(2 * math.log(1.5) / 6 / 2, rel=1e-5),
         "value_clip_fraction": pytest.approx(5 / 6),
         "updates": 2,
+        "score_clip_fraction": pytest.approx(1 / 3),  # 7 of 1, 4 and 7; the fourth row only fills up the batch
         "explained_variance": 0.0,  # the values do not differ
         "reward_ema": pytest.approx(4.0),
         "kl_coef": 0.5,
@@ -259,6 +260,33 @@ def test_scores_are_scaled_then_clipped_then_penalized(build_ppo):
     built.step(0)
     # 1, 4 and 7 have mean 4 and deviation sqrt(6): -1.22, 0 and 1.22, clipped to 1; the third alone ends.
     assert built.experience.returns[:, 0].tolist() == pytest.approx([-1.5, -0.5, 1.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "given_function", "limit"),
+    [
+        ({}, False, 5),  # the reward model alone
+        ({"reward_functions": ["rewards.py:points"]}, False, None),
+        ({"reward_functions": ["rewards.py:points"], "reward_weight": 0}, False, None),
+        ({"reward_functions": [{"function": "rewards.py:points", "weight": 0}]}, False, 5),  # only recorded
+        ({"reward_functions": ["rewards.py:points"], "score_clip": 6}, False, 6),
+        ({}, True, None),  # a function in a loop of rlhf.session
+        ({"score_clip": 6}, True, 6),
+    ],
+)
+def test_only_scores_of_a_reward_model_are_clipped_by_default(build_ppo, monkeypatch, settings, given_function, limit):
+    monkeypatch.setattr("rlhf.trainers.ppo.trainer.WeightedRewards", lambda *_: None)
+    built = quiet(build_ppo(kl_coef=0, lam=1.0, **settings))
+    metrics = built.step(0, (lambda *_: None) if given_function else None)
+    assert built.experience.returns[:3, 0].tolist() == pytest.approx([1, 4, 7 if limit is None else limit])
+    assert metrics.get("score_clip_fraction") == (None if limit is None else pytest.approx(1 / 3))
+
+
+def test_deviation_of_scores_has_digits_beside_a_large_mean(build_ppo):
+    built = quiet(build_ppo())
+    give_scores(built, replace(SCORES, reward=torch.tensor([10_001.0, 10_004.0, 10_007.0, JUNK])))
+    assert built.step(0)["reward_std"] == pytest.approx(math.sqrt(6), rel=1e-5)
+    assert built.evaluate("before").numbers["reward_std"] == pytest.approx(math.sqrt(6), rel=1e-5)
 
 
 def test_scores_of_all_rollouts_share_a_scale_after_a_restart(build_ppo):

@@ -20,7 +20,7 @@ from rlhf.data.load_sources import read_sources
 from rlhf.data.stage_dataset import load_stage
 from rlhf.errors import RewardError
 from rlhf.trainers.ppo.experience import Rollout, Scores
-from rlhf.trainers.ppo.metrics import rollout_means, rollout_sums
+from rlhf.trainers.ppo.metrics import mean_score, rollout_means, rollout_sums
 from rlhf.trainers.ppo.rewards import WeightedRewards
 from tests.optimum.language import COMPLETIONS, WORDS, Distance, log_probabilities, optimum, prompt, tokenizer
 from tests.optimum.test_optimum import BETA, build
@@ -92,7 +92,7 @@ def test_rows_that_are_missing_do_not_score_0(file: Path) -> None:
 def test_they_are_recorded_as_means_over_real_rows(file: Path) -> None:
     nothing = torch.zeros_like(MASK)
     scores = Scores(nothing, nothing, nothing, None, *rewards(reward_functions=[f"{file}:words"]))
-    sums = rollout_sums(ROLLOUT, scores)
+    sums = rollout_sums(ROLLOUT, scores, mean_score(ROLLOUT, scores))
     means = rollout_means({name: float(number) for name, number in sums.items()})
     assert means["reward/words"] == 2.0
     assert means["reward_model"] == pytest.approx(2 / 3) and means["reward"] == pytest.approx(2 / 3 + 2)

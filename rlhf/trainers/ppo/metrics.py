@@ -30,15 +30,31 @@ from rlhf.trainers.ppo.rewards import is_reward_part
 from rlhf.utils.units import format_number
 
 
-def rollout_sums(rollout: Rollout, scores: Scores) -> Batch:
-    """Return sums over real rows and tokens of a rollout, for `rollout_means` to divide."""
+def mean_score(rollout: Rollout, scores: Scores) -> Tensor:
+    """Return the mean score of a rollout's real rows, over all ranks."""
+    rows = rollout.row_mask.float()
+    total, count = distributed.all_sum(torch.stack([(scores.reward * rows).sum(), rows.sum()]))
+    mean: Tensor = total / count.clamp_min(1)
+    return mean
+
+
+def rollout_sums(rollout: Rollout, scores: Scores, center: Tensor) -> Batch:
+    """Return sums over real rows and tokens of a rollout, for `rollout_means` to divide.
+
+    Args:
+        rollout, scores: the rollout and its scores.
+        center: a number near the mean score, the same for all sums that are added up. It is subtracted first: if scores
+            lie close together, sums of their squares have no digits left.
+    """
     rows, mask = rollout.row_mask.float(), rollout.action_mask
+    offsets = (scores.reward - center) * rows
     log_ratio = masked(scores.log_probs - scores.ref_log_probs, mask)
     return {
         "rows": rows.sum(),
         "tokens": mask.sum(),
         "reward": (scores.reward * rows).sum(),
-        "reward_squared": (scores.reward**2 * rows).sum(),
+        "reward_offsets": offsets.sum(),
+        "reward_squares": (offsets**2).sum(),
         "kl": log_ratio.sum(),
         "entropy": masked(scores.entropy, mask).sum(),
         "ended": (rollout.ended * rows).sum(),
@@ -69,15 +85,16 @@ def padding_sums(rollout: Rollout) -> Batch:
 def rollout_means(sums: Metrics) -> Metrics:
     """Return the means of `rollout_sums`: per sequence, but entropy per token."""
     rows = max(sums["rows"], 1)
-    mean = sums["reward"] / rows
+    offset = sums["reward_offsets"] / rows
     return {
         "tokens": sums["tokens"],
-        "reward": mean,
-        "reward_std": max(sums["reward_squared"] / rows - mean**2, 0.0) ** 0.5,
+        "reward": sums["reward"] / rows,
+        "reward_std": max(sums["reward_squares"] / rows - offset**2, 0.0) ** 0.5,
         "kl": sums["kl"] / rows,
         "entropy": sums["entropy"] / max(sums["tokens"], 1),
         "response_length": sums["tokens"] / rows,
         "truncated_share": 1 - sums["ended"] / rows,
+        **({"score_clip_fraction": sums["clipped_scores"] / rows} if "clipped_scores" in sums else {}),
         **{name: number / rows for name, number in sums.items() if is_reward_part(name)},
     }
 

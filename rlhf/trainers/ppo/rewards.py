@@ -1,6 +1,6 @@
 """Rewards of a rollout's tokens: scores by model and functions, scaling, clipping, the KL penalty.
 
-A score is scaled (`ppo.normalize_scores`), then clipped (`ppo.score_clip`), then `ppo.missing_eos_penalty` is
+A score is scaled (`ppo.normalize_scores`), then clipped (`PPOConfig.score_limit`), then `ppo.missing_eos_penalty` is
 subtracted if the completion has no end token. So clip and penalty are in standard deviations if scores are scaled, and
 the penalty still distinguishes completions whose scores are clipped to the same value.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlhf.config.schema import PPOConfig
-from rlhf.data.batches import completion_ids, completion_texts
+from rlhf.data.batches import Batch, completion_ids, completion_texts
 from rlhf.data.examples import Prompt
 from rlhf.engine import distributed
 from rlhf.engine.engine import Metrics
@@ -89,16 +89,19 @@ class RewardShaping:
         self.kl_coef = settings.kl_coef
         self._moments, self._mean_reward = RunningMoments(), MovingMean()
 
-    def token_rewards(self, scores: Scores, rollout: Rollout) -> Tensor:
-        """Return the rewards of a rollout's tokens, [B, A] float32; the same for any split of its rows over ranks."""
+    def token_rewards(self, scores: Scores, rollout: Rollout, clip: float | None) -> tuple[Tensor, Batch]:
+        """Return the rewards of a rollout's tokens, [B, A] float32; the same for any split of its rows over ranks.
+
+        Scores are clipped to +-`clip`; None: they are not. The second result is a sum over the rollout's real rows, the
+        number of clipped scores; empty without a clip.
+        """
         settings, mask, reward = self._settings, rollout.action_mask, scores.reward
         if settings.normalize_scores != "none":
             moments = self._moments if settings.normalize_scores == "running" else RunningMoments()
             reward = moments.scale(reward, mask.any(-1).float())
-        earned = earned_scores(
-            reward, rollout.ended, clip=settings.score_clip, missing_end=settings.missing_eos_penalty
-        )
-        return shaped_rewards(
+        earned = earned_scores(reward, rollout.ended, clip=clip, missing_end=settings.missing_eos_penalty)
+        clipped = {} if clip is None else {"clipped_scores": ((reward.abs() > clip) * rollout.row_mask).sum()}
+        rewards = shaped_rewards(
             scores.log_probs,
             scores.ref_log_probs,
             earned,
@@ -107,6 +110,7 @@ class RewardShaping:
             kl_coef=self.kl_coef if settings.method.kl_in == "reward" else 0.0,
             kl_estimator=settings.method.kl_estimator,
         )
+        return rewards, clipped
 
     def update(self, metrics: Metrics) -> Metrics:
         """Adapt to a step's `reward` and `kl`; return the coefficient that the step used, and the moving mean.

@@ -49,6 +49,7 @@ from rlhf.trainers.ppo.forward_reuse import explain_separate_passes
 from rlhf.trainers.ppo.metrics import (
     critic_sums,
     explained_variance,
+    mean_score,
     padding_sums,
     record_arithmetic,
     rollout_means,
@@ -217,9 +218,13 @@ class PPOTrainer:
             scores = self.score(rollout, examples, reward_fn, for_update=self._reuses_passes)
         mask = rollout.action_mask
         values = torch.zeros_like(mask) if scores.values is None else scores.values * mask
-        rewards = self.shaping.token_rewards(scores, rollout)
+        # The default limit is for the reward model's scores, not for those of a function.
+        clip = self.settings.score_clip if reward_fn else self.settings.score_limit
+        rewards, clipped = self.shaping.token_rewards(scores, rollout, clip)
         advantages, returns = self._estimate(rewards, values, mask, self.settings)
-        sums.add(**rollout_sums(rollout, scores), returns=(returns * mask).sum(), **padding_sums(rollout))
+        center = mean_score(rollout, scores)
+        sums.add(**rollout_sums(rollout, scores, center), returns=(returns * mask).sum(), **padding_sums(rollout))
+        sums.add(**clipped)
         if self.critic:
             sums.add(**critic_sums(values, returns, mask))
         if self.settings.method.whiten_advantages:
@@ -451,11 +456,13 @@ class PPOTrainer:
         examples = [example for example in self.data.heldout if isinstance(example, Prompt)][: self.settings.eval_rows]
         state = context.accelerator.rng_state()
         context.accelerator.seed(context.config.seed + context.world.rank)
-        sums = MetricSums()
+        sums, center = MetricSums(), None
         ids: list[list[int]] = []
         for index, (prompts,) in context.evaluate_batches(self.held_out, f"held-out prompts {when}"):
             rollout = self.generate(prompts)
-            sums.add(**rollout_sums(rollout, self.score(rollout, self.held_out.share(index))))
+            scores = self.score(rollout, self.held_out.share(index))
+            center = mean_score(rollout, scores) if center is None else center
+            sums.add(**rollout_sums(rollout, scores, center))
             ids += completion_ids(rollout.input_ids, rollout.action_mask)
         context.accelerator.set_rng_state(state)
 

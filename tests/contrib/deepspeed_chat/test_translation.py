@@ -76,7 +76,7 @@ EXPECTED: dict[str, tuple[int | None, dict[str, Any]]] = {
         | {"roles.actor.lora_rank": 128, "roles.actor.lora_learning_rate": 5e-4}
         | {"roles.actor.gradient_checkpointing": True}
         | {"ppo.minibatch_size": 32, "ppo.micro_batch_size": 16, "ppo.generation_batch_size": 16, "ppo.epochs": 1}
-        | {"ppo.critic_dropout": None, "ppo.whiten_advantages": False}
+        | {"ppo.critic_dropout": None, "ppo.whiten_advantages": False, "ppo.score_clip": 5.0}
         | optimizer("ppo.optimizer", 9.65e-6, None, 100)
         | optimizer("ppo.critic_optimizer", 5e-6, None, 100),
     ),
@@ -107,7 +107,7 @@ EXPECTED: dict[str, tuple[int | None, dict[str, Any]]] = {
         | {"ppo.batch_size": 128, "ppo.minibatch_size": 128, "ppo.micro_batch_size": 16}
         | {"ppo.generation_batch_size": 16, "ppo.epochs": 1}
         | {"ppo.generation_weights": "tensor_parallel", "ppo.tensor_parallel": 2}
-        | {"ppo.critic_dropout": None, "ppo.whiten_advantages": False}
+        | {"ppo.critic_dropout": None, "ppo.whiten_advantages": False, "ppo.score_clip": 5.0}
         | optimizer("ppo.optimizer", 5e-4, None, 100)
         | optimizer("ppo.critic_optimizer", 5e-6, None, 100),
     ),
@@ -132,7 +132,7 @@ EXPECTED: dict[str, tuple[int | None, dict[str, Any]]] = {
         | {"reward.batch_size": 64, "reward.micro_batch_size": 8, "reward.eval_every": "epoch"}
         | optimizer("reward.optimizer", 9.65e-6, 0.1, 0)
         | {"ppo.batch_size": 8, "ppo.minibatch_size": 8, "ppo.micro_batch_size": 1, "ppo.generation_batch_size": 1}
-        | {"ppo.epochs": 1, "ppo.critic_dropout": None, "ppo.whiten_advantages": False}
+        | {"ppo.epochs": 1, "ppo.critic_dropout": None, "ppo.whiten_advantages": False, "ppo.score_clip": 5.0}
         | optimizer("ppo.optimizer", 9.65e-6, 0.1, 100)
         | optimizer("ppo.critic_optimizer", 5e-6, 0.1, 100),
     ),
@@ -151,7 +151,7 @@ EXPECTED: dict[str, tuple[int | None, dict[str, Any]]] = {
         | {"reward.eval_every": "epoch"}
         | optimizer("reward.optimizer", 2e-5, None, 0)
         | {"ppo.minibatch_size": 32, "ppo.micro_batch_size": 2, "ppo.generation_batch_size": 2, "ppo.epochs": 1}
-        | {"ppo.whiten_advantages": False}
+        | {"ppo.whiten_advantages": False, "ppo.score_clip": 5.0}
         | optimizer("ppo.optimizer", None, 0.1, 100)
         | optimizer("ppo.critic_optimizer", 6e-6, 0.1, 100),
     ),
