@@ -2,7 +2,8 @@
 
 Every few steps the decoder reads which rows have ended; if the decode state can drop rows, it removes them. A rollout
 may be split into batches of one shape, one after the other in the same buffers (`rlhf.generation.decode_state`); the
-random numbers are those of the whole rollout, so the split does not change the samples.
+random numbers are those of the whole rollout, so the split changes the samples by rounding only: a backend may compute
+small and large batches by other routines (in bf16 the CPU's do, from 512 positions on).
 """
 
 from __future__ import annotations

@@ -187,7 +187,8 @@ def list_changes(
 
     if in_ppo and helps("generation"):
         for rows in some(_divisors(ppo.generation_rows(ranks))):
-            yield Change({"ppo.generation_batch_size": rows}, f"rollouts in parts of {rows} rows; the same samples")
+            reason = f"rollouts in parts of {rows} rows; the same samples but for rounding"
+            yield Change({"ppo.generation_batch_size": rows}, reason)
     has_reference = "dpo" in stages and "reference" in model_placements(config, "dpo")
     if has_reference:
         yield Change({"dpo.reference": "precomputed"}, "one pass over the pairs before training; the same numbers")

@@ -14,7 +14,8 @@ from rlhf.roles.roles import ROLES
 # The keys among them that set how long a stage is trained: a complete stage is not trained further.
 _LENGTHS = {"steps", "epochs", "max_steps"}
 # Keys that may differ when a stage is resumed: they change where, how long, how often and with how much memory a stage
-# runs, not what it learns; or (data.datasets.*.prefer.nothing) they confirm that a column is no preference label.
+# runs, not what it learns (but for rounding: other batches may be computed by other routines); or
+# (data.datasets.*.prefer.nothing) they confirm that a column is no preference label.
 CHANGEABLE_ON_RESUME = _LENGTHS | {
     *("output", "accelerator", "timeout", "reward_timeout", "kernels", "nothing"),
     *("log_every", "checkpoint_every", "eval_every", "samples_every", "samples"),
