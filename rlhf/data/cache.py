@@ -26,7 +26,6 @@ from filelock import FileLock, Timeout
 from rlhf.config.schema import Config, DataConfig, Stage
 from rlhf.data.examples import EXAMPLE_TYPES, Example, TokenCounts, list_parts
 from rlhf.data.load_sources import list_stage_sources, read_sources
-from rlhf.data.readers import hash_file
 from rlhf.data.records import Message, Row
 from rlhf.data.report import DataReport
 from rlhf.data.stage_dataset import StageData, select_examples
@@ -34,6 +33,7 @@ from rlhf.errors import DataError
 from rlhf.models.hub import find_datasets_cache
 from rlhf.reporting.console import console
 from rlhf.utils.atomic_io import atomic_directory
+from rlhf.utils.manifest import hash_file, hash_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -171,14 +171,14 @@ class StageCache:
         digests = {name: hash_file(folder / name) for name in (_EXAMPLES, _TRAIN, _HELDOUT)}
         if replace(self).key != self.key:
             raise DataError(f"{stage}: a source of data.datasets changed while it was read; run the command again")
-        content = {"metadata": metadata, "files": digests, "digest": _hash_json(metadata)}
+        content = {"metadata": metadata, "files": digests, "digest": hash_json(metadata)}
         (folder / _STAGE).write_text(json.dumps(content), encoding="utf-8")
 
     def _is_complete(self) -> bool:
         """Return True if every byte is as it was written."""
         try:
             content = json.loads((self.folder / _STAGE).read_text(encoding="utf-8"))
-            if content["digest"] != _hash_json(content["metadata"]):
+            if content["digest"] != hash_json(content["metadata"]):
                 return False
             return all(hash_file(self.folder / name) == digest for name, digest in content["files"].items())
         except (OSError, ValueError, KeyError, TypeError):
@@ -340,7 +340,7 @@ def _hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
         with TemporaryDirectory() as folder:
             tokenizer.save_pretrained(folder)
             files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-            return _hash_json([(path.name, hash_file(path)) for path in files])
+            return hash_json([(path.name, hash_file(path)) for path in files])
     except OSError as error:
         raise DataError(
             f"the tokenizer cannot be written to a temporary folder ({error}); set TMPDIR to a folder with free space"
@@ -353,7 +353,3 @@ def _restore_report(values: dict[str, Any], examples: StoredExamples) -> DataRep
         name: {key: tuple(items) for key, items in values[name].items()} for name in ("tokens", "dropped", "lengths")
     }
     return DataReport(**values | tuples | {"example": examples[values["example"]]})
-
-
-def _hash_json(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

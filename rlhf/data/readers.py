@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import os
 import random
 import re
 from collections import Counter
@@ -23,9 +24,9 @@ from rlhf.data import toy_world
 from rlhf.data.report import NOT_AN_OBJECT, NOT_JSON, OTHER_FIELDS
 from rlhf.errors import DataError
 from rlhf.models import hub
+from rlhf.utils.manifest import hash_file
 
 _MAX_CSV_FIELD = 2**31 - 1  # characters; the default of the csv module is 131,072
-_CHUNK = 2**20  # bytes
 _PARQUET_REVISION = "refs/convert/parquet"
 _SCRIPT_ERROR = "Dataset scripts are no longer supported"  # message of datasets
 _OTHER_DELIMITERS = {";": "semicolons", "\t": "tabs"}
@@ -133,21 +134,34 @@ def hash_source(source: str, *, split: str = "train", subset: str | None = None,
         return ""
     if not path.exists():
         return str(_load_from_hub(source, subset, split, revision)._fingerprint)
-    files = [file for file in sorted(path.rglob("*")) if file.is_file()] if path.is_dir() else [path]
     digest = hashlib.sha256()
-    for file in files:
-        with _translate_errors(file):
-            digest.update(f"{file.relative_to(path)}\n{hash_file(file)}\n".encode())
+    for name, content in [(".", _hash(path))] if path.is_file() else _hash_folder(path):
+        digest.update(f"{name}\n{content}\n".encode())
     return digest.hexdigest()
 
 
-def hash_file(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+def _hash_folder(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield the name and the SHA-256 of each file below a folder, also in folders that links lead to, as readers do.
+
+    If a folder was met before under another name, that name stands for its files, so links in a circle end.
+    """
+    names: dict[str, str] = {}
+    for folder, below, files in os.walk(path, followlinks=True):
+        name = os.path.relpath(folder, path)
+        first = names.setdefault(os.path.realpath(folder), name)
+        if first != name:
+            below.clear()
+            yield name, first
+            continue
+        below.sort()
+        for file in sorted(files):
+            if (place := Path(folder, file)).is_file():
+                yield str(place.relative_to(path)), _hash(place)
+
+
+def _hash(file: Path) -> str:
+    with _translate_errors(file):
+        return hash_file(file)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from datasets import Dataset, DatasetDict
 
-from rlhf.data.readers import SourceRecord, read_records
+from rlhf.data.readers import SourceRecord, hash_source, read_records
 from rlhf.errors import DataError
 from tests.data.rows import write_jsonl
 
@@ -187,3 +187,24 @@ def test_failure_of_the_hub_is_one_line(hub: Any, error: Exception, message: str
     with pytest.raises(DataError) as caught:
         read_records("org/name", revision="v1")
     assert str(caught.value).startswith(f"org/name: {message}") and "\n" not in str(caught.value)
+
+
+def test_hash_of_a_folder_follows_linked_folders(tmp_path: Path) -> None:
+    """As readers do; a link in a circle ends, and one that leads elsewhere than before counts."""
+    source, store = tmp_path / "source", tmp_path / "store"
+    for folder in (source, store / "red", store / "green"):
+        folder.mkdir(parents=True)
+    for color in ("red", "green"):
+        (store / color / "rows.arrow").write_text(color)
+    (source / "train").symlink_to(store / "red")
+    (source / "circle").symlink_to(source)
+    digests = [hash_source(str(source))]
+    (store / "red" / "rows.arrow").write_text("RED")
+    digests.append(hash_source(str(source)))
+    for name in ("a", "b", "c"):
+        (source / name).symlink_to(store / {"a": "red"}.get(name, "green"))
+        digests.append(hash_source(str(source)))
+    (source / "c").unlink()
+    (source / "c").symlink_to(store / "red")  # the same files, under another name
+    digests.append(hash_source(str(source)))
+    assert len(set(digests)) == len(digests)
