@@ -17,12 +17,16 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
+from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
 from rlhf.errors import DependencyError
 
 KNOWN = (0, 19)  # the release series that these patches were written for and are tested with
+_IN_CHECKPOINTS = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
 
 
 def check_version(version: str) -> None:
@@ -124,6 +128,20 @@ def _step(optimizer: Any) -> bool:
         weight.grad = None
         parameter.copy_(weight)
     return False
+
+
+def read_without_code(engine: Any) -> None:
+    """Read checkpoints without running code in them.
+
+    DeepSpeed unpickles whatever a file names (`TorchCheckpointEngine.load`). Its own checkpoints name the classes in
+    `_IN_CHECKPOINTS` in addition to those of tensors.
+    """
+    engine.checkpoint_engine.load = _load_file
+
+
+def _load_file(path: str, map_location: Any = None) -> Any:
+    with torch.serialization.safe_globals(_IN_CHECKPOINTS):
+        return torch.load(path, map_location=map_location, weights_only=True)
 
 
 def missing_loss_scale(engine: Any, *, loss_scaling: bool, zero_stage: int) -> float:

@@ -144,6 +144,7 @@ class TrainingEngine:
                 ),
             )
         patches.undo_setup_step(self.engine)
+        patches.read_without_code(self.engine)
         if self.zero_stage == 0:
             patches.replace_step(self.engine, ranks=distributed.world().size, loss_scaling=precision.loss_scaling)
         restore_precision(self.engine)

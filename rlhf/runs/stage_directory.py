@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlhf.config.schema import Stage
 from rlhf.errors import RunError
-from rlhf.utils.atomic_io import PARTIAL, atomic_write_json, read_json
+from rlhf.utils.atomic_io import atomic_write_json, read_json
+from rlhf.utils.manifest import find_damage
 
 STATE = "state-rank{rank}.pt"
 """The file in a checkpoint with the state that a rank saved in addition to its engines."""
 
 CRITIC = "critic"
 """The folder of PPO's critic, next to that of its model."""
+
+_CHECKPOINT = re.compile(r"step-\d{8,}")  # a folder of another name, such as a copy, is no checkpoint
 
 AVERAGE = "-ema"
 """The suffix of a model's or an adapter's folder that contains its moving average."""
@@ -88,7 +92,7 @@ class StageDirectory:
     @property
     def all_checkpoints(self) -> list[Path]:
         """The complete checkpoints, oldest first."""
-        return sorted(path for path in self.checkpoints.glob("step-*") if path.suffix != PARTIAL)
+        return sorted(path for path in self.checkpoints.glob("step-*") if _CHECKPOINT.fullmatch(path.name))
 
     @property
     def latest_checkpoint(self) -> Path | None:
@@ -96,23 +100,26 @@ class StageDirectory:
         return max(self.all_checkpoints, default=None)
 
     def check_checkpoint(self, ranks: int) -> None:
-        """Raise `RunError` if the newest checkpoint was not written by `ranks` ranks, or is damaged."""
+        """Raise `RunError` if the newest checkpoint was not written by `ranks` ranks, or lacks a part of a file."""
         path = self.latest_checkpoint
         if path is None:
             return
         writers = len(list(path.glob(STATE.format(rank="*"))))
         if writers not in (0, ranks):
             raise RunError(f"{path}: written by {writers} ranks, resumed by {ranks}; resume with --ranks {writers}")
-        for file in sorted(path.rglob("*.pt")):
-            if not zipfile.is_zipfile(file):  # a file of torch.save ends with a list of its parts
-                raise self.unreadable(f"{file.name} is damaged or cut short")
+        self.check_files(path, lambda name: False)
+
+    def check_files(self, checkpoint: Path, select: Callable[[str], bool]) -> None:
+        """Raise `RunError` if a checkpoint differs from its manifest: in sizes, or in the content of selected files."""
+        if damage := find_damage(checkpoint, select):
+            raise self.unreadable(damage)
 
     def unreadable(self, reason: str) -> RunError:
         """Return the error for an unreadable newest checkpoint, with the alternatives."""
         path = self.latest_checkpoint
         earlier = [other.name for other in self.all_checkpoints if other != path]
         remedy = f"resume from {earlier[-1]}" if earlier else f"start the {self.name} stage again; there is no other"
-        return RunError(f"{path}: cannot be read ({reason}); move this folder away to {remedy}")
+        return RunError(f"{path}: cannot be read ({reason}); rename it (mv {path} {path}.bad) to {remedy}")
 
     def check_steps(self, steps: int) -> None:
         """Raise `RunError` if the newest checkpoint is of a later step than the last of `steps`."""

@@ -132,7 +132,9 @@ def _open(
     config: Config, selection: Selection, request: Request, pending: Sequence[Stage]
 ) -> Iterator[tuple[Config, Accelerator]]:
     """Connect the ranks, check the run, and open its folder."""
-    from rlhf.engine import distributed  # imports torch, which needs the environment that `select_accelerator` has set
+    # They import torch, which needs the environment that `select_accelerator` has set.
+    from rlhf.checkpoint.training_state import verify_checkpoint
+    from rlhf.engine import distributed
 
     directory = RunDirectory(config.output)
     with distributed.start_process_group(selection, timeout=config.engine.timeout) as accelerator, ExitStack() as stack:
@@ -142,6 +144,8 @@ def _open(
         config = _resolve_auto(config, pending, accelerator)
         choose_kernels(config, accelerator)
         selection.check_run(accelerator, config.model_dump(mode="json"))
+        for stage in () if request.overwrite else pending:
+            verify_checkpoint(directory.stage(stage))
         with distributed.on_main("checking the run", takes_long=True) as main:
             if main:
                 findings = preflight.examine(

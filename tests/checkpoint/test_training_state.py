@@ -12,6 +12,7 @@ from rlhf.engine.engine import TrainingEngine
 from rlhf.errors import RunError
 from rlhf.models.forward import completion_log_probs
 from rlhf.runs.directory import RunDirectory
+from rlhf.utils.manifest import read_manifest, write_manifest
 from tests.helpers import llama
 from tests.in_process import make_placement
 
@@ -64,10 +65,82 @@ def test_unreadable_checkpoint_error_names_the_one_before(engine, tmp_path):
         training_state.save_checkpoint(place(tmp_path), step, {"model": engine}, {})
     newest = place(tmp_path).latest_checkpoint
     (newest / "state-rank0.pt").write_bytes(b"cut off")
-    with pytest.raises(RunError, match=r"step-00000002: cannot be read .*; move this folder away to .*step-00000001"):
+    with pytest.raises(RunError, match=r"step-00000002: cannot be read .*; rename it \(mv .*\) to .*step-00000001$"):
         training_state.restore_checkpoint(place(tmp_path), {"model": engine})
-    newest.rename(tmp_path / "away")
+    newest.rename(f"{newest}.bad")
     assert training_state.restore_checkpoint(place(tmp_path), {"model": engine}) == (1, {})
+
+
+def test_folders_of_other_names_are_no_checkpoints(engine, tmp_path):
+    """They do not count, neither as the newest nor among those that are kept."""
+    others = ["step-00000009.bad", "step-00000002 (copy)", "step-00000003~", "step-", "step-x", "step-00000009.partial"]
+    for name in others:
+        (place(tmp_path).checkpoints / name).mkdir(parents=True)
+    assert place(tmp_path).latest_checkpoint is None
+    for step in (1, 2, 3):
+        training_state.save_checkpoint(place(tmp_path), step, {"model": engine}, {})
+    assert names(tmp_path) == sorted(["step-00000002", "step-00000003", *others])
+    assert training_state.restore_checkpoint(place(tmp_path), {"model": engine}) == (3, {})
+
+
+DAMAGES = {
+    "a flipped bit": lambda data: (
+        data[: len(data) // 3] + bytes([data[len(data) // 3] ^ 4]) + data[len(data) // 3 + 1 :]
+    ),
+    "a flipped last bit": lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+    "half of zeros": lambda data: data[: len(data) // 2] + bytes(len(data) - len(data) // 2),
+    "cut": lambda data: data[: len(data) // 2],
+    "longer": lambda data: data + b"\0",
+    "gone": lambda data: None,
+}
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+def test_damage_of_every_file_is_named(accelerator, zero_stage, tmp_path):
+    engines = {"model": build(accelerator, zero_stage)}
+    training_state.save_checkpoint(place(tmp_path), 1, engines, {"number": 1})
+    checkpoint = place(tmp_path).latest_checkpoint
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
+    assert len(files) > 2 and checkpoint / "manifest.json" in files
+    for file in files:
+        intact = file.read_bytes()
+        for damage in DAMAGES.values():
+            damaged = damage(intact)
+            file.unlink() if damaged is None else file.write_bytes(damaged)
+            with pytest.raises(RunError, match=rf"step-00000001: cannot be read \({file.relative_to(checkpoint)} "):
+                training_state.restore_checkpoint(place(tmp_path), engines)
+            file.write_bytes(intact)
+    assert training_state.restore_checkpoint(place(tmp_path), engines) == (1, {"number": 1})
+
+
+class Malicious:
+    """Pickled code, which creates a file when it is loaded."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_code_in_any_file_is_not_run(accelerator, zero_stage, tmp_path):
+    """Even if the manifest fits the file."""
+    engines = {"model": build(accelerator, zero_stage)}
+    training_state.save_checkpoint(place(tmp_path), 1, engines, {})
+    checkpoint, ran = place(tmp_path).latest_checkpoint, tmp_path / "ran"
+    for file in sorted(checkpoint.rglob("*.pt")):
+        intact = file.read_bytes()
+        content = torch.load(file, weights_only=False)
+        torch.save({**content, "more": Malicious(ran)}, file)
+        write_manifest(checkpoint)
+        with pytest.raises(RunError, match=r"step-00000001: cannot be read \(a file holds objects other than .*\)"):
+            training_state.restore_checkpoint(place(tmp_path), engines)
+        assert not ran.exists(), file
+        torch.load(file, weights_only=False)
+        assert ran.exists()  # it would have run
+        ran.unlink()
+        file.write_bytes(intact)
 
 
 @pytest.mark.parametrize("is_cut", [True, False])
@@ -159,17 +232,29 @@ for step in (3, 4):
         training_state.save_checkpoint(stage, step, dict(model=Holder()), dict(rank=rank))
     except BaseException as error:
         Path("{folder}", f"error{{rank}}-{{step}}").write_text(str(error))
+training_state.verify_checkpoint(stage)
+if rank == 1:
+    (stage.latest_checkpoint / "state-rank1.pt").open("r+b").write(b"?")
+try:
+    training_state.verify_checkpoint(stage)
+except BaseException as error:
+    Path("{folder}", f"error{{rank}}-5").write_text(str(error))
 dist.destroy_process_group()
 """
 
 
 def test_checkpoint_is_published_once_every_rank_has_written(forks, tmp_path):
-    """The first one is slow on one rank; the second fails there, and every rank knows."""
+    """The first one is slow on one rank; the second fails there, and every rank knows; each rank checks its files."""
     forks.ranks(2, TWO_RANKS.format(folder=tmp_path))
     assert names(tmp_path) == ["step-00000003", "step-00000004.partial"]
     saved = place(tmp_path).latest_checkpoint
     assert sorted(path.name for path in (saved / "model" / "weights").iterdir()) == ["shard0", "shard1"]
     assert sorted(path.name for path in saved.glob("state-*")) == ["state-rank0.pt", "state-rank1.pt"]
-    assert sorted(path.name for path in tmp_path.glob("error*")) == ["error0-4", "error1-4"]
+    assert set(read_manifest(saved)) == {f"model/weights/shard{rank}" for rank in (0, 1)} | {
+        f"state-rank{rank}.pt" for rank in (0, 1)
+    }
+    assert sorted(path.name for path in tmp_path.glob("error*")) == ["error0-4", "error0-5", "error1-4", "error1-5"]
+    assert "rank 1: " in (tmp_path / "error0-5").read_text()
+    assert "(state-rank1.pt has other content" in (tmp_path / "error1-5").read_text()
     assert (tmp_path / "error0-4").read_text().startswith("writing the checkpoint failed on rank 1: ")
     assert "No space left" in (tmp_path / "error1-4").read_text()

@@ -17,12 +17,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlhf.config.schema import Config
 from rlhf.engine import distributed
 from rlhf.runs.stage_directory import StageDirectory
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.loop import _restore_generators
+from rlhf.utils.manifest import write_manifest
 from tests.helpers import assert_same_weights, kill_at, models_of, sets, start, user_environment, wait_for
 
 
@@ -143,6 +145,42 @@ def test_nonfinite_loss_stops_at_the_last_good_checkpoint(rlhf, tmp_path):
     checkpoints = list((output / "sft" / "checkpoints").glob("step-*"))
     assert len(checkpoints) == 1 and str(checkpoints[0]) in line
     assert (output / "sft" / "console.log").read_text().splitlines()[-1] == line
+
+
+@pytest.mark.parametrize("is_malicious", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_resume_refuses_damage_and_code_in_a_checkpoint(rlhf, killed, tmp_path, is_malicious):
+    """Every file; the line has the command that leads to the checkpoint before."""
+    output, ran = Path(shutil.copytree(killed, tmp_path / "run")), tmp_path / "ran"
+    resume = ["ppo", "--output", output, "--resume"]
+    *_, before, newest = StageDirectory(output / "ppo", "ppo").all_checkpoints
+    files = sorted(path for path in newest.rglob("*.pt" if is_malicious else "*") if path.is_file())
+    assert len(files) >= 5 - is_malicious
+    for file in files:
+        intact = file.read_bytes()
+        if is_malicious:
+            torch.save({"module": Malicious(ran)}, file)
+            write_manifest(newest)
+        else:
+            middle = len(intact) // 2
+            file.write_bytes(intact[:middle] + bytes([intact[middle] ^ 1]) + intact[middle + 1 :])
+        done = rlhf(*resume, recipe=None, check=False)
+        (line,) = done.stderr.strip().splitlines()
+        reason = "a file holds objects other than" if is_malicious else f"{file.relative_to(newest)} "
+        assert done.returncode == 2 and line.startswith(f"rlhf: error: {newest}: cannot be read ({reason}")
+        assert not ran.exists() and line.endswith(f"to resume from {before.name}")
+        file.write_bytes(intact)
+    newest.rename(re.search(r"\(mv .* (.*)\)", line)[1])
+    assert f"resumed after step {int(before.name[5:])}" in rlhf(*resume, recipe=None).stdout
+
+
+class Malicious:
+    """Pickled code, which creates a file when it is loaded."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return open, (self.path, "w")
 
 
 @pytest.mark.parametrize(
