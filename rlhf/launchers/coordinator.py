@@ -5,10 +5,15 @@ thread of the first worker, sends one verdict to all: the message of the worker 
 that its failure caused elsewhere. Messages are lines of JSON on plain TCP connections. The kernel closes the connection
 of a killed process and drops that of an unreachable machine. A process that is alive but silent, for example in a long
 compilation, may keep others waiting for as long as the run's timeout allows.
+
+The first message of a connection contains the secret that all workers of a run share (RLHF_SECRET). A connection
+without it, or with a message of another form, is closed, and has no effect on the run.
 """
 
 from __future__ import annotations
 
+import hmac
+import ipaddress
 import json
 import math
 import selectors
@@ -23,6 +28,7 @@ from typing import Any
 
 from rlhf.errors import ConfigError
 from rlhf.launchers.exit_status import INTERNAL_ERROR, INTERRUPTED, USER_ERROR, ExitStatus, find_root_cause
+from rlhf.utils.process_info import SECRET_VARIABLE
 
 _SECONDS_FOR_VERDICT = 30.0  # for the verdict to reach a worker that has ended
 _SECONDS_BETWEEN_BEATS = 1.0
@@ -31,6 +37,30 @@ _SECONDS_FOR_CAUSES = 1.5  # for further root causes to arrive, once one is know
 _SECONDS_FOR_FIRST_CAUSE = 6.0  # for a root cause to arrive, once only a consequence is known
 _SECONDS_TO_NAME_HANGING = 5.0  # for the coordinator to name the hanging worker, before it counts as hanging itself
 _MAX_LINE = 2**20  # bytes of a message
+_MAX_STRANGERS = 128  # open connections that have not said who they are, in addition to the awaited workers
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0  # a bool is an int, too
+
+
+def _is_status(value: Any, *types: type) -> bool:
+    return isinstance(value, list) and [type(part) for part in value] == list(types)
+
+
+_IS_VALID: dict[str, Callable[[Any], bool]] = {
+    "secret": lambda value: isinstance(value, str),
+    "number": lambda value: type(value) is int,
+    "name": lambda value: isinstance(value, str),
+    "facts": lambda value: isinstance(value, dict),
+    "progress": _is_count,
+    "is_waiting": lambda value: isinstance(value, bool),
+    "end": lambda value: value is None or _is_status(value, int, str, bool),
+    "beat": lambda value: value is True,
+    "connected": lambda value: isinstance(value, list) and all(isinstance(facts, dict) for facts in value),
+    "verdict": lambda value: value is None or _is_status(value, int, str),
+}
+"""The parts of messages, and the form of each."""
 
 
 @dataclass
@@ -51,17 +81,26 @@ class Coordinator(threading.Thread):
 
     Args:
         listener: the socket that workers connect to; closed at the end.
+        secret: the secret that workers must send.
         count: number of workers; they are numbered from 0.
         noun: what to call a worker that has not connected: `rank` or `machine`.
         timeout: seconds that workers wait for each other: to connect, and, with `track_progress`, to get equally far.
     """
 
     def __init__(
-        self, listener: socket.socket, count: int, noun: str, timeout: float, *, track_progress: bool = False
+        self,
+        listener: socket.socket,
+        secret: str,
+        count: int,
+        noun: str,
+        timeout: float,
+        *,
+        track_progress: bool = False,
     ) -> None:
         super().__init__(name="coordinator", daemon=True)
         self._listener, self._count, self._noun, self._timeout = listener, count, noun, timeout
-        self._track_progress = track_progress
+        self._secret, self._track_progress = secret, track_progress
+        self._strangers: list[socket.socket] = []  # oldest first
         self._workers: dict[int, _Worker] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
@@ -74,7 +113,8 @@ class Coordinator(threading.Thread):
         beat, has_verdict = time.monotonic(), False
         while not has_verdict:
             for key, _ in self._selector.select(0.2):
-                key.data()
+                if key.fileobj.fileno() >= 0:  # type: ignore[union-attr]  # a new connection may have replaced it
+                    key.data()
             if time.monotonic() - beat > _SECONDS_BETWEEN_BEATS:
                 beat = time.monotonic()
                 self._broadcast({"beat": True})
@@ -102,6 +142,9 @@ class Coordinator(threading.Thread):
             connection.settimeout(_SECONDS_BETWEEN_BEATS)
             _keep_alive(connection)
             self._selector.register(connection, selectors.EVENT_READ, partial(self._greet, _JSONLineReader(connection)))
+            self._strangers.append(connection)
+            if len(self._strangers) > self._count + _MAX_STRANGERS:  # they would use up this process's open files
+                self._disconnect(self._strangers[0])
 
     def _greet(self, reader: _JSONLineReader) -> None:
         """Read the first line of a connection, which names the worker; close the connection if it is not a worker's."""
@@ -109,21 +152,25 @@ class Coordinator(threading.Thread):
         if messages == []:
             return
         hello = messages[0] if messages else {}
-        number, facts = hello.get("number"), hello.get("facts")
-        if not isinstance(number, int) or not isinstance(facts, dict):
+        if not {"secret", "number", "name", "facts"} <= hello.keys():
             self._disconnect(reader.connection)
             return
-        if number not in range(self._count) or number in self._workers:  # usually another run's
+        number, message = hello["number"], ""
+        if not hmac.compare_digest(hello["secret"].encode(errors="replace"), self._secret.encode(errors="replace")):
+            message = f"{SECRET_VARIABLE} is not the one of {self._noun} 0; set it to the same text for all of them"
+        elif number not in range(self._count) or number in self._workers:  # usually another run's
             reason = "already connected" if number in self._workers else f"there are {self._count}, numbered from 0"
             message = (
                 f"unexpected {self._noun} {number}: {reason}; "
                 f"give each process a unique {self._noun} and each run its own port"
             )
+        if message:
             with suppress(OSError):
                 _send_line(reader.connection, {"verdict": [USER_ERROR, f"rlhf: error: {message}"]})
             self._disconnect(reader.connection)
             return
-        worker = self._workers[number] = _Worker(reader.connection, str(hello.get("name")), facts)
+        self._strangers.remove(reader.connection)
+        worker = self._workers[number] = _Worker(reader.connection, hello["name"], hello["facts"])
         self._selector.modify(reader.connection, selectors.EVENT_READ, partial(self._read, worker, reader))
         if len(self._workers) == self._count:
             self._broadcast({"connected": [self._workers[number].facts for number in range(self._count)]})
@@ -141,8 +188,9 @@ class Coordinator(threading.Thread):
     def _handle(self, worker: _Worker, messages: list[Any]) -> None:
         for message in messages:
             worker.last_message = time.monotonic()
-            if message.get("progress", worker.progress) != worker.progress or message.get("is_waiting"):
-                worker.progress, worker.since = message["progress"], worker.last_message
+            progress = message.get("progress", worker.progress)
+            if progress != worker.progress or message.get("is_waiting"):
+                worker.progress, worker.since = progress, worker.last_message
             if "end" in message and message["end"] is None:
                 worker.has_ended = True
             elif "end" in message:
@@ -152,6 +200,8 @@ class Coordinator(threading.Thread):
                 self._record_failure(worker, status.prefix_with(worker.name) if self._track_progress else status)
 
     def _disconnect(self, connection: socket.socket) -> None:
+        if connection in self._strangers:
+            self._strangers.remove(connection)
         self._selector.unregister(connection)
         connection.close()
 
@@ -229,6 +279,7 @@ class WorkerClient:
         verdict: the status that ended the run; None until another worker has failed.
 
     Args:
+        secret: the secret of the run.
         number, name, facts: which worker this is, its name, and what all workers are to know about it.
         timeout: seconds to wait for the coordinator.
         on_verdict: called, in a thread, with the verdict that another worker's failure brought.
@@ -240,6 +291,7 @@ class WorkerClient:
     def __init__(
         self,
         address: tuple[str, int],
+        secret: str,
         number: int,
         name: str,
         facts: Mapping[str, Any],
@@ -258,7 +310,7 @@ class WorkerClient:
         self._timeout = timeout
         self._lock = threading.Lock()
         self._connection = connect_with_retry(address, timeout)
-        self._send({"number": number, "name": name, "facts": {**facts, "name": name}})
+        self._send({"secret": secret, "number": number, "name": name, "facts": {**facts, "name": name}})
         threading.Thread(target=self._listen, name="worker client", daemon=True).start()
 
     def wait_for_all(self, limit: float | None = None) -> list[dict[str, Any]] | None:
@@ -328,13 +380,16 @@ class WorkerClient:
 
 
 class _JSONLineReader:
-    """Reader of the messages on a connection, one per line."""
+    """Reader of the messages on a connection, one per line; any process may have written them."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection, self._rest = connection, b""
 
     def read(self) -> list[Any] | None:
-        """Return the messages that have arrived, without waiting for more; None if the connection has ended."""
+        """Return the messages that have arrived, without waiting for more; None if the connection must be closed.
+
+        It has ended, or what has arrived is no message.
+        """
         try:
             received = self.connection.recv(65536)
         except OSError:
@@ -344,15 +399,27 @@ class _JSONLineReader:
             return None
         try:
             messages = [json.loads(line) for line in lines]
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
-        return messages if all(isinstance(message, dict) for message in messages) else None
+        return messages if all(map(_is_message, messages)) else None
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(name in _IS_VALID and _IS_VALID[name](part) for name, part in value.items())
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """Return a socket that listens on every network of this machine; on a free port by default."""
+    """Return a socket that listens at this address of this machine; on a free port by default."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server(("", port), family=family, backlog=1024)
+    return socket.create_server((host, port), family=family, backlog=1024)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only processes of this machine can use the address `host`; no name is looked up."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def connect_with_retry(address: tuple[str, int], timeout: float) -> socket.socket:

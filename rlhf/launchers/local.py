@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -26,7 +27,13 @@ from rlhf.launchers.coordinator import WorkerClient, find_free_port
 from rlhf.launchers.exit_status import INTERNAL_ERROR, INTERRUPTED, ExitStatus, find_root_cause, rank_name
 from rlhf.launchers.multinode import NodeSpec, Rendezvous
 from rlhf.utils import signals
-from rlhf.utils.process_info import RENDEZVOUS_VARIABLE, STATUS_FOLDER_VARIABLE, ProcessInfo, current_process
+from rlhf.utils.process_info import (
+    RENDEZVOUS_VARIABLE,
+    SECRET_VARIABLE,
+    STATUS_FOLDER_VARIABLE,
+    ProcessInfo,
+    current_process,
+)
 
 _SECONDS_FOR_CAUSE = 3.0  # for the root cause to appear on another rank, after one has failed
 _SECONDS_AFTER_SIGNAL = 30.0  # for the other ranks to end, after one has ended normally after a signal
@@ -75,7 +82,8 @@ def spawn_ranks(
     folder = Path(tempfile.mkdtemp(prefix="rlhf-ranks-"))
     node = rendezvous.node if rendezvous else NodeSpec(0, 1, "127.0.0.1", 0)
     port = rendezvous.port if rendezvous else find_free_port()
-    variables = {STATUS_FOLDER_VARIABLE: str(folder)}
+    secret = rendezvous.secret if rendezvous else secrets.token_hex()
+    variables = {STATUS_FOLDER_VARIABLE: str(folder), SECRET_VARIABLE: secret}
     if rendezvous:
         variables[RENDEZVOUS_VARIABLE] = f"{node.host}:{node.port}"
     processes: dict[int, subprocess.Popen[bytes]] = {}

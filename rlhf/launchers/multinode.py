@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import socket
 import sys
 import threading
 from dataclasses import dataclass
 
 from rlhf.errors import ConfigError, RemoteRankError
-from rlhf.launchers.coordinator import Coordinator, WorkerClient, find_free_port, listen
+from rlhf.launchers.coordinator import Coordinator, WorkerClient, find_free_port, is_loopback, listen
 from rlhf.launchers.exit_status import ExitStatus, Interrupted
-from rlhf.utils.process_info import current_process
+from rlhf.utils.process_info import SECRET_VARIABLE, current_process
 from rlhf.version import __version__
 
 # For the other machines to connect. Then a note says which machines are missing; a refusal is no longer sent to them.
@@ -85,14 +86,21 @@ def serve_rendezvous(node: NodeSpec, timeout: float) -> None:
     Raises:
         ConfigError: the port cannot be used.
     """
+    # The host may be a name or an address that only other machines use for this one.
+    every_network = "::" if ":" in node.host else ""
     try:
-        listener = listen(node.host, node.port)
+        listener = listen(node.host if is_loopback(node.host) else every_network, node.port)
     except OSError as error:
         raise ConfigError(
             f"--rendezvous {node.host}:{node.port}: cannot bind: {os.strerror(error.errno or 0)}; "
             "choose another port, the same on all machines"
         ) from error
-    Coordinator(listener, node.count, "machine", timeout).start()
+    Coordinator(listener, _read_secret(), node.count, "machine", timeout).start()
+
+
+def _read_secret() -> str:
+    """Return the text that the user has set on all machines; empty without one."""
+    return os.environ.get(SECRET_VARIABLE, "")
 
 
 @dataclass(frozen=True)
@@ -103,12 +111,14 @@ class Rendezvous:
         node: this machine.
         client: the connection to the coordinator, which stays open.
         port: the port of the first machine at which ranks connect.
+        secret: the secret of the ranks.
         is_pending: there is something to run.
     """
 
     node: NodeSpec
     client: WorkerClient
     port: int
+    secret: str
     is_pending: bool
 
 
@@ -131,6 +141,7 @@ def join_rendezvous(
         "ranks": ranks,
         "version": __version__,
         "port": find_free_port(),
+        "secret": secrets.token_hex(),
         "is_pending": is_pending,
         "refusal": [refusal.code, refusal.line] if refusal else None,
     }
@@ -140,7 +151,7 @@ def join_rendezvous(
     timer.daemon = True
     timer.start()
     try:
-        client = WorkerClient((node.host, node.port), node.number, name, facts, timeout)
+        client = WorkerClient((node.host, node.port), _read_secret(), node.number, name, facts, timeout)
         machines = client.wait_for_all(limit=_SECONDS_TO_CONNECT if refusal else None)
     except KeyboardInterrupt as error:
         raise Interrupted("nothing was started") from error
@@ -155,4 +166,4 @@ def join_rendezvous(
         if len({machine[fact] for machine in machines}) > 1:
             values = ", ".join(f"{machine[fact]} on {machine['name']}" for machine in machines)
             raise ConfigError(f"machines were started with different {label}: {values}; start all with the same")
-    return Rendezvous(node, client, machines[0]["port"], machines[0]["is_pending"])
+    return Rendezvous(node, client, machines[0]["port"], machines[0]["secret"], machines[0]["is_pending"])

@@ -8,10 +8,10 @@ instead. A rank that hangs in a collective cannot be interrupted, so its process
 from __future__ import annotations
 
 import fcntl
-import ipaddress
 import json
 import os
 import re
+import secrets
 import socket
 import struct
 import threading
@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
 from rlhf.errors import ConfigError, RemoteRankError
-from rlhf.launchers.coordinator import Coordinator, WorkerClient, connect_with_retry, listen
+from rlhf.launchers.coordinator import Coordinator, WorkerClient, connect_with_retry, is_loopback, listen
 from rlhf.launchers.exit_status import INTERRUPTED, ExitStatus, rank_name
-from rlhf.utils.process_info import ProcessInfo
+from rlhf.utils.process_info import SECRET_VARIABLE, ProcessInfo
 
 # A process keeps its stores until it ends, because other ranks may start the next session while this one ends.
 _stores: dict[tuple[str, int], Store] = {}
@@ -54,8 +54,8 @@ def monitor_ranks(process: ProcessInfo, timeout: float) -> Iterator[WorkerClient
         if not has_left.wait(_SECONDS_TO_LEAVE):
             os._exit(verdict.report())
 
-    address = _connect_coordinator(get_store(process, timeout), process, timeout)
-    client = WorkerClient(address, process.rank, rank_name(process.rank), {}, timeout, on_verdict=leave)
+    address, secret = _connect_coordinator(get_store(process, timeout), process, timeout)
+    client = WorkerClient(address, secret, process.rank, rank_name(process.rank), {}, timeout, on_verdict=leave)
     try:
         if client.wait_for_all() is None:
             raise RemoteRankError("the ranks could not connect to each other")
@@ -100,17 +100,31 @@ def _connect_store(process: ProcessInfo, host: str, port: int, timeout: float) -
         connect_with_retry((host, port), timeout).close()
     limit = timedelta(seconds=timeout)
     try:
-        return TCPStore(host, port, process.size, is_server, limit, wait_for_workers=False, multi_tenant=True)
-    except dist.DistError as error:
-        reason = " ".join(str(error).split()).rstrip(".")
+        # By itself, the store listens on every network.
+        descriptor = listen(host, port).detach() if is_server and is_loopback(host) else None
+        return TCPStore(
+            host,
+            port,
+            process.size,
+            is_server,
+            limit,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=descriptor,
+        )
+    except (dist.DistError, OSError) as error:
+        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split()).rstrip(".")
         raise ConfigError(
             f"{host}:{port}: the ranks cannot meet there ({reason}); "
             "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there"
         ) from error
 
 
-def _connect_coordinator(store: Store, process: ProcessInfo, timeout: float) -> tuple[str, int]:
-    """Return the address of the coordinator; rank 0 starts it."""
+def _connect_coordinator(store: Store, process: ProcessInfo, timeout: float) -> tuple[tuple[str, int], str]:
+    """Return the address of the coordinator and its secret; rank 0 starts it.
+
+    Launchers that know no secret leave it to the store, which any process that reaches it can read.
+    """
     assert process.address and process.port
     own_address = _find_own_address(process.address, process.port)
     _choose_gloo_interface(own_address)
@@ -118,10 +132,12 @@ def _connect_coordinator(store: Store, process: ProcessInfo, timeout: float) -> 
     key = f"rlhf/coordinator/{session}"
     if process.rank == 0:
         listener = listen(own_address)
-        Coordinator(listener, process.size, "rank", timeout, track_progress=True).start()
-        store.set(key, json.dumps([own_address, listener.getsockname()[1]]))
-    host, port = json.loads(store.get(key))
-    return host, port
+        token = secrets.token_hex()
+        secret = os.environ.get(SECRET_VARIABLE) or token
+        Coordinator(listener, secret, process.size, "rank", timeout, track_progress=True).start()
+        store.set(key, json.dumps([own_address, listener.getsockname()[1], token]))
+    host, port, token = json.loads(store.get(key))
+    return (host, port), os.environ.get(SECRET_VARIABLE) or token
 
 
 def _find_own_address(host: str, port: int) -> str:
@@ -134,7 +150,7 @@ def _find_own_address(host: str, port: int) -> str:
 
 def _choose_gloo_interface(address: str) -> None:
     """Let gloo use the network of `address`; by default it uses that of the host's own name, often 127.0.1.1."""
-    if ipaddress.ip_address(address).is_loopback or ":" in address or "GLOO_SOCKET_IFNAME" in os.environ:
+    if ":" in address or "GLOO_SOCKET_IFNAME" in os.environ:
         return
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():

@@ -23,6 +23,9 @@ STATUS_FOLDER_VARIABLE = "RLHF_OUTCOMES"
 RENDEZVOUS_VARIABLE = "RLHF_RENDEZVOUS"
 """Environment variable with the address at which our launchers on several machines met."""
 
+SECRET_VARIABLE = "RLHF_SECRET"
+"""Environment variable with the text by which the processes of a run recognize each other."""
+
 _TORCH = {
     "rank": ("RANK",),
     "size": ("WORLD_SIZE",),

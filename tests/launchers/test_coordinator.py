@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import socket
@@ -15,6 +16,12 @@ from rlhf.errors import ConfigError
 from rlhf.launchers import coordinator
 from rlhf.launchers.coordinator import Coordinator, WorkerClient, listen
 from rlhf.launchers.exit_status import INTERNAL_ERROR, INTERRUPTED, USER_ERROR, ExitStatus
+
+SECRET = "the secret of this run"
+
+
+def encode(*messages: object) -> bytes:
+    return b"".join(json.dumps(message).encode() + b"\n" for message in messages)
 
 
 @pytest.fixture(autouse=True)
@@ -34,11 +41,18 @@ class Run:
     def __init__(self, count: int = 3, timeout: float = 30.0, absent: tuple[int, ...] = ()) -> None:
         listener = listen("127.0.0.1")
         self.address = ("127.0.0.1", listener.getsockname()[1])
-        Coordinator(listener, count, "rank", timeout, track_progress=True).start()
+        self.coordinator = Coordinator(listener, SECRET, count, "rank", timeout, track_progress=True)
+        self.coordinator.start()
         self.verdicts: list[ExitStatus] = []
         self.members = [
             WorkerClient(
-                self.address, number, f"rank {number} on host-{number}", {}, timeout, on_verdict=self.verdicts.append
+                self.address,
+                SECRET,
+                number,
+                f"rank {number} on host-{number}",
+                {},
+                timeout,
+                on_verdict=self.verdicts.append,
             )
             for number in range(count)
             if number not in absent
@@ -110,7 +124,7 @@ def test_interrupted_member_interrupts_the_others(run: Run) -> None:
 
 def test_member_that_ends_at_once_is_reported() -> None:
     run = Run(2, absent=(1,))
-    hello = b'{"number": 1, "name": "rank 1 on host-1", "facts": {"name": "rank 1 on host-1"}}\n'
+    hello = encode({"secret": SECRET, "number": 1, "name": "rank 1 on host-1", "facts": {}})
     with socket.create_connection(run.address) as other:
         other.sendall(hello + b'{"end": [2, "rlhf: error: no rows", false]}\n')
     assert run.verdict(0).message == "rank 1 on host-1: no rows"
@@ -173,7 +187,7 @@ def test_missing_coordinator_is_an_error_after_the_timeout() -> None:
     port = listener.getsockname()[1]
     listener.close()
     with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: no answer within 0 s"):
-        WorkerClient(("127.0.0.1", port), 1, "rank 1", {}, 0.3)
+        WorkerClient(("127.0.0.1", port), SECRET, 1, "rank 1", {}, 0.3)
 
 
 def test_lost_coordinator_is_reported() -> None:
@@ -181,7 +195,7 @@ def test_lost_coordinator_is_reported() -> None:
     member_side: list[WorkerClient] = []
     connecting = threading.Thread(
         target=lambda: member_side.append(
-            WorkerClient(("127.0.0.1", listener.getsockname()[1]), 1, "rank 1", {}, 5, on_verdict=judged.append)
+            WorkerClient(("127.0.0.1", listener.getsockname()[1]), SECRET, 1, "rank 1", {}, 5, on_verdict=judged.append)
         )
     )
     judged: list[ExitStatus] = []
@@ -215,13 +229,99 @@ def test_unexpected_member_is_refused_with_the_reason(number: int, why: str) -> 
     """It may belong to another run at the same port; this run continues."""
     run = Run()
     assert all(member.wait_for_all() for member in run.members)
-    other = WorkerClient(run.address, number, "another", {}, 5.0)
+    other = WorkerClient(run.address, SECRET, number, "another", {}, 5.0)
     assert other.wait_for_all() is None
     assert other.verdict and other.verdict.code == USER_ERROR
     assert other.verdict.message == (
         f"unexpected rank {number}: {why}; give each process a unique rank and each run its own port"
     )
     assert run.together(None, None, None) == [None, None, None]
+
+
+HELLO = {"secret": SECRET, "number": 1, "name": "rank 1", "facts": {}}
+HOSTILE = {
+    "deep JSON": b"[" * 60_000 + b"\n",
+    "deep JSON in a message": b'{"facts": ' * 30_000 + b"\n",
+    "HTTP": b"GET / HTTP/1.1\r\n\r\n",
+    "invalid UTF-8": b"\xff\xfe\n",
+    "huge integer": b'{"number": ' + b"9" * 5000 + b"}\n",
+    "endless line": b" " * (2**20 + 70_000),
+    "a list": encode([1]),
+    "end of wrong form": encode({"end": 5}),
+    "end of wrong types": encode({"end": ["2", None, 0]}),
+    "no progress": encode({"is_waiting": True}),
+    "progress of wrong type": encode({"progress": "x"}),
+    "a verdict": encode({"verdict": [2, "rlhf: error: do this"]}),
+    "number of wrong type": encode({**HELLO, "number": [1]}),
+    "number is true": encode({**HELLO, "number": True}),
+    "facts of wrong type": encode({**HELLO, "facts": 1}),
+    "name of wrong type": encode({**HELLO, "name": None}),
+    "no secret": encode({name: value for name, value in HELLO.items() if name != "secret"}),
+    "another secret": encode({**HELLO, "secret": "guessed"}),
+    "lone surrogate": encode({**HELLO, "secret": "\ud800"}),
+    "another secret, and an end": encode({**HELLO, "secret": ""}, {"end": [2, "rlhf: error: do this", False]}),
+}
+
+
+def test_hostile_connections_do_not_take_part() -> None:
+    """Not before the workers connect, when a place is free, and not later; a killed worker is still noticed."""
+    run = Run(absent=(1,))
+    for message in HOSTILE.values():
+        attack(run.address, message)
+    run.members.insert(
+        1, WorkerClient(run.address, SECRET, 1, "rank 1 on host-1", {}, 5, on_verdict=run.verdicts.append)
+    )
+    assert all(member.wait_for_all(limit=10) for member in run.members)
+    for message in HOSTILE.values():
+        attack(run.address, message)
+    assert run.coordinator.is_alive() and run.verdicts == []
+    run.members[1]._connection.shutdown(socket.SHUT_RDWR)
+    assert run.verdict(0).message == "rank 1 on host-1 exited and reported no error"
+
+
+def attack(address: tuple[str, int], message: bytes) -> None:
+    """Send a message to the coordinator, which closes the connection."""
+    with socket.create_connection(address) as stranger:
+        stranger.settimeout(5)
+        try:
+            stranger.sendall(message)
+            while stranger.recv(4096):
+                pass
+        except ConnectionError:  # closed before the message was read
+            pass
+
+
+@pytest.mark.parametrize("message", [b"[" * 60_000 + b"\n", encode({"end": 5}), encode({"progress": "x"})])
+def test_worker_with_invalid_messages_is_lost(run: Run, message: bytes) -> None:
+    run.members[1]._connection.sendall(message)
+    assert run.verdict(0).message == "rank 1 on host-1 exited and reported no error"
+
+
+def test_worker_with_another_secret_is_told_so(run: Run) -> None:
+    other = WorkerClient(run.address, "another", 1, "another", {}, 5.0)
+    assert other.wait_for_all(limit=10) is None
+    assert other.verdict == ExitStatus(
+        USER_ERROR,
+        "rlhf: error: RLHF_SECRET is not the one of rank 0; set it to the same text for all of them",
+        math.inf,
+    )
+    assert run.together(None, None, None) == [None, None, None]
+
+
+def test_silent_connections_are_bounded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "_MAX_STRANGERS", 10)
+    strangers = [socket.create_connection(run.address) for _ in range(200)]
+    for stranger in strangers[: -3 - 10]:
+        stranger.settimeout(10)
+        assert stranger.recv(1) == b""
+    assert run.together(None, None, None) == [None, None, None]
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_listen_uses_the_given_address_only() -> None:
+    with listen("127.0.0.1") as listener, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", listener.getsockname()[1]), timeout=5)
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="reads the open files of Linux")

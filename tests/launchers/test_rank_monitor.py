@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlhf.errors import ConfigError
+from rlhf.launchers import rank_monitor
 from rlhf.launchers.coordinator import find_free_port
 from rlhf.launchers.exit_status import INTERNAL_ERROR, USER_ERROR
 from rlhf.launchers.rank_monitor import monitor_ranks
@@ -85,3 +87,25 @@ def test_unusable_address_is_one_line_on_rank_0(host: str, why: str) -> None:
         message.startswith(f"{host}:{port}: the ranks cannot meet there (") and why in message and "\n" not in message
     )
     assert message.endswith("); set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there")
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").is_file(), reason="reads the sockets of Linux")
+def test_ranks_of_one_machine_listen_on_the_loopback_only(forks: Forks, tmp_path: Path) -> None:
+    """torch's store, the coordinator and gloo."""
+    then = "import tests.launchers.test_rank_monitor as test; print(*test.listening(), file=sys.stderr, flush=True)"
+    lines = [line for _, line in run_ranks(forks, tmp_path, then)]
+    assert len(lines[0].split()) >= 3 and set(" ".join(lines).split()) == {"0100007F"}  # 127.0.0.1
+
+
+def listening() -> list[str]:
+    """Return the local address of each listening socket of this process, as the kernel writes it."""
+    names = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if os.path.lexists(path)}
+    rows = [row.split() for table in ("tcp", "tcp6") for row in Path("/proc/self/net", table).read_text().splitlines()]
+    return [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in names]
+
+
+def test_gloo_uses_the_loopback_for_ranks_that_meet_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    rank_monitor._choose_gloo_interface("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
