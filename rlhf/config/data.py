@@ -149,7 +149,7 @@ class DatasetConfig(ConfigModel):
     split: str = Field("train", description="split to read, if the source has several")
     revision: str | None = Field(None, description="branch, tag or commit of a hub data set; empty: the newest commit")
     limit: int | None = Field(
-        None, ge=1, description="maximum number of rows of `path`, sampled with the seed; empty: all"
+        None, ge=1, description="maximum number of rows of `path`, sampled with data.seed; empty: all"
     )
     heldout_subset: str | None = Field(None, description="configuration of `heldout`, as `subset` of `path`")
     heldout_split: str | None = Field(
@@ -201,7 +201,7 @@ class PretrainingConfig(ConfigModel):
     subset: str | None = Field(None, description="configuration of a hub data set, if it has several")
     split: str = Field("train", description="split to read, if the source has several")
     revision: str | None = Field(None, description="branch, tag or commit of a hub data set; empty: the newest commit")
-    limit: int | None = Field(None, ge=1, description="maximum number of documents, sampled with the seed; empty: all")
+    limit: int | None = Field(None, ge=1, description="maximum number of documents, sampled with data.seed; empty: all")
     text: str = Field("text", min_length=1, description="column with the documents")
 
 
@@ -216,6 +216,13 @@ class DataConfig(ConfigModel):
     stage_split: Shares = Field(
         (2, 4, 4),
         description="proportions of a source's rows for sft, reward (and DPO) and ppo, also written 2:4:4",
+    )
+    seed: int | None = Field(
+        None,
+        ge=0,
+        lt=2**32,
+        description="seed that decides which rows each stage gets, and which are held out; empty: `seed`. Set it to "
+        "train with several values of `seed` on the same rows",
     )
     heldout_fraction: float = Field(
         0.05,

@@ -245,6 +245,11 @@ class Config(ConfigModel):
     dpo: DPOConfig = Field(DPOConfig(), description=DPOConfig.__doc__)
     ppo: PPOConfig = Field(PPOConfig(), description=PPOConfig.__doc__)
 
+    @property
+    def data_seed(self) -> int:
+        """The seed that decides which rows each stage gets, and which are held out."""
+        return self.seed if self.data.seed is None else self.data.seed
+
     def supervised(self, stage: Stage) -> EpochConfig:
         """Return the section of `stage`, any but ppo."""
         section: EpochConfig = getattr(self, stage)

@@ -71,7 +71,7 @@ class StageCache:
     def of(cls, config: Config, stage: Stage, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int]) -> StageCache:
         """Return the cache of a stage of a run."""
         needs_records = stage == "ppo" and bool(config.ppo.reward_functions)
-        return cls(config.data, stage, tokenizer, config.seed, end_ids, records=needs_records)
+        return cls(config.data, stage, tokenizer, config.data_seed, end_ids, records=needs_records)
 
     @cached_property
     def key(self) -> str:
@@ -82,7 +82,7 @@ class StageCache:
         """
         inputs = {
             "code": _code_version(),
-            "settings": self.config.model_dump(mode="json", exclude={"pretraining"}),
+            "settings": self.config.model_dump(mode="json", exclude={"pretraining", "seed"}),
             "sources": [source.content() for source in list_stage_sources(self.config, self.stage)],
             "stage": self.stage,
             "seed": self.seed,

@@ -77,7 +77,7 @@ def read_documents(config: Config, *, show: bool = False) -> list[str]:
     Raises:
         DataError: a source cannot be read, or has no text in the named column.
     """
-    return [text for source in config.data.pretraining for text in _read_texts(source, config.seed, show)]
+    return [text for source in config.data.pretraining for text in _read_texts(source, config.data_seed, show)]
 
 
 def fingerprint_documents(documents: Sequence[str]) -> dict[str, dict[str, Any]]:

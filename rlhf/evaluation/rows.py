@@ -86,13 +86,13 @@ def read_rows(
 
     if source == HELDOUT:
         data = load_stage(
-            _as_trained(config.data, first), stage, first.tokenizer, seed=config.seed, end_ids=first.end_ids
+            _as_trained(config.data, first), stage, first.tokenizer, seed=config.data_seed, end_ids=first.end_ids
         )
         return EvaluationRows([example.row for example in data.heldout], DataReport(stage, HELDOUT))
     report = DataReport(stage, source)
     if _is_text(source):
         return EvaluationRows([_document(source)], report)
-    rows, report.dropped = _collect(config, read_sources(config.data, [stage], seed=config.seed, show=show))
+    rows, report.dropped = _collect(config, read_sources(config.data, [stage], seed=config.data_seed, show=show))
     if not rows:
         why = f"{report.reasons()}; {report.remedies()}" if report.dropped else "it is empty"
         raise DataError(f"{source}: no usable row: {why}")
@@ -188,7 +188,7 @@ def read_prompts(config: Config, *, show: bool = False) -> tuple[list[Row], Drop
     Raises:
         DataError: a source cannot be read, or no row has a prompt.
     """
-    rows, dropped = _collect(config, SourceReader(config.seed, show))
+    rows, dropped = _collect(config, SourceReader(config.data_seed, show))
     for row in (row for row in rows if not row.prompt):
         add_drop(dropped, "text alone, without a prompt", row.source)
     prompts = [row for row in rows if row.prompt]
@@ -214,7 +214,7 @@ def read_heldout_prompts(config: Config, tokenizer: Any) -> list[Row]:
     """
     from rlhf.data.stage_dataset import load_stage
 
-    return [example.row for example in load_stage(config.data, "ppo", tokenizer, seed=config.seed).heldout]
+    return [example.row for example in load_stage(config.data, "ppo", tokenizer, seed=config.data_seed).heldout]
 
 
 def draw_rows(rows: list[Row], limit: int, seed: int) -> list[Row]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
 from rlhf.config.schema import EVERY_STAGE, Config, Stage, build_config
@@ -24,10 +24,12 @@ CHANGEABLE_ON_RESUME = _LENGTHS | {
 }
 # The plan chooses their values if the settings say auto; a resumed stage keeps the values that it started with.
 _DECIDED = {"engine.zero_stage", "engine.offload"}
-# Sections that all stages of one run share: they decide which rows each stage sees and which model it starts from.
+# Sections in which all stages of one run agree, and all points of a sweep with its shared stages: they decide which
+# rows each stage sees and which model it starts from.
 SHARED_SECTIONS = ("seed", "model", "data")
 # The part of them that only PPO reads (`data.pretraining`): no other stage depends on it.
 _OF_PPO = {"pretraining"}
+_SEEDS = {"seed", "data.seed"}
 # Sections that every stage is trained with; stages of one run may differ in them.
 _OF_EVERY_STAGE = ("engine", "lora")
 
@@ -73,12 +75,33 @@ def find_differences(
         kept: stages that do not change.
     """
     then, now = _recorded_config(recorded), config.model_dump(mode="json")
-    harmless = CHANGEABLE_ON_RESUME if "ppo" in {*resumed, *kept} else CHANGEABLE_ON_RESUME | _OF_PPO
+    harmless = _harmless_in_shared([*resumed, *kept])
     differences = [text for key in SHARED_SECTIONS for text in _compare_section(then, now, key, harmless)]
     for stage in resumed:
         differences += _compare_shared(recorded, config, stage, precision)
         differences += _compare_section(then, now, stage)
     return list(dict.fromkeys(differences))
+
+
+def find_row_differences(trained: Config, config: Config, stages: Collection[Stage]) -> list[tuple[str, Any, Any]]:
+    """Return (key, value there, value here) of settings by which a run cannot start from stages of another.
+
+    Rows would be divided in another way, so that a stage may train on, or hold out, rows that the models it starts from
+    were trained on; or the models are others.
+
+    Args:
+        trained: the settings of the other run.
+        config: the settings of the run that starts from it.
+        stages: the stages of the other run.
+    """
+    then, now = trained.model_dump(mode="json"), config.model_dump(mode="json")
+    leaves = [
+        leaf
+        for key in SHARED_SECTIONS
+        for leaf in _differing_leaves(then[key], now[key], key, _harmless_in_shared(stages))
+    ]
+    same_split = trained.data_seed == config.data_seed
+    return [leaf for leaf in leaves if not (same_split and leaf[0] in _SEEDS)]
 
 
 def find_differences_in_complete(
@@ -141,6 +164,11 @@ def _compare_shared(recorded: dict[str, Any], config: Config, stage: Stage, prec
         given = f"auto, which is {precision} here," if is_auto else repr(config.precision)
         differences.append(f"precision ({then.get('precision')!r} there, {given} now)")
     return differences
+
+
+def _harmless_in_shared(stages: Collection[Stage]) -> Set[str]:
+    """Return names of keys of `SHARED_SECTIONS` in which other stages may differ from `stages`."""
+    return CHANGEABLE_ON_RESUME if "ppo" in stages else CHANGEABLE_ON_RESUME | _OF_PPO
 
 
 def _select_roles(values: Mapping[str, Any], stage: Stage) -> dict[str, Any]:

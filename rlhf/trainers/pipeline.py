@@ -152,8 +152,8 @@ def stage_rows(
     obstacles = [reason for reason in distributed.all_gather_objects(obstacle) if reason]
     if obstacles:
         context.say(f"note: {stage}: tokenized rows are not cached, and every rank tokenizes them: {obstacles[0]}")
-        sources = read_sources(config.data, [stage], seed=config.seed, show=show, records=cache.records)
-        data = load_stage(config.data, stage, tokenizer, seed=config.seed, end_ids=ends, sources=sources)
+        sources = read_sources(config.data, [stage], seed=config.data_seed, show=show, records=cache.records)
+        data = load_stage(config.data, stage, tokenizer, seed=config.data_seed, end_ids=ends, sources=sources)
         data = replace(data, fingerprints=sources.fingerprints())
     else:
         data = cache.load()

@@ -198,12 +198,12 @@ def _read_data(
 
     cached_data = {stage: data for stage, cache in caches.items() if (data := cache.find())}
     sources = read_sources(
-        config.data, [stage for stage in caches if stage not in cached_data], seed=config.seed, show=show
+        config.data, [stage for stage in caches if stage not in cached_data], seed=config.data_seed, show=show
     )
     load = load_stage if whole else check_stage
 
     def read(stage: Stage, cache: StageCache) -> StageData:
-        return load(config.data, stage, cache.tokenizer, seed=config.seed, end_ids=cache.end_ids, sources=sources)
+        return load(config.data, stage, cache.tokenizer, seed=config.data_seed, end_ids=cache.end_ids, sources=sources)
 
     return (cached_data.get(stage) or read(stage, cache) for stage, cache in caches.items()), sources
 

@@ -31,13 +31,13 @@ from rlhf.config.types import ConfigModel, Folder, format_validation_error, shor
 from rlhf.errors import ConfigError
 from rlhf.memory.advice import apply_settings
 from rlhf.roles.lineage import base_models
+from rlhf.runs.resume import find_row_differences
 from rlhf.utils.units import parse_bytes
 
 SHARED = "shared"
 """The folder of the shared stages."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][\w.+-]{0,99}", re.ASCII)
-_OF_THE_START = ("model.path", "model.tokenizer")
 
 
 class _Exclusion(ConfigModel):
@@ -180,6 +180,10 @@ def load_grid(
     _check_keys(file, path, {key for _, values in chosen.values() for key in _list_keys(values)})
     build = partial(_build_point, file, raw, path, given, output)
     points = [build(name, labels, values, file.stages) for name, (labels, values) in chosen.items()]
+    shared = build(SHARED, {}, [], file.share) if file.share else None
+    if shared:
+        for point in points:
+            _check_rows(path, point, shared)
     return Grid(
         file=path,
         output=output,
@@ -189,7 +193,7 @@ def load_grid(
         stages=tuple(stage for stage in EVERY_STAGE if stage in file.stages),
         points=tuple(_start_from_shared(point, file, path, output) for point in points),
         excluded=excluded,
-        shared=build(SHARED, {}, [], file.share) if file.share else None,
+        shared=shared,
     )
 
 
@@ -308,13 +312,25 @@ def _check_keys(file: _GridFile, path: Path, keys: set[str]) -> None:
         if stage in file.stages:
             raise ConfigError(f"{path}: share: {stage} is also in `stages`; remove it from one of them")
         for key in sorted(keys):
-            if key.startswith(f"{stage}.") or key in _OF_THE_START:
+            if key.startswith(f"{stage}."):
                 raise ConfigError(
                     f"{path}: {key}: differs between points, but the shared stage {stage} reads it; remove {stage} "
                     "from `share`, or the key from the grid"
                 )
     if "output" in keys:
         raise ConfigError(f"{path}: output: each point has its own folder; remove this key")
+
+
+def _check_rows(path: Path, point: Point, shared: Point) -> None:
+    """Check that a point divides the rows as the shared stages do: else they are trained on rows that it holds out."""
+    for key, there, here in find_row_differences(shared.config, point.config, shared.stages):
+        stages = " and ".join(shared.stages)
+        remedy = "set data.seed in `base`, which seeds the rows alone" if key == "seed" else "set it in `base`"
+        raise ConfigError(
+            f"{path}: {key}: decides which rows or which model each stage gets, so no point may differ in it from the "
+            f"shared {stages}, got {short_repr(here)} in {point.name}, {short_repr(there)} there; {remedy}, or remove "
+            f"{stages} from `share`"
+        )
 
 
 def _build_point(

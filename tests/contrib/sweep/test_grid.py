@@ -139,7 +139,7 @@ def test_points_start_from_shared_stages_or_named_models() -> None:
     for point in sweep.points:
         assert point.config.ppo.actor == str(shared / "sft/model")
         assert point.config.ppo.reward_model == str(shared / "reward/model")
-    from_sft = grid("stages: [reward, dpo]\nshare: [sft]\ngrid: {seed: [1]}").points[0].config
+    from_sft = grid("stages: [reward, dpo]\nshare: [sft]\ngrid: {dpo.beta: [1]}").points[0].config
     assert from_sft.reward.model == from_sft.dpo.model == str(shared / "sft/model")
     named = "stages: [ppo]\nbase: {ppo: {actor: ./a, reward_model: ./b}}\ngrid: {ppo.kl_coef: [0.1]}"
     (point,) = grid(named).points
