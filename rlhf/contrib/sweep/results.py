@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rlhf.config.dump import format_recipe
 from rlhf.config.schema import Stage, build_config
-from rlhf.contrib.sweep.grid import Grid, Point
+from rlhf.contrib.sweep.grid import SHARED, Grid, Point
 from rlhf.errors import RunError
 from rlhf.reporting.summary import format_value
+from rlhf.roles.base_sharing import fingerprint_weights
+from rlhf.roles.lineage import base_models
 from rlhf.runs.directory import RunDirectory
 from rlhf.utils.atomic_io import CONSOLE, atomic_file, atomic_write, atomic_write_json, read_json
 from rlhf.utils.file_lock import LOCK_FILES
@@ -83,7 +85,8 @@ class SweepDirectory:
         """Check that the folder belongs to this sweep.
 
         Raises:
-            RunError: the folder holds something else, or points that were started with other settings.
+            RunError: the folder holds something else, or points that were started with other settings or from other
+                shared models.
         """
         if self.path.exists() and not self.path.is_dir():
             raise RunError(f"{self.path}: expected a folder, got a file; choose another --output")
@@ -101,9 +104,49 @@ class SweepDirectory:
                 run.check(point.config, stages=point.stages, resume=True)
             except RunError as error:
                 problem = str(error).rpartition("; ")[0]
+                folders = [run.path] if point is not grid.shared else self._list_folders([point, *grid.points])
+                raise RunError(f"{problem}; {_delete(folders)}") from error
+        models = sorted({model for point in grid.points for model in self._shared_models(point)})
+        for model, digest in self._fingerprint(models).items():
+            users = [point for point in grid.points if model in self._shared_models(point) and self.is_started(point)]
+            if stale := [point for point in users if digest is None or self._read_bases(point).get(model) != digest]:
+                reason = "which is another one now" if digest else "which is gone"
+                names = ", ".join(point.name for point in stale)
                 raise RunError(
-                    f"{problem}; delete {run.path} to train this point again, or choose another --output"
-                ) from error
+                    f"{self.path / model}: {names} started from this model, {reason}; "
+                    f"{_delete(self._list_folders(stale))}"
+                )
+
+    def record_bases(self, point: Point) -> None:
+        """Record the digests of the shared models that a point starts from, unless it was started before.
+
+        Raises:
+            RunError: the file cannot be written.
+        """
+        if not self.is_started(point):
+            digests = self._fingerprint(self._shared_models(point))
+            self._write(self._bases(point), json.dumps(digests, indent=2) + "\n")
+
+    def _fingerprint(self, models: Sequence[str]) -> dict[str, str | None]:
+        folders = {model: self.path / model for model in models}
+        return {model: fingerprint_weights(str(path)) if path.is_dir() else None for model, path in folders.items()}
+
+    def _read_bases(self, point: Point) -> dict[str, str]:
+        path = self._bases(point)
+        return read_json(path) if path.is_file() else {}
+
+    def _bases(self, point: Point) -> Path:
+        return self.path / "recipes" / f"{point.name}.bases.json"
+
+    def _shared_models(self, point: Point) -> list[str]:
+        """Return the shared models that a point starts from, as paths in the sweep's folder."""
+        named = (ref.named_in(point.config) for stage in point.stages for ref in base_models(point.config, stage))
+        paths = [Path(path) for path in named if path]
+        return [str(path.relative_to(self.path)) for path in paths if path.is_relative_to(self.path / SHARED)]
+
+    def _list_folders(self, points: Sequence[Point]) -> list[Path]:
+        """Return the folders of those points that exist."""
+        return [path for point in points if (path := self.run(point.name).path).is_dir()]
 
     def is_complete(self, point: Point) -> bool:
         """Return whether all stages of a point are complete."""
@@ -119,10 +162,12 @@ class SweepDirectory:
         Raises:
             RunError: the file cannot be written.
         """
-        path = self.recipe(point.name)
+        self._write(self.recipe(point.name), _format_point_recipe(point))
+
+    def _write(self, path: Path, text: str) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(path, _format_point_recipe(point))
+            atomic_write(path, text)
         except OSError as error:
             raise RunError(f"{path}: cannot be written ({error.strerror}); choose another --output") from error
 
@@ -151,6 +196,11 @@ class SweepDirectory:
                 if record.get(key) is not None:
                     values.append((record["step"], record[key]))
         return values
+
+
+def _delete(folders: Sequence[Path]) -> str:
+    """Return the remedy of points that were trained otherwise."""
+    return f"delete {', '.join(map(str, folders))} to train again, or choose another --output"
 
 
 def _format_point_recipe(point: Point) -> str:

@@ -85,6 +85,7 @@ class SweepRunner:
                         console.print(f"point {numbers[point.name]} of {len(numbers)}: {point.name}", **_PLAIN)
                         started = time.monotonic()
                         self.folder.write_recipe(point)
+                        self.folder.record_bases(point)
                         refusal = self.find_refusal(point)
                         line = report_point(point, PointOutcome("refused", refusal) if refusal else self._train(point))
                         console.print(f"  {line}; {format_seconds(time.monotonic() - started)} in total", **_PLAIN)

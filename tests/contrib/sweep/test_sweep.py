@@ -148,8 +148,30 @@ def test_point_with_other_settings_is_refused_and_unchanged(rlhf: Any, swept: An
     before = contents(path.parent / "out")
     line = error_of(rlhf("sweep", path, "--set", "reward.margin=2", recipe=None, check=False))
     assert "out/center0: complete stages were trained with other settings: reward.margin (0.0 there, 2.0 now); " in line
-    assert line.endswith("/center0 to train this point again, or choose another --output")
+    assert line.endswith("/center0 to train again, or choose another --output")
     assert contents(path.parent / "out") == before
+
+
+def test_points_of_a_replaced_shared_stage_are_refused(rlhf: Any, tmp_path: Path) -> None:
+    """The table would mix points that started from different models."""
+    path, out = written(tmp_path, rlhf.recipe, GRID.partition("points:")[0]), tmp_path / "out"
+    rlhf("sweep", path, recipe=None)
+    before = contents(out / "center0")
+    other = error_of(rlhf("sweep", path, "--set", "sft.max_steps=3", recipe=None, check=False))
+    assert other.startswith(f"{out}/shared: complete stages were trained with other settings: sft.max_steps (2 there, ")
+    folders = [str(out / name) for name in ("shared", "center0", "center0.5")]
+    assert other.endswith(f"; delete {', '.join(folders)} to train again, or choose another --output")
+    shutil.rmtree(out / "shared")
+    model = out / "shared/sft/model"
+    gone = error_of(rlhf("sweep", path, "--set", "sft.max_steps=3", recipe=None, check=False))
+    assert gone == (
+        f"{model}: center0, center0.5 started from this model, which is gone; delete {folders[1]}, {folders[2]} to "
+        "train again, or choose another --output"
+    )
+    assert contents(out / "center0") == before
+    rlhf("sft", "--set", "sft.max_steps=3", "--output", out / "shared")
+    changed = error_of(rlhf("sweep", path, "--set", "sft.max_steps=3", recipe=None, check=False))
+    assert changed.startswith(f"{model}: center0, center0.5 started from this model, which is another one")
 
 
 def test_dry_run_lists_points_and_refusals_and_writes_nothing(rlhf: Any, tmp_path: Path) -> None:
