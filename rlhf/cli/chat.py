@@ -83,7 +83,7 @@ class ChatModel:
     @property
     def converses(self) -> bool:
         """True if the model was trained on conversations rather than on single texts."""
-        return self.writer.prompt_format != "plain"
+        return self.writer.prompt_format in ("template", "transcript")
 
     def reply(self, turns: Sequence[tuple[str, str]], show: Show) -> str:
         """Reply to a conversation of (role, text); `show` gets the reply piece by piece.

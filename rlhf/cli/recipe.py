@@ -34,11 +34,6 @@ _EXAMPLE = (
     "short sentences; start your recipe from `rlhf config`, which prints the defaults."
 )
 _BORDER = 4  # tokens that are shown on either side of the border of prompt and completion, and at the end
-_PROMPT_FORMATS = {
-    "template": "the tokenizer's chat template",
-    "transcript": "Human: ... Assistant: transcripts",
-    "plain": "the prompt without a template",
-}
 
 _Stages = Annotated[
     list[str] | None,
@@ -157,7 +152,9 @@ def data(options: Options, stage: _Stages = None, as_json: AsJSON = False) -> No
 
 
 def _print_data(stage: dict[str, Any]) -> None:
-    prompts = _PROMPT_FORMATS[stage["prompts"]]
+    from rlhf.data.preview import describe_prompt_format
+
+    prompts = describe_prompt_format(stage["prompts"])
     total = f"  {stage['train']:,} rows for training, {stage['heldout']:,} held out; prompts are {prompts}"
     console.print()
     print_line((STAGE_NAMES[stage["stage"]], "bold"), (total, "dim"))

@@ -9,7 +9,7 @@ import math
 import re
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from rlhf.config import paths
 from rlhf.config.loader import as_source_list
@@ -26,6 +26,8 @@ Cleaning = Literal["citations", "speaker"]
 Weight = float | Literal["all"]
 _WHOLE = re.compile(r"^(-?\d+)\.0+$")
 _BOOLEANS = ("True", "False", "TRUE", "FALSE")
+PLACEHOLDER = "{prompt}"
+"""The place of the prompt in a template."""
 
 
 class ColumnsConfig(ConfigModel):
@@ -136,6 +138,24 @@ def _validate_weight(value: Any) -> Any:
     raise ValueError(f"expected a number above 0, or all, got {short_repr(value)}")
 
 
+def _check_template(template: str | None) -> str | None:
+    """Return a template.
+
+    Raises:
+        ValueError: the place of the prompt is missing or unclear.
+    """
+    if template is None:
+        return None
+    shown = short_repr(template)
+    if template.count(PLACEHOLDER) != 1:
+        raise ValueError(f"expected {PLACEHOLDER} once, got {shown}; write {PLACEHOLDER} in place of the prompt")
+    if names := re.findall(r"\{\w+\}", template.replace(PLACEHOLDER, "")):
+        raise ValueError(f"only {PLACEHOLDER} is replaced, got {shown}; remove {names[0]}")
+    if r"\n" in template:
+        raise ValueError(f"has a backslash and an n for a line break, got {shown}; put it in double quotes")
+    return template
+
+
 class DatasetConfig(ConfigModel):
     """One source of rows."""
 
@@ -143,7 +163,9 @@ class DatasetConfig(ConfigModel):
         description="a .json, .jsonl, .csv or .parquet file, a save_to_disk folder, a hub name, or `world` (embedded)"
     )
     heldout: OptionalPathOrHubId = Field(
-        None, description="a second source, used only for evaluation; empty: a fraction of the rows of `path`"
+        None,
+        description="a second source, used only for evaluation; empty: heldout_split of `path` or, without that, a "
+        "fraction of its rows",
     )
     subset: str | None = Field(None, description="configuration of a hub data set, if it has several")
     split: str = Field("train", description="split to read, if the source has several")
@@ -153,7 +175,9 @@ class DatasetConfig(ConfigModel):
     )
     heldout_subset: str | None = Field(None, description="configuration of `heldout`, as `subset` of `path`")
     heldout_split: str | None = Field(
-        None, description="split of `heldout` to read, if it has several; empty: test, or the one of a known data set"
+        None,
+        description="split that is used only for evaluation, of `heldout` (empty: test, or the one of a known data "
+        "set) or, without `heldout`, of `path`",
     )
     heldout_revision: str | None = Field(None, description="revision of `heldout`, as `revision` of `path`")
     stages: tuple[Share, ...] = Field(
@@ -179,6 +203,36 @@ class DatasetConfig(ConfigModel):
         description="what to remove from replies: citations ([1]), speaker (a leading `Assistant:`); empty: as for a "
         "known data set, else nothing",
     )
+
+    template: Annotated[str | None, AfterValidator(_check_template)] = Field(
+        None,
+        description='text to write around each prompt, for models without a chat template, such as "Human: {prompt}'
+        '\\n\\nAssistant:"; empty: as for a known data set, else nothing',
+    )
+
+    @property
+    def heldout_name(self) -> str | None:
+        """The name of the source or split that is used only for evaluation; None if it is a fraction of the rows."""
+        if self.heldout is None and self.heldout_split is not None:
+            return f"{self.path}, split {self.heldout_split}"
+        return self.heldout
+
+    @model_validator(mode="after")
+    def _check_heldout(self) -> DatasetConfig:
+        if self.heldout is not None:
+            return self
+        for key in ("heldout_subset", "heldout_revision"):
+            if getattr(self, key) is not None:
+                raise error_at(key, "is for a second source; name that in heldout, or remove this key")
+        if self.heldout_split == self.split:
+            raise error_at("heldout_split", f"the same as split, got {short_repr(self.split)}; name another split")
+        return self
+
+    @model_validator(mode="after")
+    def _check_template_use(self) -> DatasetConfig:
+        if self.template and self.columns.text:
+            raise error_at("template", "columns.text has no prompts to write it around; remove one of the two")
+        return self
 
     @model_validator(mode="after")
     def _check_prefer(self) -> DatasetConfig:

@@ -302,7 +302,7 @@ def _serialize_row(row: Row) -> bytes:
     if repr(json.loads(record)) != repr(row.record):
         raise UnstorableRowError("a row has columns that JSON would change")
     values = [turns, row.text, row.response, row.chosen, row.rejected, row.source, row.undecided, row.margin]
-    return json.dumps([*values, row.record], ensure_ascii=False).encode("utf-8", "surrogatepass")
+    return json.dumps([*values, row.record, row.template], ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
 def _deserialize_row(serialized: memoryview[int]) -> Row:

@@ -22,10 +22,12 @@ from rlhf.data.prompt_encoding import (
     compile_control_tokens,
     encode_prompts,
     encode_replies,
+    find_row_format,
+    format_prompt,
     has_control_tokens,
     uses_chat_template,
 )
-from rlhf.data.records import Message, Row, format_plain_prompt, format_transcript
+from rlhf.data.records import Message, Row
 from rlhf.data.report import (
     CONTROL_TOKENS,
     EMPTY_RESPONSE,
@@ -303,8 +305,7 @@ def _shorten_question(tokenizer: PreTrainedTokenizerBase, row: Row, ids: list[in
 
 
 def _replace_prompt(row: Row, prompt: tuple[Message, ...]) -> Row:
-    format_text = format_transcript if row.text == format_transcript(row.prompt) else format_plain_prompt
-    return replace(row, prompt=prompt, text=format_text(prompt))
+    return replace(row, prompt=prompt, text=format_prompt(prompt, find_row_format(row)))
 
 
 def _common_prefix(first: list[int], second: list[int]) -> list[int]:

@@ -98,6 +98,7 @@ class ColumnMapping:
         preference: the rule that decides which of `first` and `second` is preferred.
         clean: kinds of text that are removed from the replies.
         speaker_in_replies: all replies of the source begin with the assistant's name, which is removed.
+        template: the text to write around prompts, or empty.
     """
 
     prompt: str | None = None
@@ -113,6 +114,7 @@ class ColumnMapping:
     preference: PreferenceRule | None = None
     clean: tuple[Cleaning, ...] = ()
     speaker_in_replies: bool = False
+    template: str = ""
 
     @property
     def replies(self) -> tuple[str, ...]:
@@ -366,6 +368,7 @@ class KnownDataset(ConfigModel):
     columns: ColumnsConfig
     prefer: PreferenceLabelConfig = PreferenceLabelConfig()
     clean: tuple[Cleaning, ...] = ()
+    template: str | None = None
 
 
 def find_known_dataset(name: str) -> KnownDataset | None:

@@ -51,6 +51,7 @@ class SourceSpec:
     columns: ColumnsConfig
     prefer: PreferenceLabelConfig
     clean: tuple[Cleaning, ...] | None
+    template: str | None
 
     @classmethod
     def for_training(cls, dataset: DatasetConfig) -> SourceSpec:
@@ -60,17 +61,33 @@ class SourceSpec:
 
     @classmethod
     def for_evaluation(cls, dataset: DatasetConfig) -> SourceSpec:
-        """Return the source that the data set names for evaluation."""
-        path = str(dataset.heldout)
-        entry = find_known_dataset(path)
+        """Return the source that the data set names for evaluation: `heldout`, or `heldout_split` of `path`.
+
+        Prompts of a file are written in the template of the rows that are trained on.
+
+        Raises:
+            DataError: the data set names a split, and its source has none.
+        """
+        training = cls.for_training(dataset)
+        if dataset.heldout is None:
+            if training.split is None:
+                raise DataError(
+                    f"{dataset.path}: has no splits, got heldout_split {dataset.heldout_split!r}; name a second source "
+                    "in data.datasets.*.heldout, or remove heldout_split"
+                )
+            return replace(training, split=dataset.heldout_split, limit=None)
+        path = dataset.heldout
+        entry, trained_entry = find_known_dataset(path), find_known_dataset(dataset.path)
         split = dataset.heldout_split or (entry and entry.heldout_split) or "test"
+        template = training.template if entry or not trained_entry else training.template or trained_entry.template
         return replace(
-            cls.for_training(dataset),
+            training,
             path=path,
             subset=dataset.heldout_subset,
             split=split if has_splits(path) else None,
             revision=dataset.heldout_revision,
             limit=None,
+            template=template,
         )
 
     def apply_known_dataset(self) -> tuple[SourceSpec, KnownDataset | None]:
@@ -89,7 +106,9 @@ class SourceSpec:
         if not self.columns.named():  # the entry's preference label fits only the entry's columns
             prefer = entry.prefer if self.prefer == PreferenceLabelConfig() else self.prefer
             spec = replace(spec, columns=entry.columns, prefer=prefer)
-        return (replace(spec, clean=entry.clean) if self.clean is None else spec), entry
+        clean = entry.clean if self.clean is None else self.clean
+        template = entry.template if self.template is None else self.template
+        return replace(spec, clean=clean, template=template), entry
 
     def absolute_name(self) -> str:
         """Return the source's name, valid in any working directory."""
@@ -109,6 +128,7 @@ class SourceSpec:
             **self.columns.model_dump(),
             **{f"prefer.{key}": value for key, value in self.prefer.model_dump(exclude={"nothing"}).items()},
             "clean": self.clean,
+            "template": self.template,
         }
         listed = [f"{key} {value}" for key, value in settings.items() if value]
         return f"{self.path} ({', '.join(listed)})" if listed else self.path
@@ -116,11 +136,15 @@ class SourceSpec:
 
 @dataclass(frozen=True)
 class ParsedSource:
-    """The valid rows of a source that have a prompt, the reasons for the others, and how the columns were read."""
+    """The valid rows of a source that have a prompt, the reasons for the others, and how the columns were read.
+
+    `template` is the text around prompts, unless a chat template writes them.
+    """
 
     rows: list[Row]
     dropped: DropCounts
     how: str = ""
+    template: str = ""
 
     def fingerprint(self) -> dict[str, object]:
         """Return `{"rows", "dropped", "digest"}`: counts, and a digest of the rows as training sees them, in order.
@@ -208,7 +232,7 @@ def list_stage_sources(config: DataConfig, stage: Stage) -> list[SourceSpec]:
         DataError: the stage has no source, or no share of the rows.
     """
     datasets = list_stage_datasets(config, stage)
-    heldout = [SourceSpec.for_evaluation(dataset) for dataset in datasets if dataset.heldout is not None]
+    heldout = [SourceSpec.for_evaluation(dataset) for dataset in datasets if dataset.heldout_name is not None]
     others = [dataset for dataset in config.datasets if share_of(stage) not in dataset.stages] if heldout else []
     train, other_train = map(SourceSpec.for_training, datasets), map(SourceSpec.for_training, others)
     return list(dict.fromkeys([*train, *heldout, *other_train]))
@@ -250,7 +274,7 @@ def _parse_source(spec: SourceSpec, seed: int, show: bool, keep_records: bool) -
                 bar.advance(_PROGRESS_INTERVAL)
         bar.advance(len(records) % _PROGRESS_INTERVAL)
     origin = f"like the known data set {entry.name}: " if entry and not spec.columns.named() else ""
-    return ParsedSource(rows, dropped, f"{origin}{columns}" if columns else "")
+    return ParsedSource(rows, dropped, f"{origin}{columns}" if columns else "", source.template or "")
 
 
 def _map_columns(source: SourceSpec, records: list[Values | None]) -> tuple[list[Values | None], ColumnMapping | None]:
@@ -276,6 +300,7 @@ def _map_columns(source: SourceSpec, records: list[Values | None]) -> tuple[list
         columns,
         preference=resolve_preference_rule(source.prefer, readable, source.path),
         clean=source.clean or (),
+        template=source.template or "",
         speaker_in_replies=first is not None and starts_with_speaker(first) and all(map(starts_with_speaker, replies)),
     )
 

@@ -17,11 +17,24 @@ from rlhf.data.examples import (
     median_index,
     token_parts,
 )
+from rlhf.data.prompt_encoding import PromptFormat
 from rlhf.data.report import DataReport
 from rlhf.data.stage_dataset import LENGTH_QUANTILES, StageData
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_PROMPT_FORMATS = {
+    "template": "the tokenizer's chat template",
+    "transcript": "Human: ... Assistant: transcripts",
+    "plain": "the prompt without a template",
+}
+
+
+def describe_prompt_format(prompt_format: PromptFormat) -> str:
+    """Return the format of most prompts in words, or the template of their source."""
+    return _PROMPT_FORMATS.get(prompt_format) or f"written as {prompt_format!r}"
 
 
 def summarize_lengths(data: StageData) -> dict[str, tuple[int, int, int]]:

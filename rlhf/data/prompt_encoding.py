@@ -14,18 +14,28 @@ tokens included.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from rlhf.data.records import Message, Row, format_plain_prompt, format_transcript
+from rlhf.config.data import PLACEHOLDER
+from rlhf.data.records import (
+    Message,
+    Row,
+    append_reply,
+    format_plain_prompt,
+    format_transcript,
+    format_with_template,
+)
 from rlhf.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PromptFormat = Literal["template", "transcript", "plain"]
-"""The way a conversation becomes text: the chat template, `Human: ... Assistant:`, or a single message unchanged."""
+PromptFormat = str
+"""The way a conversation becomes text: `template` (the chat template), `transcript` (`Human: ... Assistant:`), `plain`
+(a single message unchanged), or the text of data.datasets.*.template."""
 
 _PROBE = "a"
 _TAG = re.compile(r"</?\w+>")
@@ -37,8 +47,20 @@ def detect_prompt_format(
     """Return the format in which the model sees the prompts of most `rows`."""
     if uses_chat_template(tokenizer, chat_template):
         return "template"
-    transcript_count = sum(row.text == format_transcript(row.prompt) for row in rows)
-    return "transcript" if 2 * transcript_count > len(rows) else "plain"
+    counts = Counter(find_row_format(row) for row in rows if row.prompt)
+    return max(sorted(counts), key=counts.__getitem__, default="plain")
+
+
+def find_row_format(row: Row) -> PromptFormat:
+    """Return the format of a row's text."""
+    return row.template or ("transcript" if row.text == format_transcript(row.prompt) else "plain")
+
+
+def format_prompt(messages: Sequence[Message], prompt_format: PromptFormat) -> str:
+    """Return a conversation as text; with a chat template, as text without it."""
+    if PLACEHOLDER in prompt_format:
+        return format_with_template(messages, prompt_format)
+    return format_transcript(messages) if prompt_format == "transcript" else format_plain_prompt(messages)
 
 
 def encode_conversation(
@@ -61,8 +83,8 @@ def encode_conversation(
 
 def make_conversation_row(messages: Sequence[Message], prompt_format: PromptFormat) -> Row:
     """Return a row for a conversation that is not from a data set."""
-    text = format_transcript(messages) if prompt_format == "transcript" else format_plain_prompt(messages)
-    return Row(tuple(messages), text, None, None, None, "")
+    template = prompt_format if PLACEHOLDER in prompt_format else ""
+    return Row(tuple(messages), format_prompt(messages, prompt_format), None, None, None, "", template=template)
 
 
 def _split_token(match: re.Match[str]) -> str:
@@ -187,8 +209,7 @@ def _conversation_text(
     if row.prompt and uses_chat_template(tokenizer, chat_template):
         text = _render(tokenizer, [*row.prompt, Message("assistant", reply)], add_generation_prompt=False)
         return text and text.rstrip()  # white space after the end-of-sequence token is not part of the reply
-    space = "" if not row.text or row.text[-1:].isspace() else " "
-    return _add_bos(f"{row.text}{space}{reply}", bos)
+    return _add_bos(append_reply(row.text, reply), bos)
 
 
 def _render(

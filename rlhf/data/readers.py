@@ -114,9 +114,10 @@ def check_source_exists(source: str, key: str = "data.datasets") -> None:
 
 
 def has_splits(source: str) -> bool:
-    """Return True if a source may have splits; files and the embedded world have none."""
+    """Return True if a source may have splits; files, a single saved data set and the embedded world have none."""
     path = Path(source)
-    return source != WORLD and (path.suffix not in _READERS or path.is_dir())
+    is_one = path.suffix in _READERS and not path.is_dir()
+    return source != WORLD and not is_one and not (path / "state.json").is_file()
 
 
 def hash_source(source: str, *, split: str = "train", subset: str | None = None, revision: str | None = None) -> str:

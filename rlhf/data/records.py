@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from rlhf.config.data import Cleaning
+from rlhf.config.data import PLACEHOLDER, Cleaning
 from rlhf.data.formats import CONVERSATIONS, PROMPTS, ColumnMapping, NoPreferenceError, parse_finite
 from rlhf.data.report import EMPTY_PROMPT, EMPTY_TEXT, PROMPTS_DIFFER, SURROGATE, describe_type
 
@@ -51,6 +51,7 @@ class Row:
         undecided: the reason why a record with two replies prefers neither; otherwise empty.
         margin: how much more the preferred reply should score; None if the record's margin is not such a number.
         record: the columns as the source has them, if they were requested.
+        template: the template that `text` is written in (data.datasets.*.template), or empty.
     """
 
     prompt: tuple[Message, ...]
@@ -62,6 +63,7 @@ class Row:
     undecided: str = ""
     margin: float | None = 0.0
     record: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    template: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the record's columns, and the parsed values under names that the record does not use."""
@@ -115,14 +117,17 @@ def parse_record(record: Mapping[str, Any], columns: ColumnMapping, source: str)
         response = _context_and_reply(record, columns.response)[1]
     if not any(message.role == "user" and message.content.strip() for message in prompt):
         raise RejectedRecordError(_missing_prompt_reason(record, columns))
-    text = format_transcript(prompt) if is_conversation else format_plain_prompt(prompt)
+    if columns.template:
+        text = format_with_template(prompt, columns.template)
+    else:
+        text = format_transcript(prompt) if is_conversation else format_plain_prompt(prompt)
     kinds = {*columns.clean, "speaker"} if strips_speaker else columns.clean
     response, chosen, rejected = (_clean(reply, kinds) for reply in (response, chosen, rejected))
     margin: float | None = 0.0
     if columns.margin:
         number = parse_finite(record.get(columns.margin))
         margin = None if number is None or number < 0 else number
-    return Row(prompt, text, response, chosen, rejected, source, undecided, margin)
+    return Row(prompt, text, response, chosen, rejected, source, undecided, margin, template=columns.template)
 
 
 def _order_replies(record: Mapping[str, Any], columns: ColumnMapping) -> tuple[str | None, str | None, str]:
@@ -292,3 +297,28 @@ def format_plain_prompt(messages: Collection[Message]) -> str:
     """Return a conversation as text without a chat template: a single user message unchanged, else a transcript."""
     single = next(iter(messages)) if len(messages) == 1 else None
     return single.content if single and single.role == "user" else format_transcript(messages)
+
+
+def format_with_template(messages: Collection[Message], template: str) -> str:
+    """Return a conversation with the template around each question; replies follow theirs, blank lines separate turns.
+
+    Args:
+        messages: the conversation, usually one question.
+        template: a text with `{prompt}` in it.
+    """
+    turns: list[str] = []
+    previous = ""
+    for message in messages:
+        if message.role == "assistant" and previous == "user":
+            turns[-1] = append_reply(turns[-1], message.content)
+        else:
+            is_question = message.role == "user"
+            turns.append(template.replace(PLACEHOLDER, message.content) if is_question else message.content)
+        previous = message.role
+    return "\n\n".join(turns)
+
+
+def append_reply(text: str, reply: str) -> str:
+    """Return a prompt and the reply to it, with a space between them unless the prompt ends in white space."""
+    space = "" if not text or text[-1:].isspace() else " "
+    return f"{text}{space}{reply}"

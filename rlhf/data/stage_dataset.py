@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from rlhf.config.data import Weight
 from rlhf.config.schema import STAGES, DataConfig, DatasetConfig, Stage, share_of
+from rlhf.config.types import short_repr
 from rlhf.data.examples import (
     REPLY_FIELDS,
     Example,
@@ -31,8 +32,8 @@ from rlhf.data.examples import (
     record_drop,
 )
 from rlhf.data.load_sources import ParsedSource, SourceReader, SourceSpec, list_stage_datasets, read_sources
-from rlhf.data.prompt_encoding import PromptFormat, detect_prompt_format
-from rlhf.data.records import Row
+from rlhf.data.prompt_encoding import PromptFormat, detect_prompt_format, uses_chat_template
+from rlhf.data.records import Row, format_plain_prompt
 from rlhf.data.report import LEFT_OUT_BY_WEIGHT, PROMPT_TRAINED_ON, TRAINED_ON, DataReport
 from rlhf.errors import DataError
 from rlhf.runs.resume import Fingerprints
@@ -142,6 +143,8 @@ def select_examples(
         DataError: as `load_stage`.
     """
     datasets = list_stage_datasets(config, stage)
+    templated = uses_chat_template(tokenizer, config.chat_template)
+    check_templates(config, templated=templated)
     shares = dict(zip(STAGES, config.stage_split, strict=True))
     numbers = itertools.count()
 
@@ -151,7 +154,8 @@ def select_examples(
             report.unseen = len(usable) - sample
             sampled = random.Random(f"sample {seed}").sample(range(len(usable)), sample)
             usable = [usable[index] for index in sorted(sampled)]
-        report.how, report.rows, report.share = source.how, len(source.rows), len(rows)
+        template = "" if templated or not source.template else f", template: {source.template!r}"
+        report.how, report.rows, report.share = f"{source.how}{template}", len(source.rows), len(rows)
         encoded, counts = _SourceExamples([], report, weight), TokenCounts()
         for example in encode_rows(usable, config, tokenizer, report, end_ids, show=sources.show):
             keep(example)
@@ -173,7 +177,7 @@ def select_examples(
     def encode_heldout(dataset: DatasetConfig, trained: set[tuple[str, ...]]) -> _SourceExamples:
         """Encode the held-out source of a data set, without the rows that this or another stage may train on."""
         source = sources[SourceSpec.for_evaluation(dataset)]
-        report = DataReport(stage, str(dataset.heldout), dropped=dict(source.dropped))
+        report = DataReport(stage, str(dataset.heldout_name), dropped=dict(source.dropped))
         reason = TRAINED_ON if REPLY_FIELDS[stage] else PROMPT_TRAINED_ON
         unseen = [
             row for row in source.rows if not record_drop(row, _training_key(row, stage) in trained and reason, report)
@@ -183,15 +187,15 @@ def select_examples(
         return part
 
     parts = [encode_share(dataset) for dataset in datasets]
-    with_heldout = [dataset for dataset in datasets if dataset.heldout is not None]
+    with_heldout = [dataset for dataset in datasets if dataset.heldout_name is not None]
     heldout_parts: list[_SourceExamples] = []
     if with_heldout:
         train_sources = {SourceSpec.for_training(dataset) for dataset in config.datasets}
         trained = {_training_key(row, stage) for source in train_sources for row in sources[source].rows}
         heldout_parts = [encode_heldout(dataset, trained) for dataset in with_heldout]
     heldout = [example for part in heldout_parts for example in part.examples]
-    undivided = [part for part, dataset in zip(parts, datasets, strict=True) if dataset.heldout is None]
-    divided = [part for part, dataset in zip(parts, datasets, strict=True) if dataset.heldout is not None]
+    undivided = [part for part, dataset in zip(parts, datasets, strict=True) if dataset.heldout_name is None]
+    divided = [part for part, dataset in zip(parts, datasets, strict=True) if dataset.heldout_name is not None]
     trained_prompts = {prompt_key(example.row) for part in divided for example in part.examples}
     heldout += _hold_out(undivided, config.heldout_fraction, seed, trained_prompts)
     _apply_weights(parts, seed)
@@ -211,6 +215,19 @@ def select_examples(
         prompt_format,
         tuple(end_ids or [tokenizer.eos_token_id]),
     )
+
+
+def check_templates(config: DataConfig, *, templated: bool) -> None:
+    """Raise `DataError` if a chat template writes the prompts and a data set names another template.
+
+    The templates of known data sets are for models without a chat template.
+    """
+    for index, dataset in enumerate(config.datasets):
+        if templated and dataset.template is not None:
+            raise DataError(
+                f"data.datasets.{index}.template: the tokenizer's chat template writes the prompts, got "
+                f"{short_repr(dataset.template)}; set data.chat_template=false, or remove the template"
+            )
 
 
 def check_stage(
@@ -299,8 +316,11 @@ def _apply_weights(parts: Sequence[_SourceExamples], seed: int) -> None:
 
 
 def prompt_key(row: Row) -> str:
-    """Return the identity of a row's prompt, or of a text without one; letter case and white space do not matter."""
-    text = row.text or row.response or ""
+    """Return the identity of a row's prompt, or of a text without one.
+
+    Letter case, white space and the source's template do not matter.
+    """
+    text = (format_plain_prompt(row.prompt) if row.template else row.text) or row.response or ""
     return " ".join(text.split()).casefold()
 
 

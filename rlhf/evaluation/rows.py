@@ -10,7 +10,7 @@ import json
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -111,12 +111,17 @@ def encode_examples(
         DataError: no row is usable.
     """
     from rlhf.data.examples import encode_rows, filter_usable, token_parts
+    from rlhf.data.stage_dataset import check_templates
 
     report = DataReport(source_rows.report.stage, source_rows.report.source, dropped=dict(source_rows.report.dropped))
     settings = _as_trained(config, model)
     free = {limit: model.max_length if fits else 10**9 for limit in _LIMITS if limit not in config.model_fields_set}
     settings = settings.model_copy(update=free)
-    rows = filter_usable(source_rows.rows, report)
+    rows = source_rows.rows
+    if report.source != HELDOUT:  # a recipe's rows have their formats
+        check_templates(config, templated=model.prompt_format == "template")
+        rows = [_as_prompted(row, model) for row in rows]
+    rows = filter_usable(rows, report)
     examples: list[Example] = []
     for example in encode_rows(rows, settings, model.tokenizer, report, model.end_ids, show=show):
         (_, prompt), *replies = token_parts(example)
@@ -147,6 +152,16 @@ def read_text(path: str) -> str:
 
 def _as_trained(config: DataConfig, model: EvaluatedModel) -> DataConfig:
     return config.model_copy(update={"chat_template": model.prompt_format == "template"})
+
+
+def _as_prompted(row: Row, model: EvaluatedModel) -> Row:
+    """Return a row with its prompt in the format of the model's training, if its source has only the bare prompt."""
+    from rlhf.data.prompt_encoding import find_row_format, make_conversation_row
+
+    if not row.prompt or find_row_format(row) != "plain" or model.prompt_format == "template":
+        return row
+    prompted = make_conversation_row(row.prompt, model.prompt_format)
+    return replace(row, text=prompted.text, template=prompted.template)
 
 
 def _is_text(source: str) -> bool:

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from rlhf.config.schema import STAGES, Config, Stage
 from rlhf.data.examples import max_completion_tokens
-from rlhf.data.preview import decode_median_row, list_loss_parts, summarize_lengths
+from rlhf.data.preview import decode_median_row, describe_prompt_format, list_loss_parts, summarize_lengths
 from rlhf.engine.select import choose_kernels, select_accelerator
 from rlhf.errors import ConfigError, RunError
 from rlhf.models import hub
@@ -297,6 +297,7 @@ def print_stage(plan: StagePlan, config: Config, memory: Sequence[str], console:
         table.add_row("parameters", f"{plan.parameters:,} in {plan.bases[0].ref.key}")
     for report in plan.data.reports:
         table.add_row("rows", Text(str(report).removeprefix(f"{plan.stage}: ")))
+    table.add_row("prompts", Text(describe_prompt_format(plan.data.prompt_format)))
     table.add_row("steps", _format_steps(plan, config))
     for line in memory:
         table.add_row("memory", Text(line.removeprefix(f"{plan.stage}: plan: ")))

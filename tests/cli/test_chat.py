@@ -150,11 +150,20 @@ TEMPLATE = "{% for m in messages %}hive {{ m.content }}{% endfor %} moo"
         ("template", TEMPLATE, "hive hello moo", True),
         ("transcript", None, "Human : hello Assistant :", True),
         ("plain", TEMPLATE, "hello", False),
+        ("Human : {prompt} :", None, "Human : hello :", False),
         ("plain", None, "hello", False),
         (None, TEMPLATE, "hive hello moo", True),
         (None, None, "hello", False),
     ],
-    ids=["template", "transcripts", "template switched off", "lone prompts", "a template's folder", "a plain folder"],
+    ids=[
+        "template",
+        "transcripts",
+        "template switched off",
+        "a source's template",
+        "lone prompts",
+        "a template's folder",
+        "a plain folder",
+    ],
 )
 def test_prompt_is_written_as_in_training(
     tiny_model: Path,

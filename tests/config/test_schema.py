@@ -107,6 +107,22 @@ STEPS = "expected a number of steps, at least 0, or epoch, got"
         ("data.datasets=[{path: a, weight: 0}]", "weight: expected a number above 0, or all, got 0"),
         ("data.datasets=[{path: a, weight: most}]", "weight: expected a number above 0, or all, got 'most'"),
         ("data.datasets=[{path: a, stages: [dpo]}]", "stages.0: expected 'sft', 'reward' or 'ppo', got 'dpo'"),
+        ("data.datasets=[{path: a, template: Hi}]", "expected {prompt} once, got 'Hi'; write {prompt} in place of"),
+        ("data.datasets=[{path: a, template: '{prompt} {prompt}'}]", "expected {prompt} once, got '{prompt} {prompt}'"),
+        ("data.datasets=[{path: a, template: '{prompt} {input}'}]", "got '{prompt} {input}'; remove {input}"),
+        (
+            r"data.datasets=[{path: a, template: '{prompt}\n'}]",
+            "line break, got '{prompt}\\\\n'; put it in double quotes",
+        ),
+        (
+            "data.datasets=[{path: a, columns: {text: b}, template: '{prompt}'}]",
+            "template: columns.text has no prompts",
+        ),
+        ("data.datasets=[{path: a, heldout_revision: v1}]", "heldout_revision: is for a second source; name that in"),
+        (
+            "data.datasets=[{path: a, heldout_split: train}]",
+            "heldout_split: the same as split, got 'train'; name anoth",
+        ),
         # Numbers
         ("sft.batch_size=true", "--set sft.batch_size=true: expected a number, got true"),
         ("ppo.kl_coef=false", "--set ppo.kl_coef=false: expected a number, got false"),

@@ -158,6 +158,7 @@ def test_key_depends_on_every_input(tokenizer: Any, tmp_path: Path, rows: str, m
         {"heldout_fraction": 0.1},
         {"stage_split": (1, 1, 1)},
         {"chat_template": False},
+        {"datasets": [{"path": rows, "template": "Q: {prompt}"}]},
     ]
     keys = [make_cache(tokenizer, rows, **change).key for change in changes]
     keys += [make_cache(changed, rows).key for changed in (templated, added)]

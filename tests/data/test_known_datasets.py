@@ -5,14 +5,18 @@ What each must become was written down by hand: (prompt, demonstration, chosen, 
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlhf.config.schema import DataConfig
 from rlhf.data.formats import find_known_dataset, load_known_datasets
+from rlhf.data.load_sources import SourceReader, SourceSpec
+from rlhf.data.records import append_reply
 from rlhf.errors import DataError
-from tests.data.rows import parse, prompt_of
+from tests.data.rows import parse, prompt_of, write_jsonl
 
 Expected = tuple[Any, str | None, str | None, str | None, str]
 
@@ -145,6 +149,79 @@ SETS: dict[str, list[tuple[dict[str, Any], Expected]]] = {
 }
 
 
+Texts = tuple[str, str | None, str | None]
+TALK = "Human: Name a fruit.\n\nAssistant: Fig.\n\nHuman: One more?\n\nAssistant:"
+HELLO = "Human: Hi\n\nAssistant: Hello.\n\nHuman: A fruit?\n\nAssistant:"
+USERS = "Human: Hi USERS\n\nAssistant: Hello.\n\nHuman: A fruit?\n\nAssistant:"
+WHY_SALT, GARLIC = " Human: Why salt? Assistant:", " Human: How do I peel garlic? Assistant:"
+RIVER = " Human: 川? Assistant:"
+
+
+def texts_of(prompt: str, chosen: str, rejected: str | None = None) -> Texts:
+    return prompt, f"{prompt} {chosen}", rejected and f"{prompt} {rejected}"
+
+
+# The prompt, the prompt with the good reply and with the other, as models without a chat template see them.
+TEXTS: dict[str, list[Texts]] = {
+    "Dahoas/rm-static": [texts_of(TALK, "Plum.", "Brick.")],
+    "Dahoas/full-hh-rlhf": [texts_of(TALK, "Plum.", "Brick.")],
+    "Dahoas/synthetic-instruct-gptj-pairwise": [texts_of(" Human: Name a fruit. Assistant:", "An apple.", "A brick.")],
+    "yitingxie/rlhf-reward-datasets": [
+        texts_of("Human: Name a fruit.\n\nAssistant:", "An apple.", "A brick."),
+        texts_of(HELLO, "An assistant says so. Assistant: apple.", "Brick."),
+    ],
+    "openai/webgpt_comparisons": [
+        texts_of(WHY_SALT, SALT, "Nobody knows."),
+        texts_of(WHY_SALT, "Nobody knows.", SALT),
+        (WHY_SALT, None, None),
+    ],
+    "stanfordnlp/SHP": [texts_of(GARLIC, "Crush it.", "Buy it."), texts_of(GARLIC, "Buy it.", "Crush it.")],
+    "pvduy/sharegpt_alpaca_oa_vicuna_format": [texts_of(USERS, "An apple.")],
+    "wangrui6/Zhihu-KOL": [texts_of(" Human: 为什么? Assistant:", "因为。")],
+    "Cohere/miracl-zh-queries-22-12": [texts_of(RIVER, "長い川。", "山。")],
+    "Cohere/miracl-ja-queries-22-12": [
+        texts_of(RIVER, "長い川。", "山。"),
+        (" Human: 何? Assistant:", " Human: 何? Assistant: 長い川。", " Human: 何? Assistant: "),
+    ],
+    "Hello-SimpleAI/HC3-Chinese": [texts_of(" Human: 为什么? Assistant:", "因为。")],
+    "mkqa-Chinese": [texts_of(" Human: 谁在跑 Assistant:", "安")],
+    "mkqa-Japanese": [texts_of(" Human: 誰が走る Assistant:", "アン")],
+    "lmqg/qg_jaquad": [texts_of(" Human: 誰? Assistant:", "アンが走る。")],
+    "lmqg/qag_jaquad": [texts_of(" Human: 誰? Assistant:", "アンが走る。")],
+    "local/jsonfile": [texts_of("Human: I have a question.\n\nAssistant:", "A good answer.", "A bad answer.")],
+}
+
+# What raw_datasets.py of DeepSpeed-Chat makes of the rows above, if it is something else;
+# docs/deepspeed-chat-differences.md has the reasons.
+TALK_THERE, HELLO_THERE = f"\n\n{TALK}", f"\n\n{HELLO}"
+SALT_THERE = "Salt melts ice. It  lowers the point."
+OTHER_TEXTS: dict[str, list[Texts]] = {
+    "Dahoas/rm-static": [texts_of(TALK_THERE, "Plum.", "Brick.")],
+    "Dahoas/full-hh-rlhf": [texts_of(TALK_THERE, "Plum.", "Brick.")],
+    "yitingxie/rlhf-reward-datasets": [
+        texts_of("Human: Name a fruit.\n\nAssistant:", "An apple.", "A brick."),
+        (
+            HELLO_THERE,
+            f"{HELLO_THERE} An assistant says so. Assistant: apple.",
+            f"{HELLO_THERE.removesuffix('Assistant:')}Brick.",
+        ),
+    ],
+    "openai/webgpt_comparisons": [
+        texts_of(WHY_SALT, SALT_THERE, "Nobody knows."),
+        texts_of(WHY_SALT, "Nobody knows.", SALT_THERE),
+        texts_of(WHY_SALT, SALT_THERE, "Nobody knows."),
+    ],
+    "pvduy/sharegpt_alpaca_oa_vicuna_format": [
+        texts_of("Human: Hi HumanS Assistant: Hello. Human: A fruit? Assistant:", "An apple.")
+    ],
+    "Cohere/miracl-ja-queries-22-12": [
+        texts_of(RIVER, "長い川。", "山。"),
+        texts_of(" Human: 何? Assistant:", "長い川。"),
+    ],
+    "local/jsonfile": [texts_of(" Human: I have a question. Assistant:", "A good answer.", "A bad answer.")],
+}
+
+
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A hub that gives what is put into it: by name, and what it was asked for."""
@@ -185,9 +262,44 @@ def test_known_dataset_is_read_without_columns(hub: dict[str, Any], name: str) -
     assert read(path=name) == expected
 
 
-def test_local_jsonfile_is_read_from_data_train_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import json
+@pytest.mark.parametrize("name", SETS)
+def test_known_dataset_has_the_texts_of_deepspeed_chat(
+    hub: dict[str, Any], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for those of `OTHER_TEXTS`."""
+    entry = find_known_dataset(name)
+    assert entry is not None
+    hub["rows"][entry.path or name] = rows_of(name)[0]
+    if name == "local/jsonfile":
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "data").mkdir()
+        (tmp_path / "data" / "train.json").write_text(json.dumps(rows_of(name)[0]), encoding="utf-8")
+    texts = [
+        (
+            row.text,
+            *(reply if reply is None else append_reply(row.text, reply) for reply in (row.response, row.rejected)),
+        )
+        for row in parse(path=name).rows
+    ]
+    assert texts == TEXTS[name] != OTHER_TEXTS.get(name)
 
+
+def test_deepspeed_chat_evaluates_on_a_split_of_nine_sets() -> None:
+    splits = {name: entry.heldout_split for name in SETS if (entry := find_known_dataset(name)) and entry.heldout_split}
+    assert splits == {
+        "Dahoas/rm-static": "test",
+        "Dahoas/full-hh-rlhf": "test",
+        "yitingxie/rlhf-reward-datasets": "test",
+        "stanfordnlp/SHP": "validation",
+        "pvduy/sharegpt_alpaca_oa_vicuna_format": "test",
+        "Cohere/miracl-zh-queries-22-12": "dev",
+        "Cohere/miracl-ja-queries-22-12": "dev",
+        "lmqg/qg_jaquad": "validation",
+        "lmqg/qag_jaquad": "validation",
+    }
+
+
+def test_local_jsonfile_is_read_from_data_train_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     records, expected = rows_of("local/jsonfile")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=r"data/train.json: no such file"):
@@ -220,7 +332,26 @@ def test_known_heldout_split_is_requested(hub: dict[str, Any]) -> None:
     read(path=name, heldout=name)
     read(path=name, heldout=name, heldout_split="testA")
     read(path="Dahoas/rm-static", heldout="Dahoas/rm-static")
-    assert [asked[2] for asked in hub["asked"]] == ["train", "dev", "train", "testA", "train", "test"]
+    read(path="Dahoas/rm-static", heldout_split="test", revision="v1", limit=1)
+    assert [asked[2] for asked in hub["asked"]] == ["train", "dev", "train", "testA", *["train", "test"] * 2]
+    assert [asked[3] for asked in hub["asked"][-2:]] == ["v1", "v1"]
+
+
+def test_heldout_file_has_the_template_of_the_known_rows(hub: dict[str, Any], tmp_path: Path) -> None:
+    def heldout_text(path: str, heldout: str, **dataset: Any) -> str:
+        config = DataConfig(datasets=[{"path": path, "heldout": heldout, **dataset}])
+        return SourceReader(0)[SourceSpec.for_evaluation(config.datasets[0])].rows[0].text
+
+    file = write_jsonl(tmp_path / "rows.jsonl", [PAIR])
+    name = "Dahoas/synthetic-instruct-gptj-pairwise"
+    hub["rows"] = {name: [PAIR], "Dahoas/rm-static": [HH]}
+    framed = " Human: Name a fruit. Assistant:"
+    assert heldout_text(name, file) == framed
+    assert heldout_text("Dahoas/rm-static", name) == framed
+    assert heldout_text("Dahoas/rm-static", file) == "Name a fruit."
+    assert heldout_text(name, "Dahoas/rm-static") == TALK
+    assert heldout_text(name, file, template="Q: {prompt}") == heldout_text(file, name, template="Q: {prompt}")
+    assert heldout_text(name, file, template="{prompt}") == "Name a fruit."
 
 
 def test_settings_override_the_known_entry(hub: dict[str, Any]) -> None:

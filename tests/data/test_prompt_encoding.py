@@ -208,7 +208,13 @@ def test_prompt_format_is_the_template_or_that_of_most_rows(chatml: Any, plain: 
 
 
 @pytest.mark.parametrize(
-    ("form", "text"), [("plain", "Hi"), ("transcript", "Human: Hi\n\nAssistant:"), ("template", "<user>Hi<assistant>")]
+    ("form", "text"),
+    [
+        ("plain", "Hi"),
+        ("transcript", "Human: Hi\n\nAssistant:"),
+        ("template", "<user>Hi<assistant>"),
+        (" Q: {prompt} {A}:", " Q: Hi {A}:"),
+    ],
 )
 def test_conversation_is_encoded_in_the_trained_format(plain: Any, form: Any, text: str) -> None:
     plain.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"

@@ -8,7 +8,15 @@ import pytest
 
 from rlhf.config.schema import ColumnsConfig
 from rlhf.data.formats import ColumnMapping, recognize_columns
-from rlhf.data.records import Message, RejectedRecordError, Row, format_plain_prompt, format_transcript, parse_record
+from rlhf.data.records import (
+    Message,
+    RejectedRecordError,
+    Row,
+    format_plain_prompt,
+    format_transcript,
+    format_with_template,
+    parse_record,
+)
 from rlhf.data.report import find_remedy
 from rlhf.errors import DataError
 from tests.data.rows import prompt_of, turns
@@ -257,3 +265,23 @@ def test_sharegpt_turns_are_messages(column: str) -> None:
     row = parse_record({column: [*sharegpt, {"from": "gpt", "value": "Hello"}]}, ColumnMapping(messages=column), "")
     assert row.prompt == (Message("system", "Be kind."), Message("user", "Hi"))
     assert row.response == "Hello"
+
+
+def test_conversation_has_the_template_around_each_question() -> None:
+    messages = [Message("system", "Be {kind}."), *prompt_of("{prompt}?", "Fig.", "More?")]
+    text = format_with_template(messages, "Q: {prompt} A:")
+    assert text == "Be {kind}.\n\nQ: {prompt}? A: Fig.\n\nQ: More? A:"
+    assert format_with_template(prompt_of("a", "b", "c"), "Human: {prompt}\n\nAssistant:") == format_transcript(
+        prompt_of("a", "b", "c")
+    )
+    assert format_with_template(prompt_of("a", "b"), "{prompt}\n") == "a\nb"
+
+
+@pytest.mark.parametrize(
+    "prompt", ["One more?", "Human: One more?\n\nAssistant:", [{"role": "user", "content": "One more?"}]]
+)
+def test_template_replaces_the_names_of_a_transcript(prompt: Any) -> None:
+    row = parse_record(
+        {"q": prompt, "a": " Plum."}, ColumnMapping(prompt="q", response="a", template="Q: {prompt} A:"), ""
+    )
+    assert (row.text, row.prompt, row.response) == ("Q: One more? A:", prompt_of("One more?"), "Plum.")

@@ -188,6 +188,7 @@ def test_stage_without_share_or_source_is_an_error(tokenizer: Any, pairs: str) -
         ("cow {}", True, "template"),
         ("cow {}", False, "plain"),
         ("\n\nHuman: cow {}\n\nAssistant:", False, "transcript"),
+        ("\n\nHuman: cow {}\n\nAssistant:", False, "Q: {prompt} A:"),
     ],
 )
 def test_prompt_format_encodes_conversations_as_in_training(
@@ -195,10 +196,83 @@ def test_prompt_format_encodes_conversations_as_in_training(
 ) -> None:
     rows = [{"prompt": prompt.format(n), "response": "moo"} for n in range(9)]
     dataset = {"path": write_jsonl(tmp_path / "rows.jsonl", rows), "stages": ["sft"]}
+    dataset |= {"template": expected} if "{prompt}" in expected else {}
     data = load(tokenizer, dataset, chat_template=chat_template, heldout_fraction=0.2)
     assert data.prompt_format == expected
     conversation = data.train[0].row.prompt
     assert encode_conversation(tokenizer, conversation, data.prompt_format) == data.train[0].prompt_ids
+
+
+def test_template_is_written_around_prompts_of_its_source(tokenizer: Any, tmp_path: Path, pairs: str) -> None:
+    """The split of the rows does not depend on it."""
+    dataset = {"path": pairs, "template": " Human: {prompt} Assistant:"}
+    bare, framed = (
+        load(tokenizer, source, stage="reward", chat_template=False) for source in ({"path": pairs}, dataset)
+    )
+    assert framed.prompt_format == framed.summary["prompt_format"] == dataset["template"]
+    assert [example.row.chosen for example in framed.train] == [example.row.chosen for example in bare.train]
+    example = framed.train[0]
+    number = example.row.chosen.removeprefix("yes ")
+    text = f" Human: Question {number}? Assistant:"
+    assert example.prompt_ids == tokenizer(text)["input_ids"]
+    assert example.prompt_ids + example.chosen_ids == tokenizer(f"{text} yes {number}<eos>")["input_ids"]
+    assert (
+        framed.reports[0].how
+        == "prompt: prompt, chosen: chosen, rejected: rejected, template: ' Human: {prompt} Assistant:'"
+    )
+
+
+def test_template_with_a_chat_template_is_an_error(tokenizer: Any, pairs: str) -> None:
+    with pytest.raises(DataError) as error:
+        load(tokenizer, {"path": pairs}, {"path": pairs, "template": "Q: {prompt}"})
+    assert str(error.value) == (
+        "data.datasets.1.template: the tokenizer's chat template writes the prompts, got 'Q: {prompt}'; set "
+        "data.chat_template=false, or remove the template"
+    )
+
+
+def test_prompt_in_a_template_and_without_is_on_one_side(tokenizer: Any, tmp_path: Path, pairs: str) -> None:
+    copied = write_jsonl(tmp_path / "copy.jsonl", PAIRS)
+    sources = {"path": pairs, "template": "Q: {prompt}", "stages": ["sft"]}, {"path": copied, "stages": ["sft"]}
+    data = load(tokenizer, *sources, heldout_fraction=0.5, chat_template=False)
+    assert not keys(data.train) & keys(data.heldout)
+
+
+def save_splits(folder: Path, **splits: list[dict[str, str]]) -> str:
+    from datasets import Dataset, DatasetDict
+
+    DatasetDict({name: Dataset.from_list(rows) for name, rows in splits.items()}).save_to_disk(folder)
+    return str(folder)
+
+
+def test_heldout_split_is_used_whole_for_evaluation_alone(tokenizer: Any, tmp_path: Path) -> None:
+    path = save_splits(tmp_path / "set", train=PAIRS[:60], test=[PAIRS[0], *PAIRS[60:]])
+    dataset = {"path": path, "heldout_split": "test", "stages": ["reward"], "limit": 50, "template": "Q: {prompt}"}
+    data = load(tokenizer, dataset, stage="reward", chat_template=False)
+    assert len(data.train) == 50 and not keys(data.train) & keys(data.heldout)
+    trained, heldout = data.reports
+    assert (trained.source, trained.train, trained.heldout) == (path, 50, 0)
+    assert heldout.source == f"{path}, split test" and heldout.heldout == len(data.heldout)
+    dropped = heldout.dropped.get("also in the training data", (0, ""))[0]
+    assert heldout.heldout + dropped == 41 and heldout.heldout >= 40
+    assert {example.row.text[:3] for example in data.heldout} == {"Q: "}
+
+
+def test_heldout_split_of_a_source_without_splits_is_an_error(tokenizer: Any, tmp_path: Path, pairs: str) -> None:
+    from datasets import Dataset
+
+    folder = tmp_path / "one"
+    Dataset.from_list(PAIRS).save_to_disk(folder)
+    for path in (pairs, str(folder), "world"):
+        with pytest.raises(DataError) as error:
+            load(tokenizer, {"path": path, "heldout_split": "test"})
+        assert str(error.value) == (
+            f"{path}: has no splits, got heldout_split 'test'; name a second source in data.datasets.*.heldout, or "
+            "remove heldout_split"
+        )
+    path = save_splits(tmp_path / "set", train=PAIRS)
+    with pytest.raises(DataError, match="no split 'test'; found: train; set `split`, or `heldout_split`"):
+        load(tokenizer, {"path": path, "heldout_split": "test"})
 
 
 def test_replies_of_all_stages_end_at_the_same_token(tokenizer: Any, pairs: str) -> None:

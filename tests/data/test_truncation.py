@@ -77,6 +77,16 @@ def test_transcript_keeps_the_names_of_the_speakers(tmp_path: Path) -> None:
     assert spell(example.prompt_ids) == "Human: defghij\n\nAssistant:"
 
 
+def test_template_of_the_source_stays(tmp_path: Path) -> None:
+    row, heldout = {"prompt": "abcdefghij", "response": "ok"}, write_jsonl(tmp_path / "held.jsonl", [HELD_OUT])
+    dataset = {"path": write_jsonl(tmp_path / "rows.jsonl", [row]), "heldout": heldout, "template": "Q: {prompt} A:"}
+    options = {"chat_template": False, "too_long": "truncate", "max_prompt_length": 10}
+    assert spell(only(load_rows(LETTERS, dataset | {"stages": ["sft"]}, **options)).prompt_ids) == "Q: ghij A:"
+    row["prompt"] = turns("abcd", "efgh", "ij")
+    write_jsonl(tmp_path / "rows.jsonl", [row])
+    assert spell(only(load_rows(LETTERS, dataset | {"stages": ["sft"]}, **options)).prompt_ids) == "Q: ij A:"
+
+
 def test_beginning_of_sequence_token_stays(tmp_path: Path) -> None:
     data = load(tmp_path, {"prompt": "abcdefghijkl", "response": "ok"}, bos=True, chat_template=False)
     tokens = only(data).prompt_ids

@@ -6,11 +6,13 @@ import gc
 import json
 import math
 import random
+import shutil
 import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rlhf.evaluation.models import load_reward_model
 from rlhf.evaluation.reward_scores import (
@@ -110,6 +112,42 @@ def test_a_source_is_what_data_datasets_takes(
     mapping = json.dumps({"path": str(other), "columns": columns})
     wanted = printed_json(evaluate(judge_folder[0], "--pairs", plain, "--json"))["models"]
     assert printed_json(evaluate(judge_folder[0], "--pairs", mapping, "--json"))["models"] == wanted
+
+
+@pytest.mark.parametrize("prompt_format", ["no {prompt} :", "transcript"])
+def test_bare_prompts_are_written_as_in_training(
+    evaluate: Evaluate, judge_folder: tuple[Path, Any], tokenizer: Any, tmp_path: Path, prompt_format: str
+) -> None:
+    """Prompts that have a form already keep it."""
+    folder, model = judge_folder
+    trained = Path(shutil.copytree(folder, tmp_path / "reward" / "model"))
+    summary = {"prompt_format": prompt_format, "end_ids": [tokenizer.eos_token_id]}
+    (tmp_path / "reward" / "stage.json").write_text(json.dumps(summary))
+    text = prompt_format if "{prompt}" in prompt_format else "Human: {prompt}\n\nAssistant:"
+    expected = [[plain_score(model, tokenizer, text, prompt, reply) for reply in both] for prompt, *both in PAIRS]
+    other = [[plain_score(model, tokenizer, "go {prompt}", prompt, reply) for reply in both] for prompt, *both in PAIRS]
+    file = lines(tmp_path / "pairs.jsonl", ROWS)
+    mapping = json.dumps({"path": str(file), "template": "go {prompt}"})
+    for source, scores in ((file, expected), (mapping, other)):
+        (numbers,) = printed_json(evaluate(trained, "--pairs", source, "--json", "--rows"))["models"]
+        assert [[entry["chosen"], entry["rejected"]] for entry in numbers["each"]] == [
+            pytest.approx(both, abs=1e-4) for both in scores
+        ]
+
+
+def plain_score(model: Any, tokenizer: Any, template: str, prompt: str, reply: str) -> float:
+    text = f"{template.replace('{prompt}', prompt)} {reply}"
+    ids = torch.tensor([[*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]])
+    with torch.no_grad():
+        return float(model(ids).logits[0, 0])
+
+
+def test_template_of_rows_for_a_chat_model_is_an_error(
+    evaluate: Evaluate, judge_folder: tuple[Path, Any], tmp_path: Path
+) -> None:
+    source = json.dumps({"path": str(lines(tmp_path / "pairs.jsonl", ROWS)), "template": "go {prompt}"})
+    done = evaluate(judge_folder[0], "--pairs", source)
+    assert "data.datasets.0.template: the tokenizer's chat template writes the prompts" in str(done.exception)
 
 
 def test_pair_longer_than_the_model_allows_is_left_out(
