@@ -100,7 +100,7 @@ def profile_stage(config: Config, stage: Stage, *, steps: int, trace: Path) -> R
         print_line(f"profile: {run} has no finished {missing}: one step of each is taken first, and not kept")
     short = {f"{name}.{key}": 1 for name in earlier_stages for key in ("max_steps", "eval_rows")}
     config = ensure_steps(apply_settings(config, short | {"ppo.samples_every": 0}), stage, steps + _EXTRA_STEPS)
-    with tempfile.TemporaryDirectory(prefix="rlhf-profile-") as folder, signals.handle_signals(signals.interrupt):
+    with tempfile.TemporaryDirectory(prefix="rlhf-profile-") as folder, signals.interrupt_on_signals():
         directory = RunDirectory(Path(folder, "run"))
         config = config.model_copy(update={"output": directory.path})
         recording = Path(folder, "trace.json.gz" if trace.suffix == ".gz" else "trace.json")

@@ -17,6 +17,7 @@ from rich.table import Column
 from rich.text import Text
 
 from rlhf.reporting.console import console
+from rlhf.utils import signals
 from rlhf.utils.units import format_number, format_seconds
 
 _SECONDS_BETWEEN_LINES = 10.0
@@ -58,7 +59,12 @@ class Bar:
             self._task = display.add_task(description, total=total, unit=unit, metrics=self._metrics)
 
     def advance(self, count: int = 1, **metrics: float) -> None:
-        """Count finished units, and show the latest metrics."""
+        """Count finished units, and show the latest metrics.
+
+        Raises:
+            KeyboardInterrupt: a signal arrived; see `signals.interrupt_on_signals`.
+        """
+        signals.raise_if_interrupted()
         self._done += count
         self._metrics.update(metrics)
         if self._display:

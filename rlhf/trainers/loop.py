@@ -97,6 +97,8 @@ def fit(trainer: Trainer, context: StageContext) -> dict[str, Any]:
     first = resume_or_seed(trainer, context)
     training = progress(total_steps - first, f"{name}: training", unit="steps", enabled=context.world.is_main)
     with collect_signals() as signals_seen, training as bar:
+        if any_rank_signalled(signals_seen, context):
+            raise KeyboardInterrupt
         if 0 < first < total_steps and schedule.is_due(first):  # the process may have ended before the evaluation
             schedule.run(first)
         for index in range(first, total_steps):
@@ -185,7 +187,7 @@ def save_checkpoint(trainer: Trainer, context: StageContext, done: int) -> None:
 @contextmanager
 def collect_signals() -> Iterator[list[int]]:
     """Yield the list of received signals; a second request to end raises `KeyboardInterrupt` at once."""
-    received: list[int] = []
+    received = list(signals.remembered_signals)  # those that arrived earlier, and that a library has swallowed
 
     def receive(number: int) -> None:
         if signals.ends_at_once(received, number):

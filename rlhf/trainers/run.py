@@ -83,12 +83,13 @@ def run(
             print_summary([stage.summary() for stage in directory.stages if stage.done], console)
         return directory
     termination = RunTermination(directory, stages)
-    with _restore_environment(), signals.tolerate_closed_terminal(), signals.handle_signals(signals.interrupt):
+    with _restore_environment(), signals.tolerate_closed_terminal(), signals.interrupt_on_signals():
         selection = select_accelerator(config, accelerator)
         if current_process().rank == 0:
             _announce(config, selection, stages, pending, recipe)
         request = Request(stages, resume, overwrite, dry_run)
         with termination.report_errors(), _open(config, selection, request, pending) as (resolved, backend):
+            signals.raise_if_interrupted()
             if not dry_run:
                 from rlhf.trainers import pipeline  # imports DeepSpeed, which is configured for the device by now
 

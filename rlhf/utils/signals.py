@@ -13,6 +13,8 @@ from types import FrameType
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+remembered_signals: list[int] = []
+"""The signals that have arrived in the block of `interrupt_on_signals`."""
 _TERMINAL_FDS = [fd for fd in (1, 2) if os.isatty(fd)]
 
 
@@ -39,9 +41,30 @@ def handle_signals(receive: Callable[[int], None]) -> Iterator[None]:
             signal.signal(number, handler or signal.SIG_DFL)
 
 
-def interrupt(number: int) -> None:
-    """End the block of `handle_signals` like Ctrl-C: raise `KeyboardInterrupt` for any of the signals."""
-    raise KeyboardInterrupt
+@contextmanager
+def interrupt_on_signals() -> Iterator[None]:
+    """Handle any of the signals in this block like Ctrl-C: raise `KeyboardInterrupt`.
+
+    Libraries may swallow the exception, as pyarrow does in its import of pandas. The block must therefore call
+    `raise_if_interrupted` before it begins something that takes long.
+    """
+
+    def receive(number: int) -> None:
+        remembered_signals.append(number)
+        raise KeyboardInterrupt
+
+    remembered_signals.clear()
+    try:
+        with handle_signals(receive):
+            yield
+    finally:
+        remembered_signals.clear()
+
+
+def raise_if_interrupted() -> None:
+    """Raise `KeyboardInterrupt` if a signal arrived in a block of `interrupt_on_signals`; in the main thread only."""
+    if remembered_signals and threading.current_thread() is threading.main_thread():
+        raise KeyboardInterrupt
 
 
 def ends_at_once(signals_seen: list[int], number: int) -> bool:
@@ -82,6 +105,11 @@ class _Terminal:
             self._stream.flush()
         except OSError as error:
             _check_closed(error)
+
+    @property
+    def rich_proxied_file(self) -> _Terminal:
+        """The stream that consoles of rich use instead; see `rlhf.utils.printable`."""
+        return _Terminal(self._stream.rich_proxied_file)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from rlhf.models.loading import load_causal_lm
 from rlhf.trainers import supervised
 from rlhf.trainers.loop import fit, resume_or_seed
 from rlhf.trainers.supervised import SFTTrainer
+from rlhf.utils import signals
 from tests.helpers import assert_same_weights
 from tests.in_process import StubTrainer, one_model, stage_context
 
@@ -109,3 +111,17 @@ def test_resumed_stage_continues_the_sums_of_its_steps(accelerator, recipe, tmp_
     assert before["step"] >= before["training"] > 0
     after = run(4, arrived=None)
     assert after["step"] > before["step"] and after["training"] > before["training"]
+
+
+def test_swallowed_signal_ends_the_run_before_a_step(accelerator, recipe, tmp_path):
+    """A library, such as pyarrow while it imports pandas, catches the handler's exception."""
+    context, steps = stage_context(accelerator, tmp_path, "sft", recipe), []
+    trainer = StubTrainer(context.config.sft, lambda index: steps.append(index) or {"rows": 1.0}, total_steps=3)
+    with signals.interrupt_on_signals():
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            fit(trainer, context)
+    assert steps == []
+    fit(trainer, context)  # the signal is forgotten after the block
+    assert steps == [0, 1, 2]

@@ -72,7 +72,7 @@ class SweepRunner:
         if not todo:
             return
         shared, numbers = self.grid.shared, {point.name: place for place, point in enumerate(self.grid.points, start=1)}
-        with signals.tolerate_closed_terminal(), signals.handle_signals(signals.interrupt):
+        with signals.tolerate_closed_terminal(), signals.interrupt_on_signals():
             try:
                 console.print(f"the output of each point is in {self.folder.console('POINT')}", **_PLAIN)
                 if shared and not self.folder.is_complete(shared):
