@@ -20,8 +20,8 @@ from pathlib import Path
 from typer import TyperException
 
 from accelerators import PluginError, blame_plugin
-from rlhf.errors import USER_ERRORS, ConfigError, RemoteRankError, as_resource_error, summarize_error
-from rlhf.utils.atomic_io import PARTIAL
+from rlhf.errors import USER_ERRORS, ConfigError, RemoteRankError, RunError, as_resource_error, summarize_error
+from rlhf.utils.atomic_io import PARTIAL, open_no_link
 from rlhf.utils.process_info import STATUS_FOLDER_VARIABLE, ProcessInfo, current_process
 
 USER_ERROR, INTERNAL_ERROR, INTERRUPTED = 2, 1, 130
@@ -52,9 +52,10 @@ def find_culprit(error: BaseException, folder: Path | None = None) -> PluginErro
         if folder is None or not folder.is_dir():
             folder = Path(tempfile.mkdtemp(prefix="rlhf-"))
         path = folder / (f"traceback-rank{rank}.txt" if rank else "traceback.txt")
-        path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        with open_no_link(path, "w") as file:
+            file.write("".join(traceback.format_exception(error)))
         traceback_note = f"its traceback is in {path}"
-    except OSError:
+    except (OSError, RunError):  # it is a link
         traceback_note = "its traceback could not be saved"
     return InternalError(f"this is a bug of rlhf: {summarize_error(error)}; {traceback_note}; please report it")
 

@@ -11,7 +11,7 @@ import time
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rlhf.utils.atomic_io import atomic_file
+from rlhf.utils.atomic_io import atomic_file, open_no_link
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -84,7 +84,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             records, purge_step = _read_records_until(directory, resume_step), resume_step + 1
         with atomic_file(directory.metrics) as temporary:
             temporary.write_bytes(b"".join(records))
-        file = directory.metrics.open("a", encoding="utf-8")
+        file = open_no_link(directory.metrics, "a")
         return file, SummaryWriter(str(directory.tensorboard), purge_step=purge_step)
 
 

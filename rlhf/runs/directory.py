@@ -30,7 +30,7 @@ from rlhf.runs.resume import (
     stage_settings,
 )
 from rlhf.runs.stage_directory import StageDirectory
-from rlhf.utils.atomic_io import CONSOLE, PARTIAL, atomic_write_json, check_writable, read_json, sync
+from rlhf.utils.atomic_io import CONSOLE, PARTIAL, atomic_write_json, check_writable, read_json, refuse_link, sync
 from rlhf.utils.file_lock import LOCK, LOCK_FILES, lock_folder
 from rlhf.utils.process_info import current_process, get_command_line
 
@@ -109,6 +109,7 @@ class RunDirectory:
         if resume and overwrite:
             raise RunError("--resume and --overwrite: exclude each other; give one of them")
         holds_run = self._holds_run()
+        self._refuse_links()
         if overwrite or not all(self.stage(stage).done for stage in stages):
             check_writable(self.path)
         if not holds_run:
@@ -160,6 +161,7 @@ class RunDirectory:
             RunError: as `check`, or another process writes to the folder. Nothing is changed then.
         """
         with lock_folder(self.path):
+            self._refuse_links()
             self._restore_backup()
             self.check(config, stages=stages, resume=resume, overwrite=overwrite, accelerator=accelerator, data=data)
             try:
@@ -236,6 +238,7 @@ class RunDirectory:
 
     def _restore_backup(self) -> None:
         """Replace the run's contents by the backup, if there is one; if killed, the next process completes this."""
+        refuse_link(self.backup)
         if not self.backup.exists():
             return
         paths = list(self.backup.iterdir())
@@ -336,6 +339,20 @@ class RunDirectory:
             write_recipe(self.recipe, settings)
         except OSError as error:
             raise RunError(f"{self.path}: cannot be written ({error.strerror}); choose another --output") from error
+
+    def _refuse_links(self) -> None:
+        """Raise `RunError` if a file or folder that a run writes, moves or deletes is a link."""
+        names = (self.recipe.name, self.description.name, self.backup.name, CONSOLE, *LOCK_FILES, *EVERY_STAGE)
+        paths = [
+            *(self.path / name for name in names),
+            *self.path.glob(f"*{PARTIAL}"),
+            *self.path.glob("traceback*.txt"),
+        ]
+        for stage in self.stages:
+            refuse_link(stage.path)
+            paths += [*stage.path.glob("*"), *stage.checkpoints.glob("*"), *stage.best.glob("*")]
+        for path in paths:
+            refuse_link(path)
 
     def _remove_unstarted(self, stages: Sequence[Stage]) -> None:
         """Remove the folders of `stages` that contain no step yet."""

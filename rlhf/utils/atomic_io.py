@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TextIO
 
 from rlhf.errors import RunError
 
@@ -17,6 +17,28 @@ PARTIAL = ".partial"
 
 CONSOLE = "console.log"
 """The file with a run's output in its folder, if its caller (`rlhf sweep`) stores it."""
+
+
+def refuse_link(path: Path) -> None:
+    """Raise `RunError` if `path` is a link: who made it may have chosen a file that is not the run's."""
+    if path.is_symlink():
+        raise RunError(f"{path}: is a link to {os.readlink(path)}, and runs do not write through links; remove it")
+
+
+def open_no_link(path: Path, mode: Literal["a", "w"]) -> TextIO:
+    """Open a text file of a run for writing.
+
+    Raises:
+        RunError: it is a link.
+        OSError: it cannot be written.
+    """
+    try:
+        return open(
+            path, mode, encoding="utf-8", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666)
+        )
+    except OSError:
+        refuse_link(path)
+        raise
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -55,14 +77,15 @@ def atomic_write_json(path: Path, value: dict[str, Any]) -> None:
 
 def atomic_write(path: Path, text: str) -> None:
     """Write `text`; `path` has either all of it or its previous contents."""
-    with atomic_file(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    with atomic_file(path) as temporary, open_no_link(temporary, "w") as file:
+        file.write(text)
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yield the path of a temporary file that becomes `path` when the block ends, and is deleted if it fails."""
     temporary = path.with_name(path.name + PARTIAL)
+    refuse_link(temporary)
     try:
         yield temporary
         sync(temporary)
@@ -77,6 +100,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
 def atomic_directory(path: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes `path` when the block ends, and is deleted if it fails."""
     temporary = path.with_name(path.name + PARTIAL)
+    refuse_link(temporary)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
@@ -96,6 +120,8 @@ def atomic_rename_dir(temporary: Path, path: Path) -> None:
             sync(Path(folder, name))
         sync(Path(folder))
     old = path.with_name(path.name + ".old" + PARTIAL)
+    refuse_link(path)
+    refuse_link(old)
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():
         os.rename(path, old)  # a folder cannot be replaced in one step

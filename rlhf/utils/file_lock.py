@@ -20,6 +20,7 @@ from pathlib import Path
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from rlhf.errors import RunError
+from rlhf.utils.atomic_io import open_no_link, refuse_link
 
 LOCK = ".rlhf.lock"
 OWNER = ".rlhf.lock.owner"
@@ -33,14 +34,16 @@ def lock_folder(folder: Path) -> Iterator[None]:
     """Hold the lock of `folder`, which is created if it does not exist, and removed again if it is left empty.
 
     Raises:
-        RunError: another process holds the lock, or the folder cannot be written.
+        RunError: another process holds the lock, its file is a link, or the folder cannot be written.
     """
     is_new, pid = not folder.exists(), os.getpid()
+    for name in LOCK_FILES:
+        refuse_link(folder / name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = _acquire(folder)
-        with suppress(OSError):  # the name is only for messages
-            (folder / OWNER).write_text(f"process {pid} on {socket.gethostname()}\n")
+        with suppress(OSError), open_no_link(folder / OWNER, "w") as file:  # the name is only for messages
+            file.write(f"process {pid} on {socket.gethostname()}\n")
     except OSError as error:
         raise RunError(f"{folder}: cannot be written ({error.strerror}); choose another --output") from error
     try:
