@@ -17,18 +17,20 @@ def main() -> None:
     from rlhf.cli.app import app
     from rlhf.launchers.exit_status import ExitStatus
     from rlhf.reporting import verbosity
+    from rlhf.utils.printable import make_output_printable
     from rlhf.utils.process_info import set_command_line, strip_local_rank
 
     if isinstance(sys.stdout, TextIOWrapper):  # a character that the terminal cannot show must not end the command
         sys.stdout.reconfigure(errors="backslashreplace")
     debug = "--debug" in sys.argv
     verbosity.configure_logging(debug=debug)
-    try:
-        arguments = strip_local_rank(sys.argv[1:])
-        set_command_line(arguments)
-        code = get_command(app).main(arguments, prog_name="rlhf", standalone_mode=False)
-    except (Exception, KeyboardInterrupt) as error:
-        if debug:
-            traceback.print_exc()
-        code = ExitStatus.from_error(error).report()
+    with make_output_printable():
+        try:
+            arguments = strip_local_rank(sys.argv[1:])
+            set_command_line(arguments)
+            code = get_command(app).main(arguments, prog_name="rlhf", standalone_mode=False)
+        except (Exception, KeyboardInterrupt) as error:
+            if debug:
+                traceback.print_exc()
+            code = ExitStatus.from_error(error).report()
     sys.exit(code if isinstance(code, int) else 0)

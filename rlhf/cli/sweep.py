@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from rlhf.cli.options import Options, shared
 from rlhf.cli.tables import AsJSON, print_json, print_line, print_table
 from rlhf.errors import ConfigError, RunError
-from rlhf.reporting.console import console
+from rlhf.reporting.console import Terminal, console
 from rlhf.utils.file_lock import lock_folder
 from rlhf.utils.process_info import current_process
 from rlhf.utils.units import parse_bytes
@@ -174,7 +173,7 @@ def _print_results(grid: Grid, folder: SweepDirectory, results: list[PointResult
 
 
 def _has_terminal() -> bool:
-    return Console().is_terminal  # not `console`, which may print to standard error
+    return Terminal().is_terminal  # not `console`, which may print to standard error
 
 
 def _print_reasons(results: list[PointResult]) -> None:

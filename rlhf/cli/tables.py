@@ -8,11 +8,10 @@ from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlhf.reporting.console import console
+from rlhf.reporting.console import Terminal, console
 
 AsJSON = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON.")]
 
@@ -35,10 +34,10 @@ def print_line(*parts: str | tuple[str, str]) -> None:
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a titled table; in a pipe, the columns and rows with tabs between their cells."""
-    terminal = Console()
+    terminal = Terminal()
     if not terminal.is_terminal:
         for row in (columns, *rows):
-            typer.echo("\t".join(row))
+            print("\t".join(row))
         return
     # Text: a reason in [brackets] is not markup.
     table = Table(title=Text(title, "table.title"), title_justify="left")
@@ -51,7 +50,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 def print_json(value: Any) -> None:
     """Print one JSON document."""
-    typer.echo(json.dumps(value, indent=2))
+    print(json.dumps(value, indent=2).replace("\x7f", "\\u007f"))  # the one control character that JSON leaves
 
 
 def flatten(values: dict[str, Any]) -> dict[str, Any]:

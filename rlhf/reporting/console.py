@@ -1,4 +1,4 @@
-"""The terminal, and a copy of its output in a file, as plain lines.
+"""The terminal, and a copy of its output in a file, as plain lines; neither executes control characters of its text.
 
 A run prints everything through `console`. While a block of `copy_console_to` runs, the output goes to a file too, and
 so do the notes that this package logs; progress bars print lines to the copy (`rlhf.reporting.progress`).
@@ -11,14 +11,17 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import IO, TYPE_CHECKING, Any, TextIO
 
-from rich.console import Console, NewLine
+from rich.console import Console, ConsoleOptions, NewLine, RenderableType
 from rich.control import Control
 from rich.file_proxy import FileProxy
+from rich.segment import Segment
 from rich.text import Text
 
 from rlhf.reporting.verbosity import OWN_LOGGERS
+from rlhf.utils.atomic_io import open_no_link
+from rlhf.utils.printable import make_printable
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -29,7 +32,7 @@ _WIDTH = 120  # columns of tables in a copy
 class Terminal(Console):
     """A console that may have a copy, and a live display of progress bars."""
 
-    copy: Console | None = None
+    copy: Terminal | None = None
     display: Progress | None = None
 
     def print(self, *objects: Any, **options: Any) -> None:
@@ -38,6 +41,23 @@ class Terminal(Console):
             only_text = all(isinstance(part, (str, Text)) for part in objects)
             self.copy.print(*objects, **options | ({"soft_wrap": True} if only_text else {}))
         super().print(*objects, **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """Render in parts; control characters of text are made visible, those of rich stay."""
+        for part in super().render(renderable, options):
+            yield part if part.control is not None else Segment(make_printable(part.text), part.style)
+
+    @property
+    def file(self) -> IO[str]:
+        """The stream that receives the output, below all that make foreign text printable."""
+        stream = super().file
+        while hasattr(stream, "rich_proxied_file"):
+            stream = stream.rich_proxied_file
+        return stream
+
+    @file.setter
+    def file(self, stream: IO[str]) -> None:
+        self._file = stream
 
 
 console = Terminal(highlight=False)
@@ -51,9 +71,9 @@ def copy_console_to(path: Path, title: str) -> Iterator[None]:
         OSError: the file cannot be written.
     """
     append_line(path, title)
-    with path.open("a", encoding="utf-8") as file:
+    with open_no_link(path, "a") as file:
         notes, outer = _Notes(file), console.copy
-        console.copy = Console(file=file, width=_WIDTH, highlight=False, force_terminal=False, color_system=None)
+        console.copy = Terminal(file=file, width=_WIDTH, highlight=False, force_terminal=False, color_system=None)
         for name in OWN_LOGGERS:
             logging.getLogger(name).addHandler(notes)
         try:
@@ -67,8 +87,8 @@ def copy_console_to(path: Path, title: str) -> Iterator[None]:
 def append_line(path: Path, line: str) -> None:
     """Append a line to a text file, and end its last line first if a crash has cut it short."""
     complete = not path.exists() or path.read_bytes()[-1:] in (b"", b"\n")
-    with path.open("a", encoding="utf-8") as file:
-        file.write(f"{'' if complete else chr(10)}{line}\n")
+    with open_no_link(path, "a") as file:
+        file.write(f"{'' if complete else chr(10)}{make_printable(line)}\n")
 
 
 class _Notes(logging.Handler):
@@ -80,4 +100,4 @@ class _Notes(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.stderr, FileProxy):
-            print(f"rlhf: note: {record.getMessage()}", file=self._file, flush=True)
+            print(make_printable(f"rlhf: note: {record.getMessage()}"), file=self._file, flush=True)
