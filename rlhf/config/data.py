@@ -160,14 +160,15 @@ class DatasetConfig(ConfigModel):
     """One source of rows."""
 
     path: PathOrHubId = Field(
-        description="a .json, .jsonl, .csv or .parquet file, a save_to_disk folder, a hub name, or `world` (embedded)"
+        description="a .json, .jsonl, .csv or .parquet file, a folder of these (a downloaded data set), a save_to_disk "
+        "folder, a hub name, or `world` (embedded)"
     )
     heldout: OptionalPathOrHubId = Field(
         None,
         description="a second source, used only for evaluation; empty: heldout_split of `path` or, without that, a "
         "fraction of its rows",
     )
-    subset: str | None = Field(None, description="configuration of a hub data set, if it has several")
+    subset: str | None = Field(None, description="configuration of a data set, if it has several")
     split: str = Field("train", description="split to read, if the source has several")
     revision: str | None = Field(None, description="branch, tag or commit of a hub data set; empty: the newest commit")
     limit: int | None = Field(
@@ -250,7 +251,7 @@ class PretrainingConfig(ConfigModel):
     """One source of raw text."""
 
     path: PathOrHubId = Field(
-        description="a .json, .jsonl, .csv or .parquet file, a save_to_disk folder, or a hub name"
+        description="a .json, .jsonl, .csv or .parquet file, a folder of these, a save_to_disk folder, or a hub name"
     )
     subset: str | None = Field(None, description="configuration of a hub data set, if it has several")
     split: str = Field("train", description="split to read, if the source has several")

@@ -1,6 +1,7 @@
 """Read the records of a source, each with its place in the source.
 
-A source is a file (JSON, JSONL, CSV, Parquet), a `save_to_disk` folder, a hub name or the embedded world.
+A source is a file (JSON, JSONL, CSV, Parquet), a folder of them, a `save_to_disk` folder, a hub name or the embedded
+world.
 Only hub names use the network.
 """
 
@@ -78,14 +79,16 @@ def read_records(
     """
     check_source_exists(source)
     path = Path(source)
-    for key, value in (("subset", subset), ("revision", revision)):
+    has_subsets = path.is_dir() and not _is_saved(path)
+    for key, value in (("subset", None if has_subsets else subset), ("revision", revision)):
         if value is not None and (source == WORLD or path.exists()):
-            raise DataError(f"{source}: only hub data sets have {key}s, got {key} {value!r}; remove it")
+            raise DataError(f"{source}: has no {key}s, got {key} {value!r}; remove it")
 
     if source == WORLD:
         values, prefix = list(toy_world.generate_records(seed)), f"{WORLD}:"
     elif path.is_dir():
-        values, prefix = _load_saved_folder(path, split), f"{path.name}, row "
+        values = _load_data_files(path, subset, split) if has_subsets else _load_saved_folder(path, split)
+        prefix = f"{path.name}, row "
     elif path.suffix in _READERS:
         with _translate_errors(path):
             records = list(_READERS[path.suffix](path))
@@ -154,8 +157,8 @@ def _hash_folder(path: Path) -> Iterator[tuple[str, str]]:
             below.clear()
             yield name, first
             continue
-        below.sort()
-        for file in sorted(files):
+        below[:] = sorted(name for name in below if not name.startswith("."))  # readers skip .git and .cache
+        for file in sorted(file for file in files if not file.startswith(".")):
             if (place := Path(folder, file)).is_file():
                 yield str(place.relative_to(path)), _hash(place)
 
@@ -192,12 +195,16 @@ def _read_jsonl(path: Path) -> Iterator[SourceRecord]:
                     yield SourceRecord(None, f"{path.name}:{number}", NOT_JSON)
 
 
-def _read_json(path: Path) -> list[SourceRecord]:
+def _read_json(path: Path) -> Iterable[SourceRecord]:
+    """Read a list of objects, or an object per line, as in the `json` files of `datasets`."""
+    text = path.read_text(encoding="utf-8-sig")
     try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"))
+        content = json.loads(text)
     except json.JSONDecodeError as error:
+        if _is_object(text.lstrip().partition("\n")[0]):
+            return list(_read_jsonl(path))
         raise DataError(
-            f"{path}:{error.lineno}: not readable as JSON ({error.msg}); if it is JSONL, rename it to .jsonl"
+            f"{path}:{error.lineno}: not readable as JSON ({error.msg}); check that the file is complete"
         ) from error
     except RecursionError as error:
         raise DataError(f"{path}: not readable as JSON (nested too deeply)") from error
@@ -205,6 +212,13 @@ def _read_json(path: Path) -> list[SourceRecord]:
     if not isinstance(rows, list):
         raise DataError(f'{path}: expected a list of objects, or {{"data": [...]}}')
     return _number_rows(rows, path)
+
+
+def _is_object(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _read_csv(path: Path) -> Iterator[SourceRecord]:
@@ -249,9 +263,28 @@ _READERS: dict[str, Callable[[Path], Iterable[SourceRecord]]] = {
 }
 
 
+def _is_saved(path: Path) -> bool:
+    """Return True if `datasets.save_to_disk` wrote a folder."""
+    return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
+
+
+def _load_data_files(path: Path, subset: str | None, split: str) -> Any:
+    """Read a folder of data files, such as a downloaded data set; their names, or its README, give the splits."""
+    from datasets import load_dataset
+
+    try:
+        return load_dataset(str(path.absolute()), subset, split=split)
+    except Exception as error:  # the reader's errors have no common base
+        if missing_part := _find_missing_part(error):
+            raise _missing_part_error(str(path), subset, split, *missing_part) from error
+        reason = _first_line(error.__cause__ or error)
+        raise DataError(
+            f"{path}: cannot be read as a data set ({reason}); name a file, a folder of .parquet, .jsonl, .json or "
+            ".csv files, or one that datasets.save_to_disk wrote"
+        ) from error
+
+
 def _load_saved_folder(path: Path, split: str) -> Any:
-    if not ((path / "dataset_dict.json").is_file() or (path / "state.json").is_file()):
-        raise DataError(f"{path}: not a folder that datasets.save_to_disk wrote; name a file or such a folder")
     from datasets import DatasetDict, load_from_disk
 
     try:
@@ -275,9 +308,7 @@ def _load_from_hub(name: str, subset: str | None, split: str, revision: str | No
         return load_dataset(name, None if options else subset, split=split, revision=revision, **options)
     except Exception as error:  # network, hub and reader errors have no common base
         if missing_part := _find_missing_part(error):
-            key, available = missing_part
-            problem = f"no split {split!r}" if key == "split" else f"no subset {subset!r}" if subset else "has subsets"
-            raise DataError(f"{name}: {problem}; found: {available}; {_advise_key(key)}") from error
+            raise _missing_part_error(name, subset, split, *missing_part) from error
         if _SCRIPT_ERROR in str(error):
             raise DataError(
                 f"{name}: needs a loading script, which rlhf does not run; set `revision` to {_PARQUET_REVISION}, the "
@@ -288,6 +319,12 @@ def _load_from_hub(name: str, subset: str | None, split: str, revision: str | No
         raise DataError(
             f"{name}: not loaded from the hub ({_first_line(error)}); check the network, or name a local copy"
         ) from error
+
+
+def _missing_part_error(name: str, subset: str | None, split: str, key: str, available: str) -> DataError:
+    """Return the error for a split or subset (`key`) that a data set lacks."""
+    problem = f"no split {split!r}" if key == "split" else f"no subset {subset!r}" if subset else "has subsets"
+    return DataError(f"{name}: {problem}; found: {available}; {_advise_key(key)}")
 
 
 def _advise_key(key: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,60 @@ def test_saved_folder_with_splits_gives_the_named_one(tmp_path: Path) -> None:
         read_records(path, split="dev")
 
 
+def test_downloaded_folder_is_read_with_its_splits(tmp_path: Path) -> None:
+    """As `hf download` and `git clone` leave it."""
+    folder, rows = tmp_path / "Dahoas" / "some-set", [{"prompt": f"p {n}"} for n in range(4)]
+    (folder / "data").mkdir(parents=True)
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n# Rows\n")
+    for name, part in (("train-00000-of-00002-ab", rows[:1]), ("train-00001-of-00002-ab", rows[1:3])):
+        Dataset.from_list(part).to_parquet(folder / "data" / f"{name}.parquet")
+    Dataset.from_list(rows[3:]).to_parquet(folder / "data" / "test-00000-of-00001-ab.parquet")
+    records = read_records(str(folder))
+    assert values(records) == rows[:3] and records[2].source == "some-set, row 3"
+    assert values(read_records(str(folder), split="test")) == rows[3:]
+    with pytest.raises(DataError, match="no split 'dev'; found: train, test; set `split`, or `heldout_split`"):
+        read_records(str(folder), split="dev")
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv"])
+def test_folder_of_one_file_is_read_as_train(tmp_path: Path, name: str) -> None:
+    is_csv = name.endswith("csv")
+    (tmp_path / name).write_text("prompt\na\nb\n" if is_csv else '{"prompt": "a"}\n{"prompt": "b"}\n')
+    assert values(read_records(str(tmp_path))) == [{"prompt": "a"}, {"prompt": "b"}]
+
+
+def test_folder_with_subsets_gives_the_named_one(tmp_path: Path) -> None:
+    configs = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in "xy")
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    for name in "xy":
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name}])
+    assert values(read_records(str(tmp_path), subset="y")) == [{"prompt": "y"}]
+    with pytest.raises(DataError, match="has subsets; found: x, y; set `subset`"):
+        read_records(str(tmp_path))
+
+
+def test_content_of_a_folder_covers_all_files_but_hidden_ones(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "train.jsonl", ROWS)
+    (tmp_path / ".git").mkdir()
+    digests = [hash_source(str(tmp_path))]
+    (tmp_path / ".git" / "HEAD").write_text("other")
+    assert hash_source(str(tmp_path)) == digests[0]
+    for name in ("train.jsonl", "test.jsonl", "README.md"):
+        write_jsonl(tmp_path / name, ROWS[:1])
+        digests.append(hash_source(str(tmp_path)))
+    assert len(set(digests)) == 4
+
+
+def test_json_file_may_have_an_object_per_line(tmp_path: Path) -> None:
+    lines = ["", *ROWS, '{"prompt": "cut']
+    records = read_records(write_jsonl(tmp_path / "rows.json", lines))
+    assert records == [
+        replace(record, source=record.source.replace("jsonl", "json"))
+        for record in read_records(write_jsonl(tmp_path / "rows.jsonl", lines))
+    ]
+    assert values(records) == [*ROWS, None]
+
+
 def test_world_depends_on_the_seed() -> None:
     first, again, other = (read_records("world", seed=seed) for seed in (1, 1, 2))
     assert first == again != other
@@ -88,9 +143,9 @@ def test_limit_samples_the_whole_source_in_its_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["subset", "revision"])
-def test_only_hub_data_sets_have_subsets_and_revisions(tmp_path: Path, key: str) -> None:
+def test_files_have_no_subsets_or_revisions(tmp_path: Path, key: str) -> None:
     for source in (write_jsonl(tmp_path / "rows.jsonl", ROWS), "world"):
-        with pytest.raises(DataError, match=f"only hub data sets have {key}s, got {key} 'main'"):
+        with pytest.raises(DataError, match=f"has no {key}s, got {key} 'main'; remove it"):
             read_records(source, **{key: "main"})  # type: ignore[arg-type]
 
 
@@ -106,7 +161,7 @@ def test_only_hub_data_sets_have_subsets_and_revisions(tmp_path: Path, key: str)
         ("rows.csv", b"prompt\tresponse\na, b\tc\n", "rows.csv: its fields are separated by tabs, not by commas"),
         ("rows.jsonl", None, "rows.jsonl: no such file"),
         ("folder", None, "folder: no such file"),
-        (".", None, "not a folder that datasets"),
+        (".", None, "cannot be read as a data set .*any data files.*; name a file, a folder of .parquet, .jsonl"),
     ],
 )
 def test_unreadable_source_is_an_error(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
