@@ -162,14 +162,16 @@ def _update(grid: Grid, folder: SweepDirectory) -> list[PointResult]:
 
 
 def _print_results(grid: Grid, folder: SweepDirectory, results: list[PointResult]) -> None:
-    from rlhf.contrib.sweep.results import format_table
+    from rlhf.contrib.sweep.results import describe_best, format_table
 
+    files = [path for path in (folder.plot, folder.curves, folder.tradeoff, folder.table) if path.is_file()]
     header, rows = format_table(grid, results, people=_has_terminal())
     print_table(f"{grid.file}: {', '.join(grid.stages)}", header, rows)
     if _has_terminal():
         _print_reasons(results)
-        files = [path for path in (folder.plot, folder.curves, folder.table) if path.is_file()]
-        print_line(f"see {', '.join(map(str, files))}")
+    for line in (describe_best(grid, results), f"see {', '.join(map(str, files))}"):
+        if line:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)  # in a pipe, to standard error
 
 
 def _has_terminal() -> bool:

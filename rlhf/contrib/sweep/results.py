@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -60,6 +61,7 @@ class SweepDirectory:
         table: the table as CSV.
         plot: the plot of the final numbers.
         curves: the plot of training curves.
+        tradeoff: the plot of reward against KL, of sweeps with PPO.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,6 +70,7 @@ class SweepDirectory:
         self.table = path / "sweep.csv"
         self.plot = path / "sweep.png"
         self.curves = path / "curves.png"
+        self.tradeoff = path / "reward-kl.png"
 
     def run(self, name: str) -> RunDirectory:
         """Return the run directory of a point."""
@@ -217,6 +220,9 @@ _HEADLINES: dict[Stage, tuple[str, ...]] = {
 """The held-out metrics after training that the table and the plots show, by stage."""
 
 
+_LOWER_IS_BETTER = {"sft perplexity"}
+
+
 @dataclass(frozen=True)
 class PointResult:
     """A point's status and numbers.
@@ -319,6 +325,21 @@ def format_table(grid: Grid, results: Sequence[PointResult], *, people: bool) ->
     return header, rows
 
 
+def describe_best(grid: Grid, results: Sequence[PointResult]) -> str:
+    """Return the best complete point by the first metric of the last stage, on one line; empty without one."""
+    column = f"{grid.stages[-1]} {_HEADLINES[grid.stages[-1]][0]}"
+    values = {
+        result.name: value
+        for result in results
+        if result.status == "complete" and (value := result.value(column)) is not None and math.isfinite(value)
+    }
+    if not values:
+        return ""
+    choose = min if column in _LOWER_IS_BETTER else max
+    name = choose(values, key=values.__getitem__)
+    return f"best {column}: {name} ({_format_for_people(column, values[name])})"
+
+
 def describe_result(grid: Grid, result: PointResult) -> str:
     """Return a point's status and numbers on one line."""
     numbers = [
@@ -343,7 +364,7 @@ def write_index(grid: Grid, folder: SweepDirectory, results: Sequence[PointResul
 
 
 def write_report(grid: Grid, folder: SweepDirectory, results: Sequence[PointResult]) -> None:
-    """Write `sweep.json`, `sweep.csv`, `sweep.png` and, if there are records, `curves.png`, each atomically.
+    """Write `sweep.json`, `sweep.csv`, `sweep.png` and, with the numbers for them, `curves.png` and `reward-kl.png`.
 
     Raises:
         OSError: the folder is not writable.
@@ -359,6 +380,8 @@ def write_report(grid: Grid, folder: SweepDirectory, results: Sequence[PointResu
     _save(_draw_bars(results, select_columns(grid, results)), folder.plot)
     if figure := _draw_curves(grid, folder, results):
         _save(figure, folder.curves)
+    if figure := _draw_tradeoff(results):
+        _save(figure, folder.tradeoff)
 
 
 def _save(figure: Figure, path: Path) -> None:
@@ -379,11 +402,14 @@ def _draw_bars(results: Sequence[PointResult], columns: Sequence[str]) -> Figure
         scale = 2**30 if column == "peak_memory" else 1
         values = [None if (value := result.value(column)) is None else value / scale for result in results]
         colours = [_BAR if result.status == "complete" else _LOST for result in results]
-        bars = axes.barh(places, [value or 0 for value in values], color=colours, height=0.72)
+        axes.barh(places, [value or 0 for value in values], color=colours, height=0.72)
         labels = [
             "" if value is None else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" for value in values
         ]
-        axes.bar_label(bars, labels, padding=3, fontsize=7, color=_INK)
+        for place, (value, label) in enumerate(zip(values, labels, strict=True)):
+            # To the right of a negative bar too: the point's name is on its left.
+            style = {"textcoords": "offset points", "va": "center", "fontsize": 7, "color": _INK}
+            axes.annotate(label, (max(value or 0, 0), place), xytext=(3, 0), **style)
         axes.set_title(_TITLES.get(column, column.replace("_", " ")), fontsize=9, color=_INK)
         axes.margins(x=0.22)
         axes.axvline(0, color=_INK, linewidth=0.6)
@@ -439,6 +465,31 @@ def _draw_curves(grid: Grid, folder: SweepDirectory, results: Sequence[PointResu
         axes.set_xlabel("step", fontsize=9)
         _style(axes, ticks=8, hidden=("top", "right"), integer=True)
     figure.legend(handles=panels[-1].get_lines(), loc="outside right upper", fontsize=8, frameon=False)
+    return figure
+
+
+def _draw_tradeoff(results: Sequence[PointResult]) -> Figure | None:
+    """Draw the held-out reward of each point after PPO against its KL; return None without points."""
+    from matplotlib.figure import Figure
+
+    points = sorted(
+        (kl, reward, result.name)
+        for result in results
+        if (kl := result.value("ppo kl")) is not None and (reward := result.value("ppo reward")) is not None
+    )
+    if not points:
+        return None
+    figure = Figure(figsize=(7.0, 4.6), layout="constrained")
+    axes = figure.subplots()
+    axes.scatter([kl for kl, *_ in points], [reward for _, reward, _ in points], color=_BAR, s=22, zorder=3)
+    for number, (kl, reward, name) in enumerate(points):  # neighbours' names are above and below them
+        axes.annotate(
+            name, (kl, reward), xytext=(5, -9 if number % 2 else 3), textcoords="offset points", fontsize=7, color=_INK
+        )
+    axes.set_xlabel(_TITLES["ppo kl"], fontsize=9)
+    axes.set_ylabel("ppo reward", fontsize=9)
+    axes.margins(x=0.18, y=0.1)
+    _style(axes, ticks=8, hidden=("top", "right"))
     return figure
 
 

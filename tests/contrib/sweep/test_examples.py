@@ -6,11 +6,12 @@ import csv
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlhf.contrib.sweep.grid import load_grid
-from rlhf.contrib.sweep.results import PointResult
+from rlhf.contrib.sweep.results import PointResult, _draw_bars, _draw_tradeoff, describe_best
 from tests.forks import Forks
 from tests.recipes import toys
 
@@ -110,3 +111,37 @@ def test_seconds_and_memory_of_a_point_cover_all_stages() -> None:
     assert (row.value("sft perplexity"), row.value("ppo reward"), row.value("ppo kl")) == (3.0, -1.0, None)
     assert PointResult("b", {}, {}, "out of memory", "", {"sft": sft}, lost_peak=9).value("peak_memory") == 9
     assert PointResult("c", {}, {}, "waiting", "", {}).value("seconds") is None
+
+
+def ppo_result(name: str, reward: float, kl: float, status: Any = "complete") -> PointResult:
+    after = {"reward": reward, "kl": kl}
+    return PointResult(name, {}, {}, status, "", {"ppo": {"seconds": 1.0, "peak_memory": 1, "after": after}})
+
+
+def test_label_of_a_negative_bar_is_right_of_zero() -> None:
+    figure = _draw_bars([ppo_result("a", -2.0, 1.0), ppo_result("b", 1.0, 1.0)], ["ppo reward"])
+    labels = {text.get_text(): text.xy[0] for text in figure.axes[0].texts}  # type: ignore[attr-defined]
+    assert labels == {"-2": 0.0, "1": 1.0}
+
+
+def test_plot_of_reward_against_kl_has_every_point_with_both() -> None:
+    results = [ppo_result("a", -2.0, 0.5), ppo_result("b", 1.0, 3.0), PointResult("c", {}, {}, "waiting", "", {})]
+    figure = _draw_tradeoff(results)
+    assert figure
+    (axes,) = figure.axes
+    assert axes.collections[0].get_offsets().tolist() == [[0.5, -2.0], [3.0, 1.0]]  # type: ignore[union-attr]
+    assert [text.get_text() for text in axes.texts] == ["a", "b"]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("ppo kl (nats per sequence)", "ppo reward")
+    assert _draw_tradeoff(results[2:]) is None
+
+
+def test_best_point_is_complete_and_has_the_best_result_of_the_last_stage() -> None:
+    grid = load_grid(toys.EXAMPLES / "sweeps/kl.yaml")
+    results = [ppo_result("a", 1.0, 0.1), ppo_result("b", 2.5, 9.0), ppo_result("c", 7.0, 0.1, "not complete")]
+    assert describe_best(grid, results) == "best ppo reward: b (2.5)"
+    assert describe_best(grid, results[2:]) == ""
+    losses = [
+        PointResult(name, {}, {}, "complete", "", {"sft": {"after": {"perplexity": value}}})
+        for name, value in (("low", 2.0), ("high", 3.0))
+    ]
+    assert describe_best(load_grid(toys.EXAMPLES / "sweeps/step1.yaml"), losses) == "best sft perplexity: low (2)"

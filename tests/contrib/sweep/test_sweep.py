@@ -92,6 +92,17 @@ def test_points_are_runs_and_table_and_plots_have_their_numbers(swept: Any) -> N
         assert width > 600 and height > 150
 
 
+def test_sweep_ends_with_its_files_and_best_point(swept: Any) -> None:
+    path, done = swept
+    best, files = done.stderr.splitlines()[-2:]
+    numbers = {name: float(row["reward accuracy"]) for name, row in shown(done).items() if row["reward accuracy"]}
+    name = max(numbers, key=lambda name: numbers[name])
+    assert best.startswith(f"best reward accuracy: {name} (")
+    assert files == "see " + ", ".join(
+        str(path.parent / "out" / name) for name in ("sweep.png", "curves.png", "sweep.csv")
+    )
+
+
 def test_refused_and_failed_points_are_recorded_and_stop_none(swept: Any) -> None:
     path, done = swept
     assert done.returncode == 1
