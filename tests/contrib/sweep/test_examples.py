@@ -16,11 +16,20 @@ from tests.forks import Forks
 from tests.recipes import toys
 
 GRIDS = sorted((toys.EXAMPLES / "sweeps").glob("*.yaml"))
-STAGES = {"step1": ["sft"], "step2": ["reward"], "step3": ["ppo"], "world": ["ppo"], "kl": ["ppo"], "matrix": ["ppo"]}
+STAGES = {
+    "step1": ["sft"],
+    "dpo": ["dpo"],
+    "step2": ["reward"],
+    "step3": ["ppo"],
+    "world": ["ppo"],
+    "kl": ["ppo"],
+    "matrix": ["ppo"],
+}
 PLACEMENTS = ("zero2", "zero2-offload", "zero3", "zero3-offload")
 POINTS = {
     "step1": list(itertools.product(PLACEMENTS, ("", "lora128"))),
     "step2": list(itertools.product(PLACEMENTS)),
+    "dpo": list(itertools.product(PLACEMENTS)),
     "step3": list(itertools.product(PLACEMENTS, ("recorded", "plain"), ("", "lora128"))),
 }
 """DeepSpeed-Chat's."""
