@@ -60,17 +60,25 @@ class Row:
 
 LORA = {"lora.rank": 8, "lora.share_base": False}
 SHARED = LORA | {"lora.share_base": True}
-INT8 = {"engine.frozen": "int8"}
+INT8, INT4 = {"engine.frozen": "int8"}, {"engine.frozen": "int4"}
 OFFLOAD = {"engine.offload": "optimizer"}
 BASE_CASES: tuple[tuple[Stage, dict[str, Any]], ...] = (("sft", {}), ("ppo", {}))
 CASES_BY_ZERO_STAGE: dict[int, tuple[tuple[Stage, dict[str, Any]], ...]] = {
     0: (("reward", {}), ("ppo", LORA), ("ppo", SHARED), ("ppo", SHARED | INT8)),
     1: (("sft", {"precision": "fp32"}), ("sft", OFFLOAD), ("ppo", LORA | INT8), ("ppo", SHARED | OFFLOAD)),
     2: (("sft", {"model.gradient_checkpointing": True}), ("ppo", OFFLOAD), ("ppo", SHARED | INT8)),
-    3: (("reward", LORA), ("sft", OFFLOAD), ("ppo", LORA), ("ppo", {"engine.offload": "all"})),
+    3: (
+        ("reward", LORA),
+        ("sft", OFFLOAD),
+        ("ppo", LORA),
+        ("ppo", {"engine.offload": "all"}),
+        ("sft", LORA | INT8),
+        ("ppo", LORA | INT8),
+        ("ppo", LORA | INT4),
+    ),
 }
 """Further cases per ZeRO stage, so that offload, LoRA, a shared base and int8 each occur at several ZeRO stages, and in
-combination. At ZeRO-3 models share no weights, and all their weights are in the compute precision."""
+combination. At ZeRO-3 models share no weights."""
 
 
 def table() -> Iterator[Row]:

@@ -129,15 +129,22 @@ def _pieces(model: Any) -> dict[str, TensorToSave]:
         compute, parameters = tensor.detach, [tensor]
         if (layer := layers.get(plain)) is not None:
             compute = partial(_compute_merged, layer, tensor.dtype)
-            factors = [*layer.lora_A.values(), *layer.lora_B.values()]
-            parameters += [factor.weight for factor in factors]
+            parameters += _adapter_factors(layer)
         outline = torch.empty(getattr(tensor, "ds_shape", tensor.shape), dtype=tensor.dtype, device="meta")
         pieces[plain] = TensorToSave(outline, compute, tuple(parameters))
     for path, layer in find_quantized_layers(model).items():
         outline = torch.empty(layer.weight.shape, dtype=dtype, device="meta")
         compute = partial(_compute_unquantized, model, path, dtype)
-        pieces[to_plain_name(f"{path}.weight")] = TensorToSave(outline, compute, ())
+        plain = to_plain_name(f"{path}.weight")
+        pieces[plain] = TensorToSave(
+            outline, compute, tuple(_adapter_factors(layers[plain]) if plain in layers else ())
+        )
     return pieces
+
+
+def _adapter_factors(layer: Any) -> list[Any]:
+    """Return the parameters of a layer's adapters."""
+    return [factor.weight for factor in (*layer.lora_A.values(), *layer.lora_B.values())]
 
 
 def _get_unique_state(model: Any) -> dict[str, Any]:

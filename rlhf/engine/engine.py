@@ -329,7 +329,9 @@ def fuse_layers(model: nn.Module, accelerator: Accelerator) -> None:
 
 def _count_parameters(model: nn.Module) -> dict[str, int]:
     """Return the number of a model's parameters that are `trainable`, and of `all`."""
-    parameters = list(model.parameters())
+    # A packed weight is counted by its numbers, not by its bytes.
+    packed = set(map(id, quantized.list_packed_parameters(model)))
+    parameters = [parameter for parameter in model.parameters() if id(parameter) not in packed]
     # `ds_numel` counts a sharded parameter whole.
     sizes = [getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters]
     return {

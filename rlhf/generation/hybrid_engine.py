@@ -29,10 +29,12 @@ _USABLE = 0.9  # share of the device's memory; activations and fragmentation tak
 class GenerationMemory(NamedTuple):
     """Bytes of the whole weights, of the cache and logits of the rows that a rank generates at a time, and in use.
 
-    `total` is the rank's memory, `used` the part that is in use already.
+    `total` is the rank's memory, `used` the part that is in use already. `unpacked` are the weights without
+    quantization, as ranks split them.
     """
 
     weights: int
+    unpacked: int
     cache: int
     logits: int
     used: int
@@ -40,7 +42,8 @@ class GenerationMemory(NamedTuple):
 
     def fits(self, ranks: int = 1) -> bool:
         """Return True if there is memory for them, split among `ranks` that generate for the rows of all."""
-        needed = self.weights // ranks + self.cache + self.logits * ranks
+        weights = self.weights if ranks == 1 else self.unpacked // ranks
+        needed = weights + self.cache + self.logits * ranks
         return self.used + needed <= _USABLE * self.total
 
     def __str__(self) -> str:
@@ -68,11 +71,9 @@ def check_generation(config: Config, ranks: int) -> None:
     is_auto = config.roles.actor.zero_stage is None and str(config.engine.zero_stage) == "auto"
     if actor.zero_stage < 3 and not is_auto and (size or mode in ("layerwise", "tensor_parallel")):
         key, value = ("ppo.tensor_parallel", size) if size else ("ppo.generation_weights", mode)
-        # Quantized weights cannot be sharded.
-        remedy = "" if actor.quantization else ", or set roles.actor.zero_stage=3"
         raise ConfigError(
             f"{key}: {value} needs sharded weights, and at ZeRO {actor.zero_stage} the actor's are whole on every "
-            f"rank; remove it{remedy}"
+            "rank; remove it, or set roles.actor.zero_stage=3"
         )
     if size and ranks % size:
         divisors = [divisor for divisor in range(2, ranks + 1) if ranks % divisor == 0]
@@ -166,6 +167,7 @@ def _resolve_group_size(model: Any, ppo: PPOConfig, ranks: int) -> int:
 
 
 def _estimate_memory(engine: TrainingEngine, config: Config, ranks: int) -> GenerationMemory:
+    from rlhf.models import quantized
     from rlhf.models.lora import should_merge
 
     data, model = config.data, cast(Any, engine.module).config.get_text_config(decoder=True)
@@ -182,8 +184,10 @@ def _estimate_memory(engine: TrainingEngine, config: Config, ranks: int) -> Gene
     width = getattr(model, "head_dim", None) or model.hidden_size // heads
     width *= getattr(model, "num_key_value_heads", None) or heads
     tokens = rows * (data.max_prompt_length + data.max_completion_length)
+    packed = sum(parameter.ds_numel for parameter in quantized.list_packed_parameters(engine.module))
     return GenerationMemory(
         weights=weights,
+        unpacked=weights - packed + quantized.count_quantized(engine.module) * engine.precision.dtype.itemsize,
         cache=2 * tokens * width * model.num_hidden_layers * engine.precision.dtype.itemsize,
         logits=3 * rows * model.vocab_size * 4,
         used=memory.allocated,

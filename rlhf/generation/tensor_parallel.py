@@ -21,7 +21,8 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rlhf.models.lora import compute_merged_weight
+from rlhf.models.lora import compute_adapter_update, compute_merged_weight
+from rlhf.models.quantized import unpack_weight
 
 logger = logging.getLogger(__name__)
 
@@ -230,7 +231,7 @@ def split_model(model: Any, ranks: SplitRanks) -> Any:
     parameters: dict[tuple[int, bool], nn.Parameter] = {}
     for path, module in list(part.named_modules()):
         style = module_styles.get(path, "whole")
-        _fill(module, model.get_submodule(path), style, ranks, parameters)
+        _fill(module, model.get_submodule(path), style, ranks, parameters, model.dtype)
         if style != "whole":
             _connect(part, path, module, style, ranks)
     adapt_head_counts(part, ranks.position, ranks.size)
@@ -244,11 +245,17 @@ def _outline(model: Any) -> Any:
 
 
 def _fill(
-    module: Any, source: Any, style: str, ranks: SplitRanks, parameters: dict[tuple[int, bool], nn.Parameter]
+    module: Any,
+    source: Any,
+    style: str,
+    ranks: SplitRanks,
+    parameters: dict[tuple[int, bool], nn.Parameter],
+    dtype: torch.dtype,
 ) -> None:
     """Set the parameters of a module of the new model, or their parts, and its buffers.
 
-    `parameters` has the parameters made so far, for weights that several modules share.
+    `parameters` has the parameters made so far, for weights that several modules share; quantized weights become
+    `dtype`.
     """
     has_adapter = isinstance(source, LoraLayer)
     base = source.get_base_layer() if has_adapter else source
@@ -261,10 +268,15 @@ def _fill(
             is_split = style != "whole" and not (name == "bias" and style.startswith("rows"))
             key = id(parameter), is_split
             if key not in parameters:
-                whole = compute_merged_weight(source) if has_adapter and name == "weight" else parameter.data
+                whole, new_dtype = parameter.data, parameter.dtype
+                if name == "packed":
+                    whole, new_dtype = unpack_weight(base), dtype
+                    whole = whole + compute_adapter_update(source) if has_adapter else whole
+                elif has_adapter and name == "weight":
+                    whole = compute_merged_weight(source)
                 part = _slice(whole, 1 if style.startswith("rows") else 0, ranks) if is_split else whole
-                parameters[key] = nn.Parameter(part.to(parameter.dtype, copy=True), requires_grad=False)
-            module._parameters[name] = parameters[key]
+                parameters[key] = nn.Parameter(part.to(new_dtype, copy=True), requires_grad=False)
+            module._parameters["weight" if name == "packed" else name] = parameters[key]
 
 
 def _slice(whole: Tensor, dimension: int, ranks: SplitRanks) -> Tensor:

@@ -197,8 +197,7 @@ def list_changes(
             yield Change(settings, "more passes for a step; the same numbers")
     if helps("training") and not config.model.gradient_checkpointing:
         yield Change({"model.gradient_checkpointing": True}, "about a third more time for updates; the same numbers")
-    # After an error, the frozen weights under adapters are quantized instead, and ZeRO-3 cannot shard quantized
-    # weights.
+    # After an error, the frozen weights under adapters are quantized instead.
     if ranks > 1 and stage != "auto" and (failed_in is None or (failed_in != "loading" and not trained_adapters)):
         cost = {1: "hardly slower", 2: "hardly slower", 3: "weights are sent around in every pass"}
         for larger in range(stage + 1 if failed_in is None else max(stage + 1, 3), 4):

@@ -106,12 +106,9 @@ class ModelMemory:
     def weights(self, *, whole: bool = False) -> int:
         """Return the bytes of the weights on one rank, or of the `whole` model."""
         width, ranks = self.environment.width, self.environment.ranks
-        frozen = self.parameters - self.trained
-        kind = self.placement.engine.frozen
-        quantized = self.shape.in_linears if kind != "auto" and frozen else 0
         size = self.trained * width
         if not self.shared:
-            size += (frozen - quantized) * width + _quantized_bytes(quantized, kind)
+            size += self._bytes(self.parameters - self.trained, self._quantized)
         if self.placement.zero_stage < 3 or whole:
             return size
         return size // ranks + (self._persistent() * width if ranks > 1 else 0)
@@ -231,11 +228,14 @@ class ModelMemory:
         if self.placement.zero_stage < 3 or self.environment.ranks == 1:
             return []
         if not self.placement.engine.zero_persistence_threshold:
-            return [self._item("gathered layers", width * max(self.shape.layer, self.shape.tokens), width)]
+            return [self._item("gathered layers", max(self._layer_bytes(), width * self.shape.tokens), width)]
+        # DeepSpeed counts a byte of packed weights like a number.
+        counted = self.parameters - self._quantized + self._bytes(self._quantized, self._quantized)
+        whole = self._bytes(self.parameters, self._quantized)
         # Prefetched parameters stay in a flat buffer until the last of them has been copied out and used; on a host,
         # gloo gathers into another buffer, in two threads at a time.
-        prefetched = width * min(self.parameters, _PREFETCH) * (3 if self.environment.unified_memory else 1)
-        live = self._item("gathered layers", width * min(self.parameters, _MAX_LIVE), width)
+        prefetched = whole * min(counted, _PREFETCH) // counted * (3 if self.environment.unified_memory else 1)
+        live = self._item("gathered layers", whole * min(counted, _MAX_LIVE) // counted, width)
         return [live, block_item(self.role, "gathered layers", prefetched)]
 
     def generating(self, config: Config) -> list[MemoryItem]:
@@ -244,9 +244,9 @@ class ModelMemory:
         if self.placement.zero_stage == 3 and self.environment.ranks > 1:
             size = self.weights(whole=True)
             if mode == "layerwise":
-                size = width * (self.shape.layer + self.shape.tokens)
-            elif mode == "tensor_parallel":
-                size //= config.ppo.tensor_parallel or self.environment.ranks
+                size = self._layer_bytes() + width * self.shape.tokens
+            elif mode == "tensor_parallel":  # of unpacked weights
+                size = width * self.parameters // (config.ppo.tensor_parallel or self.environment.ranks)
             items.append(MemoryItem(self.role, "gathered layers", size))
         copied = self.shape.in_linears * width
         can_merge = self.placement.lora.rank and self.placement.engine.frozen == "auto"  # not into quantized weights
@@ -257,6 +257,21 @@ class ModelMemory:
     def saving(self) -> list[MemoryItem]:
         """Return the additional memory of exports and checkpoints: one whole parameter at a time, on the host."""
         return [block_item(self.role, "saving", 4 * self.shape.largest, host=self._on_host(True))]
+
+    @property
+    def _quantized(self) -> int:
+        """The number of quantized weights."""
+        is_quantized = self.placement.engine.frozen != "auto" and self.trained < self.parameters
+        return self.shape.in_linears if is_quantized else 0
+
+    def _bytes(self, numbers: int, quantized: int) -> int:
+        """Return the bytes of `numbers`, of which some are `quantized`."""
+        packed = _quantized_bytes(quantized, self.placement.engine.frozen)
+        return (numbers - quantized) * self.environment.width + packed
+
+    def _layer_bytes(self) -> int:
+        """Return the bytes of one layer's weights."""
+        return self._bytes(self.shape.layer, self._quantized // self.shape.layers)
 
     def _item(self, kind: MemoryKind, size: int, width: int, host: bool = False) -> MemoryItem:
         """Return an item whose bytes are spread over parameters: in a block for each, or flat from ZeRO 1 on."""

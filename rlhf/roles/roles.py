@@ -17,6 +17,14 @@ from rlhf.roles.lineage import ACTOR, CRITIC, DPO, MODEL, REWARD, REWARD_MODEL, 
 REDUCE_BUCKET_SIZE = 500_000_000
 """DeepSpeed 0.19.8's default `reduce_bucket_size`, in elements."""
 
+_ON_NUMBERS = (
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "use_all_reduce_for_fetch_params",
+    "stage3_use_all_reduce_for_fetch_params",
+)
+"""DeepSpeed's settings of ZeRO-3 that need weights of one type, as numbers."""
+
 RoleName = Literal["sft", "reward", "dpo", "actor", "critic", "reference"]
 
 
@@ -231,20 +239,27 @@ def _check_offload(config: Config, placement: ModelPlacement, placements: Sequen
 
 def _check_frozen(config: Config, placement: ModelPlacement) -> None:
     name, kind = placement.role.name, placement.engine.frozen
-    key, zero_key = _find_key(config, name, "frozen"), _find_key(config, name, "zero_stage")
+    key = _find_key(config, name, "frozen")
     # engine.frozen applies to frozen models only, and the reward model is one in PPO.
     if key != "engine.frozen" and kind != "auto" and placement.quantization is None and name != "reward":
         raise ConfigError(
             f"{key}: {kind}: the {name} model is trained in full and has no frozen weights; set "
             f"roles.{name}.lora_rank, or remove this key"
         )
-    if placement.quantization and placement.zero_stage == 3:
-        # For all models, 2 is the closest: it becomes 0 for frozen ones.
-        closest = 2 if placement.role.trained or zero_key == "engine.zero_stage" else 0
+    if placement.quantization is None or placement.zero_stage < 3:
+        return
+    if placement.engine.nvme is not None and placement.offloads_parameters:
         raise ConfigError(
-            f"{key}: {kind}: quantized weights cannot be sharded, and the {name} model uses ZeRO-3; set "
-            f"{zero_key}={closest}, or {key}=auto"
+            f"engine.nvme: DeepSpeed cannot store the {name} model's {kind} weights on a disk ({key}); remove "
+            f"engine.nvme to offload to the host's memory, or set {key}=auto"
         )
+    zero_settings = placement.engine.deepspeed.get("zero_optimization")
+    for setting in _ON_NUMBERS:
+        if isinstance(zero_settings, Mapping) and zero_settings.get(setting):
+            raise ConfigError(
+                f"engine.deepspeed.zero_optimization.{setting}: would compute with the bytes of the {name} model's "
+                f"{kind} weights ({key}) as if they were numbers; remove it, or set {key}=auto"
+            )
 
 
 def _check_nvme(config: Config, placements: Sequence[ModelPlacement]) -> None:

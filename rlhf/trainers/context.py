@@ -186,7 +186,8 @@ class StageContext:
             model = load(placement.role.name)
         if kind := placement.quantization:
             packing = self.accelerator.kernels.get("quantized_weights", required=True)
-            quantize(model, kind, packing, exported=placement.role.trained)  # weights that `load` has not quantized
+            # Weights that `load` has not quantized.
+            quantize(model, kind, packing, exported=placement.role.trained, sharded=placement.zero_stage == 3)
             if not self._shares_base(model):  # the line about the shared base covers it
                 self.say(
                     f"{placement.role.name}: the {count_quantized(model):,} frozen weights of its linear layers "

@@ -130,13 +130,16 @@ class ModelFactory:
     def _parameter_maker(self, placement: ModelPlacement) -> PlaceParameter:
         """Return the function that creates a role's parameters, in the compute precision and its engine's placement."""
         accelerator, precision = self.context.accelerator, self.context.precision
-        if placement.zero_stage == 3:
-            return place_sharded(build_deepspeed_config(placement, accelerator, precision, 1, 1), precision.dtype)
-        offloaded = not placement.role.trained and placement.offloads_parameters
+        sharded = placement.zero_stage == 3
+        offloaded = not placement.role.trained and placement.offloads_parameters and not sharded
         place = accelerator.host_device() if offloaded else accelerator.device()
-        put = place_in_memory(precision.dtype, place)
+        if sharded:
+            put = place_sharded(build_deepspeed_config(placement, accelerator, precision, 1, 1), precision.dtype)
+        else:
+            put = place_in_memory(precision.dtype, place)
         if kind := placement.quantization:
-            put = quantize_on_load(put, kind, accelerator.kernels.get("quantized_weights", required=True), place)
+            packing = accelerator.kernels.get("quantized_weights", required=True)
+            put = quantize_on_load(put, kind, packing, place, sharded=sharded)
         return put
 
 

@@ -39,10 +39,10 @@ def test_settings_that_do_not_go_together(zero_stage, ranks, ppo, words):
     assert [word for word in words if word not in line] == [], line
 
 
-def test_error_for_quantized_weights_suggests_no_sharding():
+def test_error_for_quantized_weights_suggests_sharding_too():
     quantized = {"engine": {"zero_stage": 2, "frozen": "int8"}, "lora": {"rank": 4}}
     line = refusal(check_generation, build_config(quantized | {"ppo": {"generation_weights": "layerwise"}}), 2)
-    assert line.endswith("; remove it")
+    assert line.endswith("; remove it, or set roles.actor.zero_stage=3")
 
 
 def test_settings_that_do():

@@ -11,10 +11,10 @@ import torch
 
 from tests.forks import Forks
 from tests.generation import two_ranks
-from tests.generation.two_ranks import GREEDY, MODELS, SAMPLED, SHARDED
+from tests.generation.two_ranks import GREEDY, MODELS, PACKED, SAMPLED, SHARDED
 from tests.helpers import mark_slow
 
-OFTEN = {"OPT", SHARDED, MODELS[-1]}
+OFTEN = {"OPT", SHARDED, PACKED, MODELS[-1]}
 """Models that the default suite runs; tests/families/test_split.py has the parts of every family in one process."""
 EACH = mark_slow({name: name for name in MODELS}, except_for=OFTEN)
 
@@ -57,6 +57,8 @@ def alone(accelerator: Any) -> Any:
         ),
         (SHARDED, "whole"),
         (SHARDED, "layerwise"),
+        (PACKED, "whole"),
+        (PACKED, "layerwise"),
     ],
 )
 def test_tokens_are_those_of_one_device(results, alone, name, mode):

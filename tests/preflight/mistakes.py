@@ -193,9 +193,14 @@ MISTAKES: dict[str, tuple[Arguments | Callable[[Bench], Arguments], list[str]]] 
         {"roles.critic.frozen": "int4"},
         ["roles.critic.frozen: int4: the critic model is trained in full", "set roles.critic.lora_rank, or remove"],
     ),
-    "quantized_weights_at_zero_3": (
-        {"engine.frozen": "int8", "engine.zero_stage": 3, "lora.rank": 4},
-        ["engine.frozen: int8: quantized weights cannot be sharded, and the sft model", "set engine.zero_stage=2"],
+    "quantized_weights_that_deepspeed_quantizes_again": (
+        {
+            "engine.frozen": "int8",
+            "engine.zero_stage": 3,
+            "lora.rank": 4,
+            "engine.deepspeed": "{zero_optimization: {zero_quantized_weights: true}}",
+        },
+        ["engine.deepspeed.zero_optimization.zero_quantized_weights: would compute", "set engine.frozen=auto"],
     ),
     "layer_by_layer_without_shards": (
         {"ppo.generation_weights": "layerwise"},

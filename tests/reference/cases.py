@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from accelerators.quantized import QuantizedWeights
 from rlhf.config.schema import Config, build_config
 from rlhf.data.examples import Demonstration, Pair, Prompt
 from rlhf.data.records import Message, Row
@@ -170,6 +172,15 @@ def _gpt2(configuration_class: Any, **changes: Any) -> Any:
     return configuration_class(vocab_size=VOCABULARY, **sizes, **off, **tokens, **changes)
 
 
+def round_linears(model: Any, kind: str) -> Any:
+    """A copy whose linear layers, of the transformer, have the numbers that `kind` can represent."""
+    packing, model = QuantizedWeights(), copy.deepcopy(model)
+    for layer in model.base_model.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.weight.data = packing.unpack(packing.pack(layer.weight, kind))
+    return model
+
+
 class Tokenizer:
     """The little of a tokenizer that the stages use."""
 
@@ -228,6 +239,11 @@ class Models:
     reference: Any
     critic: Any
     reward: Any
+
+    def rounded(self, kind: str) -> Models:
+        """The models with their linear layers rounded, if they have adapters."""
+        names = ("actor", "critic", "reward")
+        return replace(self, **{name: round_linears(getattr(self, name), kind) for name in names})
 
     @classmethod
     def build(cls, kind: str = "llama", *, lora: bool = False) -> Models:

@@ -20,6 +20,7 @@ from rlhf.data import pretraining
 from rlhf.engine import distributed
 from rlhf.engine.engine import TrainingEngine
 from rlhf.models import loading
+from rlhf.models.quantized import find_quantized_layers, unpack_weight
 from rlhf.reporting.recorder import Recorder
 from rlhf.runs.directory import RunDirectory
 from rlhf.runs.stage_directory import StageDirectory
@@ -146,6 +147,7 @@ def _state(engine: TrainingEngine) -> Weights:
     """An engine's weights, under the names that `Network.state` gives them."""
     with engine.whole_weights() as module:
         tensors = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+        tensors |= {f"{path}.weight": unpack_weight(layer) for path, layer in find_quantized_layers(module).items()}
     if engine.name == "critic":
         tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     renamed = {}

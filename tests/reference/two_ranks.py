@@ -22,6 +22,9 @@ _ROLES = {
 }
 _WITHOUT_CRITIC = {"micro_batch_size": 1, "lam": 0.95, "gamma": 1.0, "value_clip": 0.2}
 
+_SLOW_LORA = cases.LORA | {"learning_rate": 5e-3}
+"""At ten times the critic's rate, its second update would multiply differences of rounding by thousands."""
+
 CHANGES = {
     "sft": {"micro_batch_size": 1, "engine": {"zero_stage": 0}, "lora": cases.LORA},
     "reward": {"micro_batch_size": 1},
@@ -34,6 +37,29 @@ CHANGES = {
         "engine": _SHARDED | {"offload": "all"},
         "lora": cases.LORA,
         "reference": "beside",
+    },
+    "sft, adapters on sharded int4": {
+        "micro_batch_size": 1,
+        "engine": _SHARDED | {"frozen": "int4"},
+        "lora": cases.LORA,
+    },
+    "reward, adapters on sharded int8": {
+        "micro_batch_size": 1,
+        "engine": _SHARDED | {"frozen": "int8", "offload": "all"},
+        "model": {"gradient_checkpointing": True},
+        "lora": cases.LORA,
+    },
+    "ppo, adapters on sharded int8": {
+        "micro_batch_size": 1,
+        "engine": _SHARDED | {"frozen": "int8"},
+        "lora": _SLOW_LORA,
+    },
+    "ppo, adapters on sharded int4, layer by layer": {
+        "micro_batch_size": 1,
+        "engine": {"zero_stage": 3, "frozen": "int4", "zero_persistence_threshold": 500},
+        "model": {"gradient_checkpointing": True},
+        "lora": _SLOW_LORA,
+        "generation_weights": "layerwise",
     },
     "ppo": {"micro_batch_size": 1},
     "ppo, with all that it may be told": {

@@ -70,21 +70,22 @@ def configure(settings: str) -> Config:
         (STAGES, "roles.actor.frozen=int8", "roles.actor.frozen", "roles.actor.lora_rank"),
         (
             STAGES,
-            "engine.frozen=int4 engine.zero_stage=3 lora.rank=4",
-            "engine.frozen",
-            "sft engine.zero_stage=2 engine.frozen=auto",
+            "engine.frozen=int4 engine.zero_stage=3 lora.rank=4 engine.offload=all engine.nvme=disk",
+            "engine.nvme",
+            "sft int4 engine.frozen=auto",
         ),
-        (
-            STAGES,
-            "engine.frozen=int8 engine.zero_stage=3 engine.offload=optimizer",
-            "engine.frozen",
-            "reference engine.zero_stage=2 engine.frozen=auto",
-        ),
-        (
-            STAGES,
-            "roles.reward.frozen=int8 roles.reward.zero_stage=3",
-            "roles.reward.frozen",
-            "roles.reward.zero_stage=0 roles.reward.frozen=auto",
+        *(
+            (
+                ["ppo"],
+                f'engine.frozen=int8 engine.zero_stage=3 engine.deepspeed={{"zero_optimization":{{"{key}":true}}}}',
+                f"engine.deepspeed.zero_optimization.{key}",
+                "reference int8 engine.frozen=auto",
+            )
+            for key in (
+                "zero_quantized_weights",
+                "zero_quantized_nontrainable_weights",
+                "stage3_use_all_reduce_for_fetch_params",
+            )
         ),
     ],
 )

@@ -325,6 +325,15 @@ def _alpha(flags: CommandFlags, role: str, prefix: str) -> Translation:
     )
 
 
+def translate_quantized(flags: CommandFlags) -> Translation:
+    """Translate MixZ++: DeepSpeed stores the weights under the actor's adapters in 8 bits, at ZeRO-3 alone."""
+    name = "enable_mixed_precision_lora"
+    if flags[name].value and flags["actor_lora_dim"].value and flags["actor_zero_stage"].value == 3:
+        yield flags.setting("roles.actor.frozen", "int8", name)
+    else:
+        yield from flags.unused("nothing without --actor_lora_dim and --actor_zero_stage 3", name)
+
+
 def translate_pretraining(flags: CommandFlags) -> Translation:
     """Translate the raw text for PPO's language-modelling loss."""
     name, subset = flags["unsupervised_dataset_name"], flags["unsupervised_dataset_config_name"]
@@ -399,6 +408,7 @@ RULES: Mapping[str, Callable[[CommandFlags], Translation]] = {
     "offload": translate_offload,
     "precision": translate_precision,
     "lora": translate_lora,
+    "quantized": translate_quantized,
     "pretraining": translate_pretraining,
     "average": translate_average,
     "tensor_parallel": translate_tensor_parallel,

@@ -233,6 +233,11 @@ def test_rollout_is_at_least_as_large_as_an_update() -> None:
         ("sft", "--add_eot_token --eot_token </s>", {"model.eos_token": "</s>"}),
         ("sft", "--dtype fp16", {"precision": "fp16", "engine.loss_scale_window": 100}),
         ("ppo", "--disable_critic_dropout", {"ppo.dropout": None}),
+        (
+            "ppo",
+            "--enable_mixed_precision_lora --actor_lora_dim 8 --actor_zero_stage 3 --critic_zero_stage 3",
+            {"roles.actor.frozen": "int8", "roles.reward.frozen": "missing"},
+        ),
         ("sft", "--seed 3 --seed 4", {"seed": 4}),
     ],
 )  # fmt: skip
@@ -251,7 +256,12 @@ def test_flags_set_keys(stage: str, flags: str, expected: dict[str, Any]) -> Non
         ("ppo", "--test_stop_step 2", "steps", "--test_stop_step 2: nothing: the test mode needs both of its flags"),
         ("sft", "--lr_scheduler_type constant --num_warmup_steps 5", "5", "--num_warmup_steps 5: nothing: --lr"),
         ("ppo", "--print_answers_interval 2", "samples", "--print_answers_interval 2: nothing without --print_answers"),
-        ("ppo", "--enable_mixed_precision_lora", "frozen", "--enable_mixed_precision_lora: nothing: DeepSpeed 0.19's"),
+        (
+            "ppo",
+            "--enable_mixed_precision_lora --actor_lora_dim 8 --actor_zero_stage 2",
+            "frozen",
+            "--enable_mixed_precision_lora: nothing without --actor_lora_dim and --actor_zero_stage 3",
+        ),
         ("sft", "--eot_token </s>", "eos", "--eot_token </s>: nothing without --add_eot_token"),
         (
             "ppo",
