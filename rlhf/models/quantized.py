@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 QuantizationKind = Literal["int8", "int4"]
 
 ALIGNED = 64
-"""Bytes: each tensor of a joined packed weight begins at a multiple of it, as in memory of its own."""
+"""Bytes: each tensor of a joined packed weight begins at a multiple of it, as separate tensors do."""
 
 
 @dataclass(frozen=True)
