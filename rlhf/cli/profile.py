@@ -21,7 +21,6 @@ from rlhf.config.schema import EVERY_STAGE, Config, Stage
 from rlhf.errors import ConfigError, RunError
 from rlhf.reporting.console import console
 from rlhf.reporting.progress import progress
-from rlhf.reporting.summary import STAGE_NAMES
 from rlhf.reporting.timers import profile_operators
 from rlhf.roles.lineage import resolve_base_models
 from rlhf.runs.directory import RunDirectory
@@ -76,7 +75,7 @@ def profile(
     if as_json:
         print_json(report)
     else:
-        _print(report)
+        _print(report, config.title(name))
 
 
 def profile_stage(config: Config, stage: Stage, *, steps: int, trace: Path) -> Report:
@@ -223,11 +222,11 @@ def _measure_steps(trainer: Trainer, context: StageContext, count: int, trace: P
     }
 
 
-def _print(report: Report) -> None:
+def _print(report: Report, title: str) -> None:
     seconds = report["step_seconds"]
     device = f"  one process on {report['accelerator']} ({report['device']}), {report['precision']}"
     console.print()
-    print_line((STAGE_NAMES[report["stage"]], "bold"), (device, "dim"))
+    print_line((title, "bold"), (device, "dim"))
     print_line(
         f"set-up {_format_time(report['set_up_seconds'])}, first step {_format_time(report['first_step_seconds'])}, "
         f"then {len(seconds)} steps of {_format_time(sum(seconds) / len(seconds))} on average "

@@ -21,7 +21,6 @@ from rlhf.data.report import find_remedy
 from rlhf.engine.select import select_accelerator
 from rlhf.errors import ConfigError
 from rlhf.reporting.console import console
-from rlhf.reporting.summary import STAGE_NAMES
 from rlhf.utils.units import format_bytes, parse_bytes
 
 _DEFAULTS = (
@@ -148,16 +147,16 @@ def data(options: Options, stage: _Stages = None, as_json: AsJSON = False) -> No
         print_json(list(descriptions))
         return
     for description in descriptions:  # the stages before one that fails are shown
-        _print_data(description)
+        _print_data(description, config.title(description["stage"]))
 
 
-def _print_data(stage: dict[str, Any]) -> None:
+def _print_data(stage: dict[str, Any], title: str) -> None:
     from rlhf.data.preview import describe_prompt_format
 
     prompts = describe_prompt_format(stage["prompts"])
     total = f"  {stage['train']:,} rows for training, {stage['heldout']:,} held out; prompts are {prompts}"
     console.print()
-    print_line((STAGE_NAMES[stage["stage"]], "bold"), (total, "dim"))
+    print_line((title, "bold"), (total, "dim"))
     for source in stage["sources"]:
         print_line((f"\n  {source['source']}", "cyan"))
         for name, text in _list_facts(stage, source):
@@ -265,14 +264,14 @@ def plan(
         print_json(reports)
     else:
         for report in reports:
-            _print_plan(report)
+            _print_plan(report, config.title(report["stage"]))
     if not all(report["fits"] for report in reports):
         raise typer.Exit(1)
 
 
-def _print_plan(stage: dict[str, Any]) -> None:
+def _print_plan(stage: dict[str, Any], title: str) -> None:
     console.print()
-    print_line((STAGE_NAMES[stage["stage"]], "bold"), (f"  {stage['verdict']}", "dim"))
+    print_line((title, "bold"), (f"  {stage['verdict']}", "dim"))
     rows = [(phase["phase"], format_bytes(phase["device"]), format_bytes(phase["host"])) for phase in stage["phases"]]
     print_table("memory in each phase", ("phase", "on each device", "on the host, per rank"), rows)
     items = [

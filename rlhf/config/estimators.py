@@ -28,6 +28,7 @@ class Estimator:
 
     Attributes:
         function: its name in `rlhf.losses.advantages`.
+        title: the algorithm's name for people.
         critic: the estimator needs a critic.
         keys: keys of `ppo` that not every estimator uses. `critic_optimizer` is not among them, so that a recipe stays
             valid if only its estimator changes.
@@ -37,6 +38,7 @@ class Estimator:
     """
 
     function: str
+    title: str
     critic: bool = False
     keys: tuple[str, ...] = ()
     min_group_size: int = 1
@@ -49,12 +51,17 @@ class Estimator:
 
 ESTIMATORS: Mapping[str, Estimator] = {
     "gae": Estimator(
-        "gae", critic=True, keys=("critic", "critic_dropout", "value_clip", "gamma", "lam"), whiten_advantages=True
+        "gae",
+        "PPO",
+        critic=True,
+        keys=("critic", "critic_dropout", "value_clip", "gamma", "lam"),
+        whiten_advantages=True,
     ),
     # The paper's gradient is that of a sum over a completion's tokens, so a constant divides it.
-    "rloo": Estimator("rloo", min_group_size=2, group_size=4, loss_mean="constant"),
+    "rloo": Estimator("rloo", "RLOO", min_group_size=2, group_size=4, loss_mean="constant"),
     "grpo": Estimator(
         "grpo",
+        "GRPO",
         keys=("group_std",),
         min_group_size=2,
         group_size=8,
@@ -62,5 +69,5 @@ ESTIMATORS: Mapping[str, Estimator] = {
         kl_estimator="k3",
         loss_mean="sequence",
     ),
-    "reinforce++": Estimator("reinforce_plus_plus", keys=("gamma",), whiten_advantages=True),
+    "reinforce++": Estimator("reinforce_plus_plus", "REINFORCE++", keys=("gamma",), whiten_advantages=True),
 }

@@ -200,6 +200,9 @@ class EngineConfig(ConfigModel):
         return kernels
 
 
+_TITLES: Mapping[Stage, str] = {"sft": "supervised fine-tuning", "reward": "reward model", "dpo": "DPO"}
+
+
 class RoleConfig(ConfigModel):
     """Overrides for one model; an empty key means the setting of `engine`, `model` or `lora`."""
 
@@ -254,6 +257,10 @@ class Config(ConfigModel):
         """Return the section of `stage`, any but ppo."""
         section: EpochConfig = getattr(self, stage)
         return section
+
+    def title(self, stage: Stage) -> str:
+        """Return the name of a stage for people; for ppo, that of its algorithm."""
+        return self.ppo.method.title if stage == "ppo" else _TITLES[stage]
 
     def total_steps(self, stage: Stage, rows: int) -> int:
         """Return the optimizer steps of a stage with `rows` rows in an epoch, in PPO its rollouts."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TextIO
@@ -42,7 +43,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             return
         events = self._write(step, {name: value if math.isfinite(value) else None for name, value in metrics.items()})
         for name, value in metrics.items():
-            events.add_scalar(f"{self._directory.name}/{name}", value, step)
+            events.add_scalar(f"{self._directory.name}{metric_group(name)}/{name}", value, step)
         events.flush()
 
     def text(self, tag: str, step: int, text: str) -> None:
@@ -86,6 +87,23 @@ class Recorder(AbstractContextManager["Recorder"]):
             temporary.write_bytes(b"".join(records))
         file = open_no_link(directory.metrics, "a")
         return file, SummaryWriter(str(directory.tensorboard), purge_step=purge_step)
+
+
+_SPEED = re.compile(
+    r".*(seconds|_per_second|tflops)|(generation|scoring|training|other|padding|peak)_share|peak_memory|compilations"
+    r"|tokens|pairs"
+)
+_OPTIMIZER = re.compile(
+    r".*(learning_rate|grad_norm|loss_scale)|skipped_steps|updates|kl_coef|(policy|value|kl|ptx)_loss|approx_kl"
+    r"|(value_)?clip_fraction"
+)
+
+
+def metric_group(name: str) -> str:
+    """Return the suffix of the stage's name in a metric's TensorBoard group: heldout, speed, optim or none."""
+    if name.startswith("heldout_"):
+        return "_heldout"
+    return "_speed" if _SPEED.fullmatch(name) else "_optim" if _OPTIMIZER.fullmatch(name) else ""
 
 
 def _read_records_until(directory: StageDirectory, step: int) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""The closing table of a run: each stage's results and costs, and completions before and after PPO.
+"""The closing table of a run: each stage's results and costs, completions before and after, and warnings.
 
 Its functions take the stages' summaries (the contents of `stage.json`) and print or return text for the terminal.
 """
@@ -17,22 +17,32 @@ from rich.text import Text
 
 from rlhf.utils.units import format_bytes, format_number, format_seconds
 
-STAGE_NAMES = {"sft": "supervised fine-tuning", "reward": "reward model", "dpo": "DPO", "ppo": "PPO"}
+_GUIDE = "docs/reading-a-run.md says which numbers are healthy, and what to change"
+_NOTES = {"drift": "drift (below 0: away from the data's replies)"}
+"""Labels of measures whose name does not say what is good."""
 _SHARES = ("accuracy", "share", "fraction")  # endings of names that are shown as percentages
 
 
 def print_summary(summaries: Sequence[dict[str, Any]], console: Console) -> None:
     """Print the closing table and, if a stage has `samples`, prompts with their answers.
 
-    Each summary is `{"stage", "before": {measure: number}, "after": {measure: number}, "seconds",
-    "peak_memory" (bytes), "steps", "phases": {name: seconds}, "tflops", "peak_share",
-    "samples": [{"prompt", "before", "after"}]}`; a measure may be missing on one side.
+    Warnings follow. Each summary is `{"stage", "title", "before": {measure: number}, "after": {measure: number},
+    "seconds", "peak_memory" (bytes), "steps", "phases": {name: seconds}, "tflops", "peak_share",
+    "samples": [{"prompt", "before", "after"}], "warnings": [line]}`; a measure may be missing on one side.
     """
     console.print()
     console.print(summary_table(summaries))
     for summary in summaries:
         if summary.get("samples"):
-            console.print(_samples(summary["stage"], summary["samples"]))
+            console.print(_samples(summary.get("title", summary["stage"]), summary["samples"]))
+    warnings = Table.grid(padding=(0, 2, 0, 0))
+    for summary in summaries:
+        for line in summary.get("warnings", ()):
+            warnings.add_row(Text(f"{summary['stage']} warning", style="bold yellow", no_wrap=True), Text(line))
+    if warnings.row_count:
+        console.print(warnings)
+    if summaries:
+        console.print(Text(_GUIDE, style="dim"))
 
 
 def summary_table(summaries: Sequence[dict[str, Any]]) -> Table:
@@ -43,10 +53,12 @@ def summary_table(summaries: Sequence[dict[str, Any]]) -> Table:
         table.add_column(side, justify="right", no_wrap=True)
     for position, summary in enumerate(summaries):
         before, after = summary.get("before", {}), summary.get("after", {})
-        table.add_row(Text(STAGE_NAMES.get(summary["stage"], summary["stage"]), style="bold"), "", "")
+        table.add_row(Text(summary.get("title", summary["stage"]), style="bold"), "", "")
         for name in dict.fromkeys([*before, *after]):
             values = (format_value(name, before.get(name)), format_value(name, after.get(name)))
-            table.add_row(Text("  " + name.replace("_", " ")), values[0], Text(values[1], style="bold green"))
+            table.add_row(
+                Text("  " + _NOTES.get(name, name.replace("_", " "))), values[0], Text(values[1], style="bold green")
+            )
         if best := summary.get("kept", {}).get("metric"):
             saved = f"  kept: the model of step {summary['kept']['step']:,}, best {best.replace('_', ' ')}"
             table.add_row(Text(saved, style="dim"), "", "")
@@ -83,10 +95,10 @@ def format_value(name: str, value: float | None) -> str:
     return f"{100 * value:.1f}%" if name.endswith(_SHARES) else format_number(value)
 
 
-def _samples(stage: str, samples: Sequence[dict[str, str]]) -> RenderableType:
+def _samples(title: str, samples: Sequence[dict[str, str]]) -> RenderableType:
     parts: list[RenderableType] = [
         Text(),
-        Rule(Text(f"the same prompts, before and after {STAGE_NAMES.get(stage, stage)}", style="dim"), align="left"),
+        Rule(Text(f"the same prompts, before and after {title}", style="dim"), align="left"),
     ]
     for sample in samples:
         grid = Table.grid(padding=(0, 2, 0, 0))

@@ -22,6 +22,7 @@ from rlhf.models.quantized import count_quantized, quantize
 from rlhf.models.shape import ModelFlops, Shape, shape_from
 from rlhf.models.shared_base import SharedBase
 from rlhf.reporting.console import console
+from rlhf.reporting.health import HealthMonitor
 from rlhf.reporting.progress import progress
 from rlhf.reporting.recorder import Recorder
 from rlhf.reporting.timers import PhaseTimers
@@ -72,6 +73,12 @@ class StageContext:
         if self.world.is_main:
             console.print(line, markup=False, soft_wrap=True)
 
+    def warn(self, step: int, lines: Sequence[str], tag: str = "warning") -> None:
+        """Print and record lines of the health monitor."""
+        for line in lines:
+            self.say(f"{self.directory.name}: warning: {line}")
+            self.recorder.text(tag, step, line)
+
     def commit(self) -> None:
         """Delete the backup of the stage that this one replaces, once it has a first result."""
         if self.world.is_main:
@@ -86,6 +93,11 @@ class StageContext:
     def phases(self) -> PhaseTimers:
         """Timers of the stage's phases."""
         return PhaseTimers(self.accelerator, self.precision, self.world.size)
+
+    @cached_property
+    def health(self) -> HealthMonitor:
+        """The rules that say when the stage goes wrong."""
+        return HealthMonitor(self.config, self.directory.name)
 
     def configuration(self, name: RoleName) -> Any:
         """Return the transformers configuration of a role's loaded model; None if it has none."""
@@ -220,6 +232,7 @@ class StageContext:
     ) -> Batches[Any]:
         """Return batches over the first `eval_rows` held-out examples, in order, with `rows` rows per rank."""
         size, examples = rows * self.world.size, examples[: training.eval_rows]
+        self.health.heldout_rows = len(examples)
         return self.batches(examples, collate, batch_size=size, micro_batch_size=rows, shuffle=False, **options)
 
     def evaluate_batches(self, batches: Batches[Any], description: str) -> Iterator[tuple[int, Iterator[Any]]]:

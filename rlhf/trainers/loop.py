@@ -91,11 +91,12 @@ def fit(trainer: Trainer, context: StageContext) -> dict[str, Any]:
         KeyboardInterrupt: a signal arrived; the step was finished and a checkpoint written.
     """
     name, settings, total_steps, unit = context.directory.name, trainer.settings, trainer.total_steps, trainer.unit
+    title = "" if name != "ppo" or context.config.title(name) == "PPO" else f"{context.config.title(name)} "
     context.directory.check_steps(total_steps)
     schedule = EvaluationSchedule(trainer, context)
     schedule.run(0)
     first = resume_or_seed(trainer, context)
-    training = progress(total_steps - first, f"{name}: training", unit="steps", enabled=context.world.is_main)
+    training = progress(total_steps - first, f"{name}: {title}training", unit="steps", enabled=context.world.is_main)
     with collect_signals() as signals_seen, training as bar:
         if any_rank_signalled(signals_seen, context):
             raise KeyboardInterrupt
@@ -133,6 +134,8 @@ def resume_or_seed(trainer: Trainer, context: StageContext) -> int:
         context.accelerator.seed(_rank_seed(context))
         return 0
     done, state = restored
+    if "health" in state:  # checkpoints of earlier versions have none
+        context.health.load_state_dict(state["health"])
     trainer.load_state_dict(state["stage"])
     _restore_generators(context, state["rng"], done)
     context.clock.earlier += state["seconds"]
@@ -163,6 +166,7 @@ def measure_step(trainer: Trainer, context: StageContext, index: int) -> Iterato
         metrics |= {f"{name}_loss_scale": engine.loss_scale() for name, engine in engines.items()}
         metrics["skipped_steps"] = float(_skipped_steps(trainer) - skipped_before)
     _check_finite(metrics, context, index + 1)
+    context.warn(index + 1, context.health.judge_step(index + 1, metrics))
     for name in (name for name, engine in engines.items() if engine.overflows_always):
         raise DivergedError(
             f"{context.directory.name}: gradients of the {name} overflow fp16 at the lowest loss scale at step "
@@ -178,6 +182,7 @@ def save_checkpoint(trainer: Trainer, context: StageContext, done: int) -> None:
         "rng": context.accelerator.rng_state(),
         "seconds": context.clock.seconds(),
         "phases": dict(context.phases.totals),
+        "health": context.health.state_dict(),
     }
     with context.phases.running("writing a checkpoint"):
         training_state.save_checkpoint(context.directory, done, trainer.engines, state)
@@ -255,10 +260,11 @@ def _last_checkpoint(context: StageContext) -> str:
 
 
 def record_evaluation(context: StageContext, step: int, result: EvalResult) -> None:
-    """Record the result of the evaluation after `step` steps."""
+    """Record the result of the evaluation after `step` steps, and say what is wrong with it."""
     context.recorder.log(step, {f"heldout_{key}": value for key, value in result.numbers.items()})
     for position, sample in enumerate(result.samples):
         context.recorder.text(f"heldout_{position}", step, f"{sample['prompt']}\n{sample['completion']}")
+    context.warn(step, context.health.judge_evaluation(step, result.numbers), "heldout_warning")
 
 
 class EvaluationSchedule:
@@ -314,6 +320,8 @@ class EvaluationSchedule:
         kept: dict[str, Any] = {"step": total_steps if step is None else step}
         if step is None:
             self.trainer.save(directory.path)
+            if self._metric:
+                self.context.say(f"{directory.name}: no evaluated model is sound, so it keeps the last one")
         else:
             metric, value = str(self._metric), self._results[step].numbers[str(self._metric)]
             kept |= {"metric": metric, "value": value}
@@ -347,13 +355,19 @@ class EvaluationSchedule:
     def _best(self, until: int) -> int | None:
         """Return the step of the best model up to step `until`, the earliest in case of a tie.
 
-        None if the settings keep the last model, or no number is finite. The model before training does not count.
+        None if the settings keep the last model, or no model is eligible: its number is finite, and no rule says that
+        it is ruined (`rlhf.reporting.health`). The model before training does not count.
         """
         if self._metric is None:
             return None
         values = {step: result.numbers[self._metric] for step, result in self._results.items() if 0 < step <= until}
-        finite = [step for step in sorted(values) if math.isfinite(values[step])]
-        best: int | None = self.settings.better[self._metric](finite, key=values.__getitem__, default=None)
+        before, is_ruined = self._results[0].numbers, self.context.health.is_ruined
+        eligible = [
+            step
+            for step in sorted(values)
+            if math.isfinite(values[step]) and not is_ruined(before, self._results[step].numbers)
+        ]
+        best: int | None = self.settings.better[self._metric](eligible, key=values.__getitem__, default=None)
         return best
 
     def _folder(self, step: int) -> Path:

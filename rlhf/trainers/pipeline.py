@@ -105,6 +105,7 @@ def log_plan(context: StageContext) -> dict[str, Any]:
 def build_trainer(context: StageContext) -> Trainer:
     """Load a stage's models and data, and return its trainer."""
     models = ModelFactory(context)
+    context.health.vocabulary = len(models.tokenizer)
     data = stage_rows(context, models.tokenizer, models.generation_settings)
     if context.directory.name == "ppo":
         on_world = any(dataset.path == WORLD for dataset in context.config.data.datasets)
@@ -116,11 +117,15 @@ def build_trainer(context: StageContext) -> Trainer:
 def finish(context: StageContext, summary: dict[str, Any]) -> None:
     """Mark a stage as complete, with its duration and memory; every rank calls it."""
     stage = context.directory.name
+    if "after" in summary:
+        context.warn(summary["steps"], context.health.judge_result(summary["after"]), "heldout_warning")
     peak = max(distributed.all_gather_objects(context.phases.highest_memory()))
     with distributed.on_main(f"finishing {stage}") as main:
         if main:
             took = {"seconds": context.clock.seconds(), "peak_memory": peak, **context.phases.summary()}
-            context.directory.finish({"stage": stage, **summary, **took})
+            warnings = list(context.health.lines.values())
+            title = context.config.title(stage)
+            context.directory.finish({"stage": stage, "title": title, **summary, **took, "warnings": warnings})
 
 
 def release_models(context: StageContext) -> None:

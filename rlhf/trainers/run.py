@@ -25,7 +25,8 @@ from rlhf.engine.select import choose_kernels, select_accelerator
 from rlhf.errors import ConfigError, RunError
 from rlhf.models import hub
 from rlhf.reporting.console import console
-from rlhf.reporting.summary import STAGE_NAMES, print_summary
+from rlhf.reporting.health import describe_rates
+from rlhf.reporting.summary import print_summary
 from rlhf.roles.lineage import base_models
 from rlhf.runs.directory import RunDirectory
 from rlhf.runs.resume import find_first_difference
@@ -228,7 +229,7 @@ def _announce(
         "world (embedded)" if source.path == "world" else source.path for source in config.data.datasets
     )
     facts = {
-        "stages": ", ".join(stage if stage in pending else f"{stage} (complete)" for stage in stages),
+        "stages": ", ".join(_describe_stage(config, stage, stage in pending) for stage in stages),
         **({"recipe": str(recipe)} if recipe else {}),
         "model": format_base_models(config, pending),
         "data": sources,
@@ -242,6 +243,14 @@ def _announce(
     console.print(f"[bold]rlhf {__version__}[/]")
     for name, value in facts.items():
         console.print(Text.assemble((f"{name:13}", "dim"), value), soft_wrap=True)
+    for line in describe_rates(config, pending):
+        console.print(Text.assemble((f"{'warning':13}", "bold yellow"), line), soft_wrap=True)
+
+
+def _describe_stage(config: Config, stage: Stage, pending: bool) -> str:
+    notes = [config.title(stage)] if stage == "ppo" and config.title(stage) != "PPO" else []
+    notes += [] if pending else ["complete"]
+    return f"{stage} ({', '.join(notes)})" if notes else stage
 
 
 def _describe(
@@ -311,7 +320,7 @@ def print_stage(plan: StagePlan, config: Config, memory: Sequence[str], console:
     for part, text in decode_median_row(plan.data, plan.tokenizer):
         table.add_row(f"example {part}", Text.assemble(text, ("  (in the loss)" if part in in_loss else "", "dim")))
     console.print()
-    console.print(Text(STAGE_NAMES[plan.stage], style="bold"))
+    console.print(Text(config.title(plan.stage), style="bold"))
     console.print(table)
 
 

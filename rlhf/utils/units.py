@@ -35,10 +35,12 @@ def parse_bytes(text: str, option: str) -> int:
 
 
 def format_number(value: float) -> str:
-    """Return four significant digits, with an exponent only if needed: `0.04213`, `12.5`, `1,234,567`."""
+    """Return four significant digits, with an exponent only if needed: `0.04213`, `12.5`, `1,234,567`, `1.2e+13`."""
     if value != value or value in (float("inf"), float("-inf")):
         return str(value)
-    if value == int(value) and abs(value) < 1e12:
+    if abs(value) >= 1e12:
+        return f"{value:.4g}"
+    if value == int(value):
         return f"{int(value):,}"
     if abs(value) >= 1000:
         return f"{value:,.0f}"

@@ -32,6 +32,8 @@ SUMMARIES: list[dict[str, Any]] = [
         "phases": {"generation": 21.0, "scoring": 9.0, "training": 29.8, "other": 0.2},
         "tflops": 0.4123,
         "peak_share": 0.412,
+        "title": "GRPO",
+        "warnings": ["step 4: the policy [has] left its reference"],
         "samples": [{"prompt": "Where does the [bee] live?", "before": "", "after": "In a [bold]hive[/]."}],
     },
 ]
@@ -56,5 +58,8 @@ def test_summary_shows_values_phases_speed_and_texts() -> None:
     assert ["kl", "4.2"] in [line.split() for line in lines], "a value without one before"
     assert "generation 35 %, scoring 15 %, training 50 %" in lines
     assert "1:15 · 3.0 GiB peak memory · 0.41 TFLOP/s (41 % of peak)" in lines
+    assert lines.index("ppo warning  step 4: the policy [has] left its reference") == len(lines) - 2
+    assert lines[-1].startswith("docs/reading-a-run.md") and "GRPO" in lines
+    assert any("the same prompts, before and after GRPO" in line for line in lines)
     for text in ("Where does the [bee] live?", "In a [bold]hive[/].", "(empty)"):
         assert any(text in line for line in lines), "brackets are not markup"

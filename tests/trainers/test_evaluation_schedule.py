@@ -112,6 +112,44 @@ def test_best_model_is_the_first_of_the_best_finite_ones(accelerator, tmp_path, 
     assert saved == [f"step-{step:08d}" for step in steps]
 
 
+def test_best_reward_is_not_that_of_a_policy_that_left_its_reference(accelerator, tmp_path, capsys):
+    """The numbers are those of a run without a KL penalty: the reward rises, and completions are one word repeated."""
+    context = stage_context(accelerator, tmp_path, "ppo", {"ppo": {"eval_every": 1, "keep": "best(reward)"}})
+    rows = iter([(2.507, 0.0, 10.93), (2.55, 1.2, 11.0), (2.666, 314.9, 48.0), (2.69, 388.2, 48.0)])
+
+    def evaluate(when):
+        return EvalResult(dict(zip(("reward", "kl", "response_length"), next(rows))))
+
+    trainer = StubTrainer(
+        context.config.ppo,
+        total_steps=3,
+        evaluate=evaluate,
+        save=lambda folder: (folder / "model").mkdir(parents=True, exist_ok=True),
+    )
+    assert fit(trainer, context)["kept"] == {"step": 1, "metric": "reward", "value": 2.55}
+    assert capsys.readouterr().out.count("ppo: warning: step 2, held-out: the policy has left its reference") == 1
+
+
+def test_stage_without_a_sound_model_keeps_the_last(accelerator, tmp_path, capsys):
+    context = stage_context(accelerator, tmp_path, "ppo", {"ppo": {"eval_every": 1, "keep": "best(reward)"}})
+    rows = iter([(0.0, 0.0), (1.0, 300.0), (2.0, 300.0)])
+    trainer = StubTrainer(
+        context.config.ppo,
+        total_steps=2,
+        evaluate=lambda when: EvalResult(dict(zip(("reward", "kl"), next(rows))) | {"response_length": 10.0}),
+    )
+    assert fit(trainer, context)["kept"] == {"step": 2}
+    assert "no evaluated model is sound, so it keeps the last one" in capsys.readouterr().out
+
+
+def test_diverging_stage_says_so_once(accelerator, tmp_path, capsys):
+    summary = tune(accelerator, tmp_path, keep="last", eval_every=0, optimizer={"learning_rate": 5.0, "warmup": 0})
+    said = "sft: warning: step 4: training diverges"
+    assert capsys.readouterr().out.count(said) == 1 and summary["after"]["perplexity"] > 1e3
+    texts = [record for record in records(tmp_path) if record.get("tag") == "warning"]
+    assert [record["text"].partition(";")[0][:27] for record in texts] == ["step 4: training diverges: "]
+
+
 def test_random_numbers_of_evaluations_change_no_training(accelerator, tmp_path):
     def drawn(folder: str, eval_every: int) -> list[float]:
         context = stage_context(accelerator, tmp_path / folder, "sft", {"sft": {"eval_every": eval_every}})

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import rlhf
+from rlhf.reporting.recorder import metric_group
 
 KEYS = Path(rlhf.__file__).parents[1] / "docs" / "metrics.md"
 STAGES = ("sft", "reward", "dpo", "ppo")
@@ -66,6 +67,24 @@ def test_tensorboard_events_have_the_names_of_the_records(folder_of):
         events = EventAccumulator(str(folder_of(stage) / stage / "tensorboard"))
         events.Reload()
         bookkeeping = {"stage", "step", "time", "tag", "text"}
-        expected = {f"{stage}/{key}" for key in keys_of_records(folder_of(stage), stage) - bookkeeping}
-        assert set(events.Tags()["scalars"]) == expected
-        assert [event.step for event in events.Scalars(f"{stage}/learning_rate")] == [1, 2, 3]
+        keys = keys_of_records(folder_of(stage), stage) - bookkeeping
+        assert set(events.Tags()["scalars"]) == {f"{stage}{metric_group(key)}/{key}" for key in keys}
+        assert [event.step for event in events.Scalars(f"{stage}_optim/learning_rate")] == [1, 2, 3]
+
+
+def test_tensorboard_groups_hold_what_is_read_together():
+    groups = {}
+    for stage, key, _ in table(*RECORDS):
+        groups.setdefault(stage + metric_group(key), set()).add(key)
+    learned = {"reward", "reward_model", "reward/<name>", "reward_ema", "reward_std", "kl", "entropy", "returns"}
+    learned |= {"response_length", "truncated_share", "score_clip_fraction", "explained_variance"}
+    assert groups["ppo"] - {"stage", "step", "time", "tag", "text"} == learned
+    assert groups["sft"] - {"stage", "step", "time", "tag", "text"} == {"loss"}
+    assert groups["sft_optim"] == {
+        "learning_rate",
+        "lora_learning_rate",
+        "grad_norm",
+        "model_loss_scale",
+        "skipped_steps",
+    }
+    assert all(key.startswith("heldout_") for key in groups["ppo_heldout"])

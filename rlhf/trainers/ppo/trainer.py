@@ -83,7 +83,7 @@ class PPOTrainer:
     """
 
     unit = "tokens"
-    displayed = ("reward", "kl", "response_length")
+    displayed = ("reward", "kl", "entropy", "truncated_share", "response_length")
     epoch_steps = None
 
     def __init__(

@@ -1,0 +1,387 @@
+"""Rules that say when a stage goes wrong: the numbers that show it, and the keys to change.
+
+`RULES` is the whole table. Each rule is said once in a stage, when it first holds. Limits leave a wide margin to
+healthy runs; docs/reading-a-run.md states them and what was measured.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from rlhf.config.schema import EVERY_STAGE, Config, Stage
+from rlhf.utils.statistics import wilson
+from rlhf.utils.units import format_number
+
+Numbers = Mapping[str, float]
+When = Literal["step", "before", "evaluation", "result"]
+"""After a training step; after the evaluation before training, or a later one; when the stage ends."""
+
+_MAX_TOKEN_KL = 1.0  # nats per token; healthy runs stay below 0.2
+_MIN_ENTROPY = 0.05  # of the entropy at the start
+_MIN_DISTINCT = 0.1  # of distinct_2 before training
+_NEAR_UNIFORM = 0.7  # of the logarithm of the vocabulary
+_MAX_RATE = 0.01  # AdamW moves a weight by about the rate in a step, and weights are about 0.02
+_FEW_ROWS = 30
+_IN_A_ROW, _LONG = 3, 10  # steps
+
+
+class Reading(NamedTuple):
+    """The numbers that rules judge.
+
+    Attributes:
+        first: numbers of the first step; for evaluations, those before training.
+        recent: numbers of the latest steps, the newest last; for evaluations, only the newest.
+        heldout_rows, vocabulary: rows of an evaluation, tokens of the vocabulary; 0 if unknown.
+    """
+
+    config: Config
+    stage: Stage
+    first: Numbers
+    recent: Sequence[Numbers]
+    heldout_rows: int = 0
+    vocabulary: int = 0
+
+    @property
+    def now(self) -> Numbers:
+        """The newest numbers."""
+        return self.recent[-1]
+
+    def last(self, count: int, holds: Callable[[Numbers], bool]) -> bool:
+        """Return whether `holds` is true of each of the newest `count` numbers."""
+        return len(self.recent) >= count and all(map(holds, self.recent[-count:]))
+
+
+class Rule(NamedTuple):
+    """A sign that a stage goes wrong.
+
+    Attributes:
+        name: identifies the rule; it is said once in a stage.
+        when: what it judges.
+        needs: numbers without which it is not judged.
+        describe: returns the state as text if the rule holds.
+        remedy: what to do; a key in braces is shown with its value, `*` is the stage.
+        ruins: a model with such numbers is not worth keeping.
+    """
+
+    name: str
+    stages: Sequence[Stage]
+    when: Sequence[When]
+    needs: Sequence[str]
+    describe: Callable[[Reading], str | None]
+    remedy: str
+    ruins: bool = False
+
+
+def _token_kl(numbers: Numbers) -> float:
+    return numbers["kl"] / max(numbers["response_length"], 1)
+
+
+def _kl(reading: Reading) -> str | None:
+    per_token, earlier = _token_kl(reading.now), _token_kl(reading.recent[0])
+    if per_token > _MAX_TOKEN_KL:
+        return f"the policy has left its reference: KL is {per_token:.2g} nats per token (healthy: below 0.2)"
+    if per_token > 0.3 * _MAX_TOKEN_KL and 0 < earlier < per_token / 10:
+        return f"KL grew from {earlier:.2g} to {per_token:.2g} nats per token in {len(reading.recent) - 1} steps"
+    return None
+
+
+def _entropy(reading: Reading) -> str | None:
+    start, now = reading.first["entropy"], reading.now["entropy"]
+    if not now < _MIN_ENTROPY * start:
+        return None
+    return f"the policy samples one completion only: entropy fell from {start:.2g} to {now:.2g} nats per token"
+
+
+def _truncation(reading: Reading) -> str | None:
+    start, now = reading.first["truncated_share"], reading.now["truncated_share"]
+    if not start <= 0.5 < now:
+        return None
+    return f"completions no longer end: {now:.0%} are cut off (at the start {start:.0%})"
+
+
+def _repetition(reading: Reading) -> str | None:
+    start, now = reading.first["distinct_2"], reading.now["distinct_2"]
+    if not now < _MIN_DISTINCT * start:
+        return None
+    return f"completions are alike: distinct_2 fell from {start:.2g} to {now:.2g}"
+
+
+def _equal_scores(reading: Reading) -> str | None:
+    def is_equal(numbers: Numbers) -> bool:
+        several = numbers["tokens"] >= 2 * numbers["response_length"]
+        return several and numbers["reward_std"] <= 1e-6 * max(1, abs(numbers["reward"]))
+
+    if not reading.last(_IN_A_ROW, is_equal):
+        return None
+    reward = format_number(reading.now["reward"])
+    return f"all completions of {_IN_A_ROW} rollouts have the same score, {reward}, so there is nothing to learn"
+
+
+def _clipped_scores(reading: Reading) -> str | None:
+    if reading.now["score_clip_fraction"] < 1:
+        return None
+    return "all scores of a rollout are clipped, so better completions earn no more than worse ones"
+
+
+def _critic(reading: Reading) -> str | None:
+    if not reading.last(_LONG, lambda numbers: numbers["explained_variance"] < -1):
+        return None
+    return f"the critic predicts worse than a constant: explained_variance is below -1 for {_LONG} steps"
+
+
+def _gradient(reading: Reading) -> str | None:
+    if reading.last(_LONG, lambda numbers: not math.isfinite(numbers["grad_norm"])):
+        return f"the gradient is not finite for {_LONG} steps"
+    first = reading.first["grad_norm"]
+    if math.isfinite(first) and reading.last(_IN_A_ROW, lambda numbers: numbers["grad_norm"] <= 1e-5 * first):
+        return f"the model no longer learns: grad_norm is {reading.now['grad_norm']:.1g} (at the start {first:.2g})"
+    return None
+
+
+def _loss(reading: Reading) -> str | None:
+    start = reading.first["loss"]
+    if not reading.last(_IN_A_ROW, lambda numbers: numbers["loss"] > max(2 * start, start + 1)):
+        return None
+    return f"training diverges: the loss is {format_number(reading.now['loss'])} (at the start {start:.3g})"
+
+
+def _forgotten_replies(reading: Reading) -> str | None:
+    now = reading.now["chosen_log_prob"]
+    reference = now - reading.now["chosen_reward"] / reading.config.dpo.beta
+    if not now < min(2 * reference, reference - 10):
+        return None
+    return (
+        f"the policy forgets the chosen replies too: their log-probability is {now:.3g} (reference {reference:.3g}), "
+        "which accuracy and margin do not show"
+    )
+
+
+def _hardly_learned(reading: Reading) -> str | None:
+    perplexity = reading.now["perplexity"]
+    uniform = math.log(reading.vocabulary) if reading.vocabulary > 1 else math.inf
+    if not uniform / 2 < math.log(perplexity) <= uniform:
+        return None
+    return (
+        f"SFT has hardly learned: held-out perplexity is {format_number(perplexity)}, and guessing has "
+        f"{reading.vocabulary:,}"
+    )
+
+
+def _endless_greedy(reading: Reading) -> str | None:
+    if reading.now["truncated_share"] < 1:
+        return None
+    return "none of the greedy completions of held-out prompts ends"
+
+
+def _bad_start(reading: Reading) -> str | None:
+    cut_off, entropy = reading.now["truncated_share"], reading.now["entropy"]
+    uniform = math.log(reading.vocabulary) if reading.vocabulary > 1 else math.inf
+    if not (cut_off > 0.5 or entropy > _NEAR_UNIFORM * uniform):
+        return None
+    share = f" ({entropy / uniform:.0%} of uniform)" if uniform < math.inf else ""
+    return (
+        f"PPO starts from a policy that has hardly learned: {cut_off:.0%} of completions are cut off, entropy is "
+        f"{entropy:.2g} nats{share}"
+    )
+
+
+def _few_rows(reading: Reading) -> str | None:
+    rows = reading.heldout_rows
+    if not 0 < rows < _FEW_ROWS:
+        return None
+    state = f"held-out numbers are of {rows} row{'s' * (rows > 1)} only"
+    if "accuracy" not in reading.now:
+        return state
+    right = reading.now["accuracy"] * rows
+    low, high = wilson(right, rows)
+    return f"{state}: accuracy {right:.3g} of {rows} has the 95 % interval {low:.0%} to {high:.0%}"
+
+
+_CALM = "lower {*.optimizer.learning_rate}"
+_NEARER = f"raise {{ppo.kl_coef}} or {_CALM}"
+_PPO: tuple[Stage, ...] = ("ppo",)
+_TRAINED: tuple[When, ...] = ("step", "evaluation")
+RULES = (
+    Rule("kl", _PPO, _TRAINED, ("kl", "response_length"), _kl, _NEARER, ruins=True),
+    Rule("entropy", _PPO, _TRAINED, ("entropy",), _entropy, _NEARER, ruins=True),
+    Rule(
+        "truncation",
+        _PPO,
+        _TRAINED,
+        ("truncated_share",),
+        _truncation,
+        f"set {{ppo.missing_eos_penalty}}, {_NEARER}",
+        ruins=True,
+    ),
+    Rule("repetition", _PPO, ("evaluation",), ("distinct_2",), _repetition, _NEARER, ruins=True),
+    Rule(
+        "equal scores",
+        _PPO,
+        ("step",),
+        ("reward", "reward_std", "tokens", "response_length"),
+        _equal_scores,
+        "read the samples, and correct ppo.reward_functions or ppo.reward_model, or the difficulty of the prompts",
+    ),
+    Rule(
+        "clipped scores",
+        _PPO,
+        ("step",),
+        ("score_clip_fraction",),
+        _clipped_scores,
+        "raise {ppo.score_clip}, or set ppo.normalize_scores=running",
+    ),
+    Rule(
+        "critic",
+        _PPO,
+        ("step",),
+        ("explained_variance",),
+        _critic,
+        "raise {ppo.critic_optimizer.learning_rate} or set {ppo.normalize_scores}",
+    ),
+    Rule("gradient", EVERY_STAGE, ("step",), ("grad_norm",), _gradient, f"look for an earlier cause, or {_CALM}"),
+    Rule("loss", ("sft", "reward", "dpo"), ("step",), ("loss",), _loss, _CALM),
+    Rule(
+        "forgotten replies",
+        ("dpo",),
+        _TRAINED,
+        ("chosen_log_prob", "chosen_reward"),
+        _forgotten_replies,
+        f"{_CALM} or raise {{dpo.beta}}",
+        ruins=True,
+    ),
+    Rule(
+        "hardly learned",
+        ("sft",),
+        ("result",),
+        ("perplexity",),
+        _hardly_learned,
+        "raise {sft.epochs} or {sft.optimizer.learning_rate}",
+    ),
+    Rule(
+        "endless",
+        ("sft", "dpo"),
+        ("result",),
+        ("truncated_share",),
+        _endless_greedy,
+        "look at the end tokens in `rlhf data`, then raise {*.epochs} or {data.max_completion_length}",
+    ),
+    Rule(
+        "bad start",
+        _PPO,
+        ("before",),
+        ("truncated_share", "entropy"),
+        _bad_start,
+        "train SFT longer ({sft.epochs}, {sft.optimizer.learning_rate}), or raise {data.max_completion_length}",
+    ),
+    Rule(
+        "few rows",
+        ("sft", "reward", "dpo"),
+        ("result",),
+        (),
+        _few_rows,
+        "raise {data.heldout_fraction} or {*.eval_rows}",
+    ),
+    Rule("few prompts", _PPO, ("before",), (), _few_rows, "raise {data.heldout_fraction} or {ppo.eval_rows}"),
+)
+
+
+class HealthMonitor:
+    """The rules of one stage, each said once; its state belongs to checkpoints.
+
+    Attributes:
+        lines: what was said so far.
+        heldout_rows, vocabulary: see `Reading`.
+    """
+
+    def __init__(self, config: Config, stage: Stage) -> None:
+        self._config, self._stage = config, stage
+        self.heldout_rows = self.vocabulary = 0
+        self.lines: dict[str, str] = {}
+        self._first: Numbers = {}
+        self._before: Numbers = {}
+        self._recent: list[Numbers] = []
+
+    def judge_step(self, step: int, numbers: Numbers) -> list[str]:
+        """Return lines about a training step; the first call is about the stage's first step."""
+        self._first = self._first or dict(numbers)
+        self._recent = [*self._recent[1 - _LONG :], dict(numbers)]
+        return self._say("step", f"step {step:,}: ", self._first, self._recent)
+
+    def judge_evaluation(self, step: int, numbers: Numbers) -> list[str]:
+        """Return lines about an evaluation; that of step 0 is the one before training."""
+        if step == 0:
+            self._before = dict(numbers)
+            return self._say("before", "", numbers, [numbers])
+        return self._say("evaluation", f"step {step:,}, held-out: ", self._before, [numbers])
+
+    def judge_result(self, numbers: Numbers) -> list[str]:
+        """Return lines about the held-out numbers of the model that the stage saves."""
+        return self._say("result", "", self._before, [numbers])
+
+    def is_ruined(self, before: Numbers, numbers: Numbers) -> bool:
+        """Return whether an evaluation's numbers are those of a model that is not worth keeping."""
+        reading = Reading(self._config, self._stage, before, [numbers])
+        return any(rule.ruins for rule, _ in _find(reading, "evaluation"))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
+        return {"lines": self.lines, "first": self._first, "before": self._before, "recent": self._recent}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self.lines, self._first, self._before, self._recent = (
+            state[key] for key in ("lines", "first", "before", "recent")
+        )
+
+    def _say(self, when: When, place: str, first: Numbers, recent: Sequence[Numbers]) -> list[str]:
+        reading = Reading(self._config, self._stage, first, recent, self.heldout_rows, self.vocabulary)
+        new = {
+            rule.name: f"{place}{state}; {fill_keys(rule.remedy, self._config, self._stage)}"
+            for rule, state in _find(reading, when)
+            if rule.name not in self.lines
+        }
+        self.lines |= new
+        return list(new.values())
+
+
+def _find(reading: Reading, when: When) -> Iterator[tuple[Rule, str]]:
+    """Yield the rules that hold, with the state that each describes."""
+    for rule in RULES:
+        known = all(name in reading.now and name in reading.first for name in rule.needs)
+        if reading.stage in rule.stages and when in rule.when and known and (state := rule.describe(reading)):
+            yield rule, state
+
+
+def fill_keys(remedy: str, config: Config, stage: Stage) -> str:
+    """Replace each key in braces by the key and its value, `ppo.kl_coef (now 0.1)`."""
+
+    def show(match: re.Match[str]) -> str:
+        key = match[1].replace("*", stage)
+        value: Any = config
+        for part in key.split("."):
+            value = getattr(value, part)
+        return f"{key} (now {'empty' if value is None else f'{value:g}' if isinstance(value, float) else value})"
+
+    return re.sub(r"\{([\w.*]+)\}", show, remedy)
+
+
+def describe_rates(config: Config, stages: Sequence[Stage]) -> list[str]:
+    """Return a line for each learning rate that is too high for any model."""
+    keys = [f"{stage}.optimizer.learning_rate" for stage in stages]
+    keys += ["ppo.critic_optimizer.learning_rate"] if "ppo" in stages and config.ppo.method.critic else []
+    keys += ["lora.learning_rate"] if config.lora.rank else []
+    lines = []
+    for key in keys:
+        *section, name = key.split(".")
+        value: Any = config
+        for part in section:
+            value = getattr(value, part)
+        if (rate := getattr(value, name)) and rate >= _MAX_RATE:
+            lines.append(
+                f"{key}: {rate:g} moves weights by as much as their usual size in a few steps, so the model will "
+                "probably not survive; set less than 0.01 (usual are 1e-6 to 1e-3)"
+            )
+    return lines

@@ -1,0 +1,136 @@
+"""Rules about runs that go wrong: each holds beyond its limit and not within it, is said once, and names its keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlhf.config.schema import build_config
+from rlhf.reporting.health import RULES, HealthMonitor, describe_rates
+from rlhf.utils.units import format_number
+
+PPO = {
+    "tokens": 640.0,
+    "response_length": 10.0,
+    "reward": 1.0,
+    "reward_std": 1.0,
+    "kl": 2.0,
+    "entropy": 2.0,
+    "truncated_share": 0.1,
+    "score_clip_fraction": 0.0,
+    "explained_variance": 0.5,
+    "grad_norm": 1.0,
+}
+SFT = {"loss": 2.0, "grad_norm": 1.0}
+DPO = {"loss": 0.69, "grad_norm": 1.0, "chosen_log_prob": -20.0, "chosen_reward": 0.0}
+HEALTHY: dict[str, Any] = {"ppo": PPO, "sft": SFT, "reward": SFT, "dpo": DPO}
+# rule: (stage, numbers within the limit, numbers beyond it, steps until it is said, a key with its value)
+STEPS: dict[str, Any] = {
+    "kl": ("ppo", {"kl": 9.9}, {"kl": 10.1}, 1, "ppo.kl_coef (now 0.1)"),
+    "entropy": ("ppo", {"entropy": 0.101}, {"entropy": 0.099}, 1, "ppo.optimizer.learning_rate (now 1e-05)"),
+    "truncation": ("ppo", {"truncated_share": 0.5}, {"truncated_share": 0.51}, 1, "missing_eos_penalty (now empty)"),
+    "equal scores": ("ppo", {"reward_std": 0.01}, {"reward_std": 0.0}, 3, "ppo.reward_functions"),
+    "clipped scores": ("ppo", {"score_clip_fraction": 0.99}, {"score_clip_fraction": 1.0}, 1, "ppo.score_clip (now"),
+    "critic": ("ppo", {"explained_variance": -0.9}, {"explained_variance": -1.1}, 10, "ppo.critic_optimizer."),
+    "gradient": ("ppo", {"grad_norm": 1e-4}, {"grad_norm": 1e-6}, 3, "ppo.optimizer.learning_rate"),
+    "gradient of fp16": ("sft", {"grad_norm": 9.0}, {"grad_norm": float("inf")}, 10, "sft.optimizer.learning_rate"),
+    "loss": ("sft", {"loss": 3.9}, {"loss": 4.1}, 3, "sft.optimizer.learning_rate (now 1e-05)"),
+    "loss of pairs": ("reward", {"loss": 3.9}, {"loss": 4.1}, 3, "reward.optimizer.learning_rate"),
+    "forgotten replies": (
+        # reference -20: chosen_log_prob - chosen_reward / beta
+        *("dpo", {"chosen_log_prob": -39.0, "chosen_reward": -1.9}, {"chosen_log_prob": -41.0, "chosen_reward": -2.1}),
+        *(1, "dpo.beta (now 0.1)"),
+    ),
+}
+
+
+def say(monitor: HealthMonitor, first: dict[str, float], changed: dict[str, float], steps: int) -> list[int]:
+    """Return the steps at which the monitor speaks, if `changed` numbers follow the first step."""
+    assert monitor.judge_step(1, first) == []
+    spoken = []
+    for step in range(2, 2 + steps):
+        spoken += [step] * len(monitor.judge_step(step, first | changed))
+    return spoken
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_rule_is_said_once_beyond_its_limit_and_never_within(name: str) -> None:
+    stage, within, beyond, after, key = STEPS[name]
+    healthy = HealthMonitor(build_config({}), stage)
+    assert say(healthy, HEALTHY[stage], within, 25) == [] and healthy.lines == {}
+    ruined = HealthMonitor(build_config({}), stage)
+    assert say(ruined, HEALTHY[stage], beyond, 25) == [1 + after]
+    [line] = ruined.lines.values()
+    assert line.startswith(f"step {1 + after}: ") and key in line and next(iter(ruined.lines)) in name
+
+
+def test_sudden_growth_of_kl_is_said_below_the_limit() -> None:
+    slow, sudden = (HealthMonitor(build_config({}), "ppo") for _ in range(2))
+    assert not any(slow.judge_step(step, PPO | {"kl": 0.3 * step}) for step in range(1, 30))
+    assert [len(sudden.judge_step(step, PPO | {"kl": kl})) for step, kl in enumerate([0.1, 0.3, 3.5], 1)] == [0, 0, 1]
+
+
+# rule: (stage, heldout rows, step, numbers of the evaluation, text)
+EVALUATIONS: dict[str, Any] = {
+    "repetition": ("ppo", 99, 5, {"distinct_2": 0.03}, "distinct_2 fell from 0.4 to 0.03"),
+    "bad start": ("ppo", 99, 0, {"entropy": 5.5, "truncated_share": 0.2}, "entropy is 5.5 nats (88% of uniform)"),
+    "few prompts": ("ppo", 7, 0, {}, "7 rows only; raise data.heldout_fraction (now 0.05)"),
+    "hardly learned": ("sft", 99, None, {"perplexity": 67.0}, "perplexity is 67, and guessing has 512"),
+    "endless": ("sft", 99, None, {"truncated_share": 1.0}, "none of the greedy completions"),
+    "few rows": ("reward", 13, None, {"accuracy": 1.0}, "accuracy 13 of 13 has the 95 % interval 77% to 100%"),
+}
+
+
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_evaluation_has_its_rules(name: str) -> None:
+    stage, rows, step, numbers, text = EVALUATIONS[name]
+    healthy = {"ppo": PPO | {"distinct_2": 0.4}, "sft": {"perplexity": 9.0, "truncated_share": 0.3}, "reward": {}}[
+        stage
+    ]
+
+    def judge(numbers: dict[str, float], rows: int) -> list[str]:
+        monitor = HealthMonitor(build_config({}), stage)
+        monitor.heldout_rows, monitor.vocabulary = rows, 512
+        before = monitor.judge_evaluation(0, healthy if step != 0 else numbers)
+        return (
+            before
+            if step == 0
+            else monitor.judge_result(numbers)
+            if step is None
+            else monitor.judge_evaluation(step, numbers)
+        )
+
+    assert judge(healthy, 99) == []
+    [line] = judge(healthy | numbers, rows)
+    assert text in line
+
+
+def test_every_rule_is_tried() -> None:
+    tried = {name.partition(" of ")[0] for name in STEPS} | set(EVALUATIONS)
+    assert {rule.name for rule in RULES} == tried
+
+
+def test_resumed_stage_repeats_nothing_and_remembers_its_start() -> None:
+    first, resumed = (HealthMonitor(build_config({}), "ppo") for _ in range(2))
+    say(first, PPO, {"kl": 11.0}, 1)
+    resumed.load_state_dict(first.state_dict())
+    lines = resumed.judge_step(3, PPO | {"kl": 11.0, "entropy": 0.01})
+    assert len(lines) == 1 and "fell from 2 to 0.01" in lines[0]
+
+
+def test_numbers_that_a_stage_lacks_break_no_rule() -> None:
+    for stage in HEALTHY:
+        assert HealthMonitor(build_config({}), stage).judge_step(1, {"rows": 1.0}) == []
+
+
+def test_only_implausible_rates_get_a_line() -> None:
+    config = build_config({"sft": {"optimizer": {"learning_rate": 5}}, "dpo": {"optimizer": {"learning_rate": 9e-3}}})
+    [line] = describe_rates(config, ["sft", "reward", "dpo", "ppo"])
+    assert line.startswith("sft.optimizer.learning_rate: 5 ") and describe_rates(config, ["reward", "ppo"]) == []
+
+
+def test_huge_numbers_are_short() -> None:
+    assert [format_number(value) for value in (1.014e304, 1234567.0, 2e12, -3e15)] == [
+        *("1.014e+304", "1,234,567", "2e+12", "-3e+15")
+    ]
