@@ -174,6 +174,9 @@ def _list_facts(stage: dict[str, Any], source: dict[str, Any]) -> list[tuple[str
         facts.append(("share", f"{source['share']:,} of its {source['rows']:,} rows (data.stage_split {shares})"))
     if source["truncated"]:
         facts.append(("truncated", f"{source['truncated']:,} rows"))
+    if source["by_weight"]:
+        text = f"uses {source['train']:,} rows for training and leaves out {source['by_weight']:,} usable ones"
+        facts.append(("weight", f"{text}; set data.datasets.*.weight=all to use every row"))
     for dropped in sorted(source["dropped"], key=lambda dropped: -dropped["rows"]):
         reason = f"{dropped['rows']:,} {dropped['reason']} (first: {dropped['first']})"
         facts.append(("left out", f"{reason}; {find_remedy(dropped['reason'])}"))

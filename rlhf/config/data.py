@@ -182,12 +182,15 @@ class DatasetConfig(ConfigModel):
     )
     heldout_revision: str | None = Field(None, description="revision of `heldout`, as `revision` of `path`")
     stages: tuple[Share, ...] = Field(
-        STAGES, min_length=1, description="stages that may use this source; DPO may use those of reward"
+        STAGES,
+        min_length=1,
+        description="stages that may use this source; DPO may use those of reward; a source with columns.text is for "
+        "sft alone",
     )
     weight: Annotated[Weight, BeforeValidator(_validate_weight)] = Field(
-        1.0,
-        description="share in the blend: rows of this source per row of a source with weight 1; or all: every row, "
-        "whatever the others contribute",
+        "all",
+        description="all: every row; a number: rows of this source per row of a source with weight 1, so that sources "
+        "with a number are blended and the scarcest for its weight is used whole",
     )
     columns: ColumnsConfig = Field(
         ColumnsConfig(),
@@ -227,6 +230,14 @@ class DatasetConfig(ConfigModel):
                 raise error_at(key, "is for a second source; name that in heldout, or remove this key")
         if self.heldout_split == self.split:
             raise error_at("heldout_split", f"the same as split, got {short_repr(self.split)}; name another split")
+        return self
+
+    @model_validator(mode="after")
+    def _check_text(self) -> DatasetConfig:
+        if self.columns.text and "stages" in self.model_fields_set and self.stages != ("sft",):
+            raise error_at("stages", f"columns.text is for sft alone, got {', '.join(self.stages)}; remove stages")
+        if self.columns.text:
+            object.__setattr__(self, "stages", ("sft",))  # the section is immutable
         return self
 
     @model_validator(mode="after")
@@ -300,6 +311,18 @@ class DataConfig(ConfigModel):
         (), description="sources of raw text for PPO's language-modelling loss (ppo.ptx_coef), each a path or a mapping"
     )
     chat_template: bool = Field(True, description="format prompts with the tokenizer's chat template, if it has one")
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> DataConfig:
+        weighted = [index for index, dataset in enumerate(self.datasets) if dataset.weight != "all"]
+        if len(weighted) == 1 and len(self.datasets) > 1:
+            (index,) = weighted
+            raise error_at(
+                f"datasets.{index}.weight",
+                f"has no effect, because no other source has one, got {self.datasets[index].weight:g}; set the weight "
+                "of the others too, or `limit` of this one",
+            )
+        return self
 
     @property
     def max_length(self) -> int:

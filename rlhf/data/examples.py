@@ -36,7 +36,6 @@ from rlhf.data.report import (
     NO_DEMONSTRATION,
     NO_DIFFERENCE,
     NO_PREFERENCE,
-    PROMPTLESS,
     REFUSED,
     UNUSABLE_MARGIN,
     DataReport,
@@ -209,8 +208,6 @@ def encode_rows(
 def _unusable_reason(row: Row, stage: Stage) -> str | None:
     """Return the reason why the stage cannot use a row, or None."""
     replies = [getattr(row, name) for name in REPLY_FIELDS[stage]]
-    if not row.prompt and stage != "sft":
-        return PROMPTLESS
     if None in replies and row.undecided:
         return row.undecided
     if None in replies:

@@ -97,6 +97,7 @@ def _describe_source(
         "train": report.train,
         "heldout": report.heldout,
         "truncated": report.truncated,
+        "by_weight": report.by_weight,
         "dropped": [
             {"reason": reason, "rows": rows, "first": first} for reason, (rows, first) in report.dropped.items()
         ],

@@ -24,7 +24,6 @@ EQUAL_SCORES = "no preference: equal scores"
 UNUSABLE_SCORE = "no preference: a score is not a number"
 UNUSABLE_LABEL = "no preference: the label matches neither reply"
 UNUSABLE_MARGIN = "margin is not a number of 0 or more"
-PROMPTLESS = "text without a prompt"
 EMPTY_TEXT = "empty text"
 EMPTY_RESPONSE = "empty response"
 NO_DIFFERENCE = "chosen equals rejected"
@@ -34,7 +33,6 @@ LONG_PROMPT = "prompt too long"
 LONG_COMPLETION = "completion too long"
 TRAINED_ON = "also in the training data"
 PROMPT_TRAINED_ON = "prompt also in the training data"
-LEFT_OUT_BY_WEIGHT = "left out by weight"
 
 # The keys are patterns (fnmatch), because some reasons name a column or a role; the first match wins.
 REMEDIES = {
@@ -57,7 +55,6 @@ REMEDIES = {
     UNUSABLE_SCORE: "write both scores as numbers, or name other columns in data.datasets.*.prefer.scores",
     UNUSABLE_LABEL: "set data.datasets.*.prefer.first and prefer.second to the label's two values",
     UNUSABLE_MARGIN: "write the margins as numbers, or remove data.datasets.*.columns.margin",
-    PROMPTLESS: "set this source's data.datasets.*.stages to sft alone, or give prompt and response",
     EMPTY_TEXT: "fill in the texts, or name their column in data.datasets.*.columns.text",
     EMPTY_RESPONSE: "fill in the replies, or name their columns in data.datasets.*.columns",
     NO_DIFFERENCE: "give two replies that differ",
@@ -68,7 +65,6 @@ REMEDIES = {
     LONG_COMPLETION: "raise data.max_completion_length",
     TRAINED_ON: "name rows that no stage trains on in data.datasets.*.heldout",
     PROMPT_TRAINED_ON: "name prompts that no stage trains on in data.datasets.*.heldout",
-    LEFT_OUT_BY_WEIGHT: "change data.datasets.*.weight (all: every row)",
 }
 
 DropCounts = dict[str, tuple[int, str]]
@@ -116,6 +112,7 @@ class DataReport:
         how: the column mapping, as text.
         tokens: for each part of the rows, the lengths that half, 90 %, 99 % and all of them do not exceed.
         example: one of the rows, of median length (an `rlhf.data.examples.Example`, or its number), or None.
+        by_weight: rows that the blend leaves out (data.datasets.*.weight).
         lengths: reason -> (tokens of the shortest, of the longest, maximum allowed), for rows that are too long.
     """
 
@@ -127,6 +124,7 @@ class DataReport:
     rows: int = 0
     share: int = 0
     truncated: int = 0
+    by_weight: int = 0
     how: str = ""
     tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
     example: Any = None
@@ -150,8 +148,8 @@ class DataReport:
 
     @property
     def unusable(self) -> int:
-        """Rows that are left out for a reason other than the weights of the sources."""
-        return sum(rows for reason, (rows, _) in self.dropped.items() if reason != LEFT_OUT_BY_WEIGHT)
+        """Rows that are left out, but not by the weights of the sources."""
+        return sum(rows for rows, _ in self.dropped.values())
 
     def reasons(self) -> str:
         """Return `3 prompt too long (first: a.jsonl:17), ...`, the most frequent first; empty if no row is left out."""
@@ -180,4 +178,5 @@ class DataReport:
         line = f"{self.stage}: {self.source}: {self.train} rows for training, {self.heldout} held out"
         line += f" of a sample; {self.unseen} more not examined" if self.unseen else ""
         line += f"; {self.truncated} truncated" if self.truncated else ""
+        line += f"; {self.by_weight} more not used (data.datasets.*.weight)" if self.by_weight else ""
         return f"{line}; left out: {self.reasons()}" if self.dropped else line

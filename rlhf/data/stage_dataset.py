@@ -34,7 +34,7 @@ from rlhf.data.examples import (
 from rlhf.data.load_sources import ParsedSource, SourceReader, SourceSpec, list_stage_datasets, read_sources
 from rlhf.data.prompt_encoding import PromptFormat, detect_prompt_format, uses_chat_template
 from rlhf.data.records import Row, format_plain_prompt
-from rlhf.data.report import LEFT_OUT_BY_WEIGHT, PROMPT_TRAINED_ON, TRAINED_ON, DataReport
+from rlhf.data.report import PROMPT_TRAINED_ON, TRAINED_ON, DataReport
 from rlhf.errors import DataError
 from rlhf.runs.resume import Fingerprints
 
@@ -309,8 +309,7 @@ def _apply_weights(parts: Sequence[_SourceExamples], seed: int) -> None:
     """Leave out the examples that exceed the weights of their sources."""
     selected = select_by_weight([len(part.examples) for part in parts], [part.weight for part in parts], seed=seed)
     for part, indices in zip(parts, selected, strict=True):
-        for index in sorted(set(range(len(part.examples))) - set(indices)):
-            part.report.drop(LEFT_OUT_BY_WEIGHT, part.examples[index].row.source)
+        part.report.by_weight = len(part.examples) - len(indices)
         part.examples = [part.examples[index] for index in indices]
         part.report.train = len(part.examples)
 

@@ -87,8 +87,8 @@ def test_load_config_overrides_replace_values_of_the_file(tmp_path: Path) -> Non
 
 
 def test_load_config_override_indexes_lists() -> None:
-    config = load_config(None, ["data.datasets.0.path=a.jsonl", "data.datasets.0.weight=2", "data.datasets.1.path=b"])
-    assert config.data.datasets == (DatasetConfig(path="a.jsonl", weight=2), DatasetConfig(path="b"))
+    config = load_config(None, ["data.datasets.0.path=a.jsonl", "data.datasets.0.limit=2", "data.datasets.1.path=b"])
+    assert config.data.datasets == (DatasetConfig(path="a.jsonl", limit=2), DatasetConfig(path="b"))
 
 
 KEPT = "expected last or best(METRIC), got 'first'"
@@ -107,6 +107,14 @@ STEPS = "expected a number of steps, at least 0, or epoch, got"
         ("data.datasets=[{path: a, weight: 0}]", "weight: expected a number above 0, or all, got 0"),
         ("data.datasets=[{path: a, weight: most}]", "weight: expected a number above 0, or all, got 'most'"),
         ("data.datasets=[{path: a, stages: [dpo]}]", "stages.0: expected 'sft', 'reward' or 'ppo', got 'dpo'"),
+        (
+            "data.datasets=[{path: a, weight: 2}, b]",
+            "weight: has no effect, because no other source has one, got 2; set",
+        ),
+        (
+            "data.datasets=[{path: a, columns: {text: b}, stages: [ppo]}]",
+            "stages: columns.text is for sft alone, got ppo",
+        ),
         ("data.datasets=[{path: a, template: Hi}]", "expected {prompt} once, got 'Hi'; write {prompt} in place of"),
         ("data.datasets=[{path: a, template: '{prompt} {prompt}'}]", "expected {prompt} once, got '{prompt} {prompt}'"),
         ("data.datasets=[{path: a, template: '{prompt} {input}'}]", "got '{prompt} {input}'; remove {input}"),

@@ -116,7 +116,7 @@ def test_json_keeps_hub_names() -> None:
     assert values["data"]["datasets"][0]["path"] == "world"
 
 
-A, B = DatasetConfig(path="a.jsonl"), DatasetConfig(path="b.jsonl", weight=2)
+A, B = DatasetConfig(path="a.jsonl"), DatasetConfig(path="b.jsonl", limit=2)
 
 
 @pytest.mark.parametrize(
@@ -124,9 +124,9 @@ A, B = DatasetConfig(path="a.jsonl"), DatasetConfig(path="b.jsonl", weight=2)
     [
         ("a.jsonl", (A,)),
         ("[a.jsonl]", (A,)),
-        ("{path: b.jsonl, weight: 2}", (B,)),
-        ("[a.jsonl, {path: b.jsonl, weight: 2}]", (A, B)),
-        ("[{path: a.jsonl}, {path: b.jsonl, weight: 2}]", (A, B)),
+        ("{path: b.jsonl, limit: 2}", (B,)),
+        ("[a.jsonl, {path: b.jsonl, limit: 2}]", (A, B)),
+        ("[{path: a.jsonl}, {path: b.jsonl, limit: 2}]", (A, B)),
     ],
 )
 def test_datasets_accept_path_mapping_or_list(here: Path, value: str, sources: object) -> None:
@@ -134,7 +134,7 @@ def test_datasets_accept_path_mapping_or_list(here: Path, value: str, sources: o
     (here / "r.yaml").write_text(f"data: {{datasets: {value}}}\n")
     assert load_config(Path("r.yaml")).data.datasets == sources
     changed = load_config(Path("r.yaml"), ["data.datasets.0.path=z", "data.datasets.0.split=s"]).data.datasets
-    assert (changed[0].path, changed[0].split, changed[0].weight) == ("z", "s", sources[0].weight)  # type: ignore[index]
+    assert (changed[0].path, changed[0].split, changed[0].limit) == ("z", "s", sources[0].limit)  # type: ignore[index]
 
 
 def test_datasets_path_alone_uses_defaults() -> None:

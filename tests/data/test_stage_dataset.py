@@ -115,7 +115,21 @@ def test_sources_are_blended_by_weight(tokenizer: Any, tmp_path: Path) -> None:
     sources = {"path": few, "weight": 1, **options}, {"path": many, "weight": 3, **options}
     reports = load(tokenizer, *sources, stage="ppo").reports
     assert [report.train for report in reports[:2]] == [20, 60]
-    assert reports[1].dropped["left out by weight"][0] == 140
+    assert [report.by_weight for report in reports[:2]] == [0, 140] and not reports[1].dropped
+    assert str(reports[1]).endswith("60 rows for training, 0 held out; 140 more not used (data.datasets.*.weight)")
+    whole = load(tokenizer, *({"path": path, **options} for path in (few, many)), stage="ppo").reports
+    assert [report.train for report in whole[:2]] == [20, 200], "all rows, if no weight is set"
+
+
+def test_text_without_prompts_is_for_sft_alone(tokenizer: Any, tmp_path: Path, pairs: str) -> None:
+    """All its rows, and none of another source's."""
+    texts = write_jsonl(tmp_path / "texts.jsonl", [{"body": f"text {n}"} for n in range(30)])
+    sources = {"path": pairs}, {"path": texts, "columns": {"text": "body"}}
+    sft, reward = (load(tokenizer, *sources, stage=stage) for stage in ("sft", "reward"))
+    assert [(report.source, report.used) for report in sft.reports] == [(pairs, 20), (texts, 30)]
+    assert [(report.source, report.used) for report in reward.reports] == [(pairs, 40)]
+    with pytest.raises(DataError, match="ppo: no data set is for this stage"):
+        load(tokenizer, sources[1], stage="ppo")
 
 
 @pytest.mark.parametrize("first_has_heldout", [False, True])
@@ -426,10 +440,10 @@ def test_load_stage_samples_from_all_rows(tokenizer: Any, tmp_path: Path) -> Non
 TEXTS = [" A cow  says moo.\n", "= A title =", *(f"Line {n}." for n in range(40))]
 
 
-def load_texts(tokenizer: Any, folder: Path, texts: list[Any], stage: Stage = "sft", **data: Any) -> Any:
+def load_texts(tokenizer: Any, folder: Path, texts: list[Any], **data: Any) -> Any:
     path = write_jsonl(folder / "rows.jsonl", [{"text": text} for text in texts])
-    dataset = {"path": path, "columns": {"text": "text"}, "stages": list({"sft", stage})}
-    return load(tokenizer, dataset, stage=stage, **data)
+    dataset = {"path": path, "columns": {"text": "text"}, "stages": ["sft"]}
+    return load(tokenizer, dataset, **data)
 
 
 @pytest.mark.parametrize("chat_template", [True, False])
@@ -451,12 +465,6 @@ def test_text_may_be_as_long_as_prompt_and_completion(tokenizer: Any, tmp_path: 
     assert report.lengths == {"completion too long": (12, 12, 11)}
     cut = load_texts(tokenizer, tmp_path, texts, too_long="truncate", **limits)
     assert tokenizer.encode("z" * 11) in [example.completion_ids for example in [*cut.train, *cut.heldout]]
-
-
-@pytest.mark.parametrize("stage", ["reward", "ppo"])
-def test_stages_other_than_sft_refuse_texts(tokenizer: Any, tmp_path: Path, stage: Stage) -> None:
-    with pytest.raises(DataError, match=r"\d+ text without a prompt .*data.datasets.\*.stages to sft alone"):
-        load_texts(tokenizer, tmp_path, TEXTS, stage, stage_split="0:1:1")
 
 
 def test_equal_texts_are_on_one_side_and_empty_ones_counted(tokenizer: Any, tmp_path: Path) -> None:
