@@ -35,9 +35,9 @@ Values = dict[str, Any]
 """A record: column -> value."""
 
 _MAX_KEYS = 12  # keys of an object that a message lists
-_LABEL_NAMES = {"label", "labels", "prefer", "preferred", "preference", "winner", "choice", "better", "best"}
-_LABEL_NAMES |= {"better_response_id", "better_response", "preferred_response", "preferred_id", "human_preference"}
-_LABEL_NAMES |= {f"score_{name}" for name in ("0", "1", "2", "a", "b")}
+LABEL_NAMES = {"label", "labels", "prefer", "preferred", "preference", "winner", "choice", "better", "best"}
+LABEL_NAMES |= {"better_response_id", "better_response", "preferred_response", "preferred_id", "human_preference"}
+LABEL_NAMES |= {f"score_{name}" for name in ("0", "1", "2", "a", "b")}
 # Any of these words counts if the replies' columns are not called chosen and rejected, which would rank them already.
 _LABEL_WORDS = {"label", "labels", "prefer", "preferred", "preference", "winner", "win", "choice", "better", "best"}
 _LABEL_WORDS |= {"safer", "vote", "votes", "score", "scores", "rating", "ratings", "rank", "ranks", "ranking"}
@@ -294,7 +294,7 @@ def resolve_preference_rule(
         return ScoreRule(*prefer.scores)
     if prefer.label is None or prefer.first is None:
         return None
-    labels = _list_labels(records, prefer.label)
+    labels = list_labels(records, prefer.label)
     others = [value for value in labels if value != prefer.first]
     listed = ", ".join(labels[:_MAX_LABELS]) or "nothing"
     if prefer.first not in labels and (prefer.second is None or prefer.second not in labels):
@@ -319,14 +319,14 @@ def find_unused_label(present: Collection[str], used: Collection[str], replies: 
         replies: the columns of the preferred and the other reply.
     """
     unused = [name for name in present if name not in used]
-    certain = (name for name in unused if name.lower() in _LABEL_NAMES)
+    certain = (name for name in unused if name.lower() in LABEL_NAMES)
     likely = (name for name in unused if not _LABEL_WORDS.isdisjoint(map(str.lower, _WORD.findall(name))))
     return next(certain, None) or (None if set(replies) == {"chosen", "rejected"} else next(likely, None))
 
 
 def check_no_reply_label(records: Iterable[Mapping[str, Any]], column: str, source: str) -> None:
     """Raise `DataError` if a true/false column marks single replies as good or bad: SFT would train on all of them."""
-    labels = _list_labels(records, column)
+    labels = list_labels(records, column)
     if labels and {"true", "false"}.issuperset(labels):
         raise DataError(
             f'{source}: column "{column}" looks as if it separates good replies from bad ones but would be ignored; '
@@ -334,7 +334,7 @@ def check_no_reply_label(records: Iterable[Mapping[str, Any]], column: str, sour
         )
 
 
-def _list_labels(records: Iterable[Mapping[str, Any]], column: str) -> list[str]:
+def list_labels(records: Iterable[Mapping[str, Any]], column: str) -> list[str]:
     """Return the different labels of a column; an empty cell of a table may be None, NaN or an empty text."""
     values = (value for record in records if isinstance(value := record.get(column), bool | int | float | str))
     labels = dict.fromkeys(map(normalize_label, values))

@@ -28,6 +28,7 @@ from rlhf.data.formats import (
 )
 from rlhf.data.readers import check_source_exists, has_splits, hash_source, read_records
 from rlhf.data.records import RejectedRecordError, Row, parse_record, starts_with_speaker
+from rlhf.data.reply_columns import check_reply_columns
 from rlhf.data.report import EMPTY_PROMPT, DropCounts, add_drop
 from rlhf.errors import DataError
 from rlhf.reporting.console import console
@@ -293,6 +294,9 @@ def _map_columns(source: SourceSpec, records: list[Values | None]) -> tuple[list
     has_single_replies = columns.replies == (columns.response,) != (_LABEL,)
     if has_single_replies and _LABEL in present and not source.prefer.nothing:
         check_no_reply_label(readable, _LABEL, source.path)
+    has_pairs = columns.chosen or columns.first or columns.messages or columns.text
+    if not has_pairs and not source.prefer.nothing:
+        check_reply_columns(columns, readable, source.path)
     texts = (record[name] for record in readable for name in columns.replies if isinstance(record.get(name), str))
     replies = (text for text in texts if text.strip())
     first = next(replies, None)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from accelerators import ShapePolicy
+from rlhf.config.loader import parse_yaml
 from rlhf.config.schema import ConfigError, DataConfig, Stage, build_config
 from rlhf.data.batches import collate_reward
 from rlhf.data.load_sources import read_sources
@@ -168,6 +170,69 @@ def test_unused_preference_label_is_an_error(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["choices", "labeled_by", "scoreboard", "model_a", "source", "restart"])
 def test_column_that_only_resembles_a_label_is_ignored(tmp_path: Path, name: str) -> None:
     assert preferred(tmp_path, [{name: 1}], **BY_HAND) == [A_WINS]
+
+
+def labelled(label: str, *values: Any, first: str = "answer_a", second: str = "answer_b") -> list[dict[str, Any]]:
+    return [{"question": f"q {n}", first: "A", second: "B", label: value} for n, value in enumerate(values)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "lines"),
+    [
+        (
+            labelled("winner", "a", "b", "tie"),
+            "columns: {first: answer_a, second: answer_b}, prefer: {label: winner, first: a, second: b}}, or",
+        ),
+        (
+            labelled("winner", "model_b", "model_a"),
+            "second: answer_b}, prefer: {label: winner, first: model_a, second: model_b}}, or",
+        ),
+        (
+            labelled("better response", 2, 1, first="Response 1", second="Response 2"),
+            'first: "Response 1", second: "Response 2"}, prefer: {label: "better response", first: 1, second: 2}}',
+        ),
+        (
+            labelled("winner", 1, 0),
+            "prefer: {label: winner, first: ..., second: ...}} with the values of winner in place of the dots",
+        ),
+        ([row | {"score_b": 2} for row in labelled("score_a", 1)], "prefer: {scores: [score_a, score_b]}}, or"),
+        (labelled("note", "x"), "prefer: {label: ..., first: ..., second: ...}} with the column that says"),
+    ],
+)
+def test_two_replies_are_an_error_with_the_lines_to_paste(
+    tmp_path: Path, rows: list[dict[str, Any]], lines: str
+) -> None:
+    first = next(iter(list(rows[0])[1:]))
+    for dataset in ({}, {"columns": {"response": first}}):
+        with pytest.raises(DataError, match=re.escape(lines)) as error:
+            read(tmp_path, rows, **dataset)
+        assert "\n" not in str(error.value) and str(error.value).endswith("or prefer: none to ignore this")
+    assert [row.response for row in read(tmp_path, rows, columns={"response": first}, prefer="none")] == ["A"] * len(
+        rows
+    )
+
+
+def test_pasted_lines_train_on_winners_alone(tmp_path: Path) -> None:
+    rows = labelled("winner", "b", "tie", "a")
+    with pytest.raises(DataError) as error:
+        read(tmp_path, rows)
+    pasted = parse_yaml(str(error.value).partition("set data.datasets to ")[2].partition(", or prefer: none")[0])
+    assert pasted.pop("path") == str(tmp_path / "rows.jsonl")
+    assert [row.response for row in read(tmp_path, rows, **pasted)] == ["B", None, "A"]
+
+
+@pytest.mark.parametrize("name", ["winner", "labels", "safer_response_id", "preferred"])
+def test_choice_next_to_a_single_reply_is_an_error(tmp_path: Path, name: str) -> None:
+    rows = [{"prompt": "p", "text": "r", name: "x"}]
+    with pytest.raises(DataError, match=f'column "{name}" looks as if it chooses .* "text" would be learned'):
+        read(tmp_path, rows, columns={"response": "text"})
+    assert [row.response for row in read(tmp_path, rows, columns={"response": "text"}, prefer="none")] == ["r"]
+
+
+@pytest.mark.parametrize("name", ["answer_c", "score", "category", "option_a", "reference"])
+def test_other_column_next_to_a_single_reply_is_ignored(tmp_path: Path, name: str) -> None:
+    rows = [{"prompt": "p", "answer": "r", name: "x", "option_b": "y"}]
+    assert [row.response for row in read(tmp_path, rows)] == ["r"]
 
 
 def test_column_with_another_use_is_no_label(tmp_path: Path) -> None:
