@@ -166,7 +166,7 @@ class Accelerator(ABC):
         """Return the bytes in use, the maximum since `reset_peak`, and the total."""
         if not self._has_queue():
             allocated, peak = host.resident_memory()
-            return Memory(allocated, peak, host.total_memory())
+            return Memory(allocated, peak, host.total_memory(), host.available_memory())
         device = self.device()
         return Memory(
             allocated=torch.accelerator.memory_allocated(device),

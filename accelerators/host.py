@@ -4,21 +4,59 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
+import platform
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-STATUS = Path("/proc/self/status")
-CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+STATUS, MEMORY_INFO = Path("/proc/self/status"), Path("/proc/meminfo")
+MEMBERSHIP, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+"""The control groups of this process, and where the system shows them."""
 
 
 def total_memory() -> int:
-    """Return the bytes that this process may use: the machine's, or its control group's limit if that is less."""
+    """Return the bytes that this process may use: the machine's, or the least limit of its control groups."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [int(text) for text in map(read_text, CGROUP_LIMITS) if text.strip().isdigit()]
-    return min([machine, *limits])
+    return min([machine, *(limit for limit, _ in _group_memory())])
+
+
+def available_memory() -> int | None:
+    """Return the bytes, swap included, that this process can still get before the system ends it; None if not known.
+
+    Files that the system caches count as available, because it drops them first.
+    """
+    values = _read_numbers(MEMORY_INFO)
+    if "MemAvailable" not in values:
+        return None
+    machine = (values["MemAvailable"] + values.get("SwapFree", 0)) * 1024
+    return max(0, min([machine, *(limit - used for limit, used in _group_memory())]))
+
+
+def _group_memory() -> Iterator[tuple[int, int]]:
+    """Yield the limit of each control group that this process is in, and the bytes in use without cached files."""
+    folders = {GROUPS: "/", GROUPS / "memory": "/"}  # versions 2 and 1; in a container, the container's group
+    for line in read_text(MEMBERSHIP).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers or "memory" in controllers.split(","):
+            folders[GROUPS / "memory" if controllers else GROUPS] = path
+    for root, path in folders.items():
+        inner = root / path.strip("/")
+        for folder in (inner, *(outer for outer in inner.parents if outer.is_relative_to(root))):
+            for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+                if (text := read_text(folder / limit).strip()).isdigit():
+                    cached = _read_numbers(folder / "memory.stat")
+                    prefix = "" if limit == "memory.max" else "total_"
+                    files = sum(cached.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
+                    yield int(text), int(read_text(folder / used).strip() or 0) - files
+
+
+def _read_numbers(path: Path) -> dict[str, int]:
+    """Return the numbers of a file with a name and a number in each line; empty if it cannot be read."""
+    pairs = (line.replace(":", " ").split() for line in read_text(path).splitlines())
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) > 1 and pair[1].isdigit()}
 
 
 def resident_memory() -> tuple[int, int]:
@@ -44,6 +82,19 @@ def reset_peak_memory() -> bool:
     except OSError:  # no /proc, or a container that forbids it: the maximum stays
         return False
     return True
+
+
+@functools.cache
+def glibc() -> ctypes.CDLL | None:
+    """Return the C library; None if it is not glibc."""
+    is_glibc = sys.platform.startswith("linux") and platform.libc_ver()[0] == "glibc"
+    return ctypes.CDLL(None) if is_glibc else None
+
+
+def return_freed_memory() -> None:
+    """Return freed memory, which the C library keeps, to the system."""
+    if library := glibc():
+        library.malloc_trim(0)
 
 
 def read_text(path: Path) -> str:

@@ -79,7 +79,8 @@ OPERATIONS: Mapping[str, Operation] = {
             "inference_weights",
             "(module, keep) -> a function that restores the module bit for bit; until then weights do not change and "
             "only reading is fast. With `keep` they can be read and trained as before, and tokens decoded into a "
-            "cache with `room`; without it the device may replace them by the form it likes best",
+            "cache with `decode_buffers`, for as much memory again as the weights take; without it the device may "
+            "replace them by the form it likes best, but holds no second copy",
             optional=True,
         ),
         Operation(
@@ -255,14 +256,23 @@ class DeviceInfo:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of device memory: in use by this process, the maximum since the last reset, and the device's total."""
+    """Bytes of device memory.
+
+    Attributes:
+        allocated: in use by this process.
+        peak: the maximum of `allocated` since the last reset.
+        total: all of the device's.
+        available: what this process can still allocate, next to other programs; None if not known.
+    """
 
     allocated: int
     peak: int
     total: int
+    available: int | None = None
 
     def __post_init__(self) -> None:
-        _check_types(self, allocated=int, peak=int, total=int)
+        known = {} if self.available is None else {"available": int}
+        _check_types(self, allocated=int, peak=int, total=int, **known)
 
 
 @dataclass(frozen=True)

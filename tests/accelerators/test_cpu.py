@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -148,11 +149,38 @@ def test_without_proc_the_peak_stands_for_both(cpu, monkeypatch, tmp_path):
     assert memory.allocated == memory.peak > 1 << 20
 
 
-def test_the_limit_of_a_container_is_the_total(cpu, monkeypatch, tmp_path):
-    (tmp_path / "limit").write_text("12345\n")
-    (tmp_path / "unlimited").write_text("max\n")
-    monkeypatch.setattr(host, "CGROUP_LIMITS", (tmp_path / "limit", tmp_path / "unlimited"))
+def write_group(folder: Path, version: int, limit: str, used: int, cached: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    for name, text in zip(names, (limit, used)):
+        (folder / name).write_text(f"{text}\n")
+    prefix = "" if version == 2 else "total_"
+    (folder / "memory.stat").write_text(f"anon 5\n{prefix}inactive_file {cached}\n{prefix}active_file 100\n")
+
+
+@pytest.mark.parametrize(
+    ("version", "membership", "inner"),
+    [
+        (2, "0::/user/run\n", "user/run"),
+        (1, "9:pids:/\n7:memory:/user/run\n", "memory/user/run"),
+        (2, "0::/\n", ""),  # in a container
+        (1, "7:cpu,memory:/docker/1\n", "memory"),  # in a container that sees the host's names
+    ],
+)
+def test_limits_of_control_groups_bound_the_memory(cpu, monkeypatch, tmp_path, version, membership, inner):
+    (tmp_path / "membership").write_text(membership)
+    (tmp_path / "memory_info").write_text("MemTotal: 9000 kB\nMemAvailable: 4000 kB\nSwapFree: 100 kB\n")
+    monkeypatch.setattr(host, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(host, "MEMORY_INFO", tmp_path / "memory_info")
+    monkeypatch.setattr(host, "GROUPS", tmp_path / "groups")
+    assert cpu.memory().available == 4100 * 1024
+    write_group(tmp_path / "groups" / inner, version, "max" if version == 2 else str(2**63 - 4096), 4000, 0)
+    assert cpu.memory().available == 4100 * 1024
+    write_group(tmp_path / "groups" / inner, version, "12345", 4000, 1000)
     assert cpu.memory().total == 12345
+    assert cpu.memory().available == 12345 - (4000 - 1100)  # cached files are dropped first
+    (tmp_path / "memory_info").write_text("MemTotal: 9000 kB\n")
+    assert cpu.memory().available is None
 
 
 # the rest of the interface

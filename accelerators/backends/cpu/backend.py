@@ -5,17 +5,13 @@ bf16 is used if the processor has bf16 instructions; memory figures are those of
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import os
-import platform
-import sys
 from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
 
-from accelerators import portable, quantized
+from accelerators import host, portable, quantized
 from accelerators.accelerator import Accelerator
 from accelerators.backends.cpu import attention
 from accelerators.backends.cpu import info as cpu_info
@@ -69,8 +65,7 @@ class CPU(Accelerator):
 
     def empty_cache(self) -> None:
         """Return freed memory, which the process keeps, to the system."""
-        if library := _glibc():
-            library.malloc_trim(0)
+        host.return_freed_memory()
 
 
 def _keep_freed_memory() -> None:
@@ -79,19 +74,12 @@ def _keep_freed_memory() -> None:
     By default, glibc maps every large block separately and unmaps it when it is freed. Each new tensor then consists of
     pages that the kernel must clear first, which takes longer than most operators on it.
     """
-    library = _glibc()
+    library = host.glibc()
     if library:
         trim_threshold, top_pad, mmap_max = -1, -2, -4  # malloc.h
         library.mallopt(mmap_max, 0)
         library.mallopt(trim_threshold, -1)  # as an unsigned number, the largest
         library.mallopt(top_pad, 2**26)  # the heap grows in steps that are small compared with a model
-
-
-@functools.cache
-def _glibc() -> ctypes.CDLL | None:
-    """Return the C library; None if it is not glibc."""
-    glibc = sys.platform.startswith("linux") and platform.libc_ver()[0] == "glibc"
-    return ctypes.CDLL(None) if glibc else None
 
 
 # One step over 31.5M fp32 parameters on two cores: this takes 16 ms, DeepSpeedCPUAdam and DeepSpeed's FusedAdam 22 ms

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from accelerators import host
 from accelerators.types import KernelImpl, Support
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -31,6 +32,9 @@ SMALLEST = 2**16
 
 ROWS = 16
 """Rows of inputs, a hint for oneDNN. With 1, 16, 64 or 768 it was equally fast for 1 to 4,096 rows."""
+
+GAPS = 2**26
+"""Numbers of replaced weights whose memory is not returned to the system, which takes a millisecond or more."""
 
 Product = Callable[[Tensor], Tensor]
 Restore = Callable[[], None]
@@ -46,16 +50,22 @@ def prepare(module: nn.Module, keep: bool, apart: Iterable[nn.Module] = ()) -> R
     Args:
         module: the module.
         keep: keep the weights too, and fuse siblings, which pays for few rows. Otherwise the packed weight, a tensor of
-            oneDNN without a storage, replaces the layer's weight, unless another layer shares it.
+            oneDNN without a storage, replaces the layer's weight, one layer after the other, so that there is no second
+            copy of the model. Weights that another layer shares, or that are parts of a larger buffer, stay plain.
         apart: parts of the module to skip.
     """
     plain: Counter[str] = Counter()
     skipped_ids = {id(part) for module_apart in apart for part in module_apart.modules()}
-    layers = products = 0
+    layers = products = freed = 0
     with ExitStack() as undo, torch.no_grad():
         for product in _products(module, keep, plain, skipped_ids):
             _pack(product, keep, undo)
             layers, products = layers + len(product), products + 1
+            freed += 0 if keep else sum(layer.in_features * layer.out_features for layer in product)
+            if freed > GAPS:  # the next packed weight does not fit into the gap that a plain one of its size leaves
+                freed = 0
+                host.return_freed_memory()
+                undo.callback(host.return_freed_memory)
         restore = undo.pop_all().close
     skipped = ", ".join(f"{count} {why}" for why, count in plain.items()) or "none"
     name = type(module).__name__
@@ -77,8 +87,11 @@ def _products(module: nn.Module, keep: bool, plain: Counter[str], seen: set[int]
             if id(layer) in seen or ".lora_" in path:
                 continue
             seen.add(id(layer))
-            shared = not keep and uses[id(layer._parameters.get("weight"))] > 1
-            if reason := "with shared weights" if shared else obstacle(layer):
+            weight = layer._parameters.get("weight")
+            reason = obstacle(layer)
+            if not reason and not keep and weight is not None:
+                reason = _replacement_obstacle(weight, uses[id(weight)])
+            if reason:
                 plain[reason] += 1
             else:
                 layers[name] = layer
@@ -100,6 +113,14 @@ def obstacle(layer: nn.Linear) -> str:
     if weight.dtype not in _dtypes() or weight.device.type != "cpu":
         return f"in {weight.dtype} on {weight.device}"
     return ""
+
+
+def _replacement_obstacle(weight: Tensor, uses: int) -> str:
+    """Return why the packed weight cannot replace `weight`, so that no memory would be freed; "" if it can."""
+    if uses > 1:
+        return "with shared weights"
+    in_buffer = weight.untyped_storage().nbytes() > weight.nbytes  # DeepSpeed's, from ZeRO 1 on
+    return "in a buffer with others" if in_buffer else ""
 
 
 def _are_alike(layers: Mapping[str, nn.Linear], names: Sequence[str]) -> bool:
