@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rlhf.engine.engine import TrainingEngine
     from rlhf.generation.rank_groups import SingleRank
 
+_LARGE = 20  # memory for weights of more than 1/20 of the device's is returned to the system after a rollout
 _USABLE = 0.9  # share of the device's memory; activations and fragmentation take the rest
 
 
@@ -122,20 +123,28 @@ def choose_rank_group(engine: TrainingEngine, config: Config, *, say: Callable[[
 
 
 @contextmanager
-def generation_mode(engine: TrainingEngine, rank_group: SingleRank | None = None) -> Iterator[nn.Module]:
+def generation_mode(
+    engine: TrainingEngine, rank_group: SingleRank | None = None, *, copy_weights: bool = True
+) -> Iterator[nn.Module]:
     """Yield the engine's model as the rank group reads it, in evaluation mode and the engine's precision.
 
     A single rank has the weights whole, with LoRA adapters merged if there is memory for that. For lockstep ranks,
     ZeRO-3 gathers each layer when it is needed, with the adapters separate. A tensor-parallel group makes a second
     model, of which each rank holds a part. If the device has a faster layout for reading weights, they have this layout
-    during the block.
+    during the block: in a copy, or, without `copy_weights`, layer by layer in place of the weights.
     """
     from rlhf.generation.rank_groups import LockstepRanks, TensorParallelGroup
     from rlhf.generation.tensor_parallel import split_model
     from rlhf.models.lora import adapters_for_rollout
 
     accelerator = engine.accelerator
+    prepare = accelerator.kernels.get("inference_weights")
+    sizes = (
+        getattr(weight, "ds_numel", weight.numel()) * weight.element_size() for weight in engine.module.parameters()
+    )
     with ExitStack() as stack:
+        if prepare and sum(sizes) > accelerator.memory().total / _LARGE:
+            stack.callback(accelerator.empty_cache)  # training would not fit into the gaps that the copies leave
         if isinstance(rank_group, TensorParallelGroup):
             module = split_model(engine.module, rank_group)
         elif isinstance(rank_group, LockstepRanks):
@@ -143,8 +152,8 @@ def generation_mode(engine: TrainingEngine, rank_group: SingleRank | None = None
         else:
             module = stack.enter_context(engine.whole_weights())
             stack.enter_context(adapters_for_rollout(module, engine.placement.lora, accelerator.memory().total))
-        if prepare := accelerator.kernels.get("inference_weights"):
-            stack.callback(prepare(module, keep=True))
+        if prepare:
+            stack.callback(prepare(module, keep=copy_weights))
         stack.enter_context(engine.precision.autocast())
         stack.callback(module.train, module.training)
         yield module.eval()

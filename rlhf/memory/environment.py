@@ -27,21 +27,27 @@ class Environment:
         unified_memory: the devices' memory is the host's.
         process: bytes that a process uses before it loads a model.
         fused_attention: attention does not materialize its matrix of weights.
+        converts_weights: rollouts read weights in a layout of the device's own (operation `inference_weights`).
         fragmentation: part of the memory in use that a device's allocator loses between blocks.
         device_memory: bytes that a device has; None if not known.
         device_limit: bytes of a device that a plan may fill.
+        reserved: further bytes of a device, which its runtime takes.
         host_limit: bytes of the host that a plan may fill for each rank; None if not known.
+        available: bytes of a device that are free now, or in use by this process already; None if not known.
     """
 
     ranks: int = 1
     precision: str = "bf16"
     fused_attention: bool = True
+    converts_weights: bool = False
     unified_memory: bool = False
     process: int = 0
     fragmentation: float = 0.0
     device_memory: int | None = None
     device_limit: int = sys.maxsize
+    reserved: int = 0
     host_limit: int | None = None
+    available: int | None = None
 
     @property
     def width(self) -> int:
@@ -63,7 +69,8 @@ def describe_environment(config: Config, devices: int, memory: int, host: int | 
         process=PROCESS,
         fragmentation=_FRAGMENTATION,
         device_memory=memory,
-        device_limit=max(memory - _RUNTIME, 0),
+        device_limit=memory - _RUNTIME,
+        reserved=_RUNTIME,
         host_limit=host and host // devices,
     )
 
@@ -83,10 +90,15 @@ def detect_environment(
     return Environment(
         ranks,
         accelerator.precision(config.precision).name,
+        converts_weights=accelerator.kernels.get("inference_weights") is not None,
         unified_memory=unified,
         process=memory.allocated if unified else PROCESS,
         fragmentation=0 if unified else _FRAGMENTATION,
         device_memory=memory.total,
+        reserved=0 if unified else _RUNTIME,
         # Ranks on one machine share the host's memory, but each has a device.
         device_limit=memory.total // local if unified else memory.total - _RUNTIME,
+        available=None
+        if memory.available is None
+        else memory.allocated + memory.available // (local if unified else 1),
     )

@@ -26,6 +26,7 @@ MemoryKind = Literal[
     "KV cache",
     "gathered layers",
     "merged weights",
+    "converted weights",
     "communication",
     "experience",
     "loading",
@@ -70,6 +71,7 @@ class ModelMemory:
 
     Attributes:
         shared: the frozen weights belong to another role, which counts them.
+        initial_kept: parts that are trained next to adapters are copies; the frozen originals stay for other models.
         accumulates: a step sums the gradients of several micro-batches.
     """
 
@@ -77,6 +79,7 @@ class ModelMemory:
     shape: Shape
     environment: Environment
     shared: bool = False
+    initial_kept: bool = False
     accumulates: bool = False
 
     @property
@@ -101,14 +104,29 @@ class ModelMemory:
             return 0
         if not (rank := self.placement.lora.rank):
             return self.parameters
-        return self.shape.adapters(rank) + (self.shape.embedding if self.scalar_head else 0)
+        return self.shape.adapters(rank) + (self.shape.embedding if self.scalar_head else 0) + self.also_trained
+
+    @cached_property
+    def also_trained(self) -> int:
+        """The number of parameters that `lora.also_train` adds to the adapters."""
+        lora = self.placement.lora
+        if not (self.placement.role.trained and lora.rank):
+            return 0
+        return self.shape.parts(lora.also_train, scalar_head=self.scalar_head)
+
+    @property
+    def frozen(self) -> int:
+        """The number of parameters that are not trained."""
+        return self.parameters - self.trained
 
     def weights(self, *, whole: bool = False) -> int:
         """Return the bytes of the weights on one rank, or of the `whole` model."""
         width, ranks = self.environment.width, self.environment.ranks
         size = self.trained * width
+        if self.initial_kept and not self.shared:
+            size += self.also_trained * width
         if not self.shared:
-            size += self._bytes(self.parameters - self.trained, self._quantized)
+            size += self._bytes(self.frozen, self._quantized)
         if self.placement.zero_stage < 3 or whole:
             return size
         return size // ranks + (self._persistent() * width if ranks > 1 else 0)
@@ -180,7 +198,7 @@ class ModelMemory:
             gradients = width * min(trained if rank else self.shape.layer, trained)
         copies = 0
         has_copy = self.accumulates or stage > 1  # a sum, or a bucket
-        if not rank and not self.scalar_head:
+        if (not rank or "embeddings" in self.placement.lora.also_train) and not self.scalar_head:
             copies = (3 if has_copy else 2) if self.shape.tied else (1 if has_copy else 0)
         after = [
             block_item(self.role, "gradients", gradients) if stage > 1 else self._item("gradients", gradients, width)
@@ -252,7 +270,30 @@ class ModelMemory:
         can_merge = self.placement.lora.rank and self.placement.engine.frozen == "auto"  # not into quantized weights
         if can_merge and config.lora.merges(copied, self.environment.device_memory):
             items.append(self._item("merged weights", copied, width))
+            items.append(block_item(self.role, "merged weights", *2 * [4 * self._widest]))  # sums in float32
         return items
+
+    def converted(self, config: Config, *, copied: bool) -> list[MemoryItem]:
+        """Return the additional memory of weights in the device's layout for rollouts: a copy, or one layer at a time.
+
+        The output layer's are converted too, and in place only if they are not the embedding's.
+        """
+        width, mode = self.environment.width, config.ppo.generation_weights
+        if not self.environment.converts_weights:
+            return []
+        numbers = 0 if self.placement.engine.frozen != "auto" and self.frozen else self.shape.in_linears
+        output = self.shape.tokens
+        if self.placement.zero_stage == 3 and self.environment.ranks > 1 and mode != "whole":
+            if mode == "layerwise":
+                return []
+            parts = config.ppo.tensor_parallel or self.environment.ranks
+            numbers, output = numbers // parts, output // parts
+        if copied:
+            joined = 2 * self._widest if numbers else 0  # a gate and its input, which become one product
+            items = [self._item("converted weights", (numbers + output) * width, width)]
+            return [*items, block_item(self.role, "converted weights", joined * width)]
+        largest = max(self._widest if numbers else 0, 0 if self.shape.tied else output)
+        return [block_item(self.role, "converted weights", largest * width)]
 
     def saving(self) -> list[MemoryItem]:
         """Return the additional memory of exports and checkpoints: one whole parameter at a time, on the host."""
@@ -278,8 +319,10 @@ class ModelMemory:
         flat = self.placement.zero_stage in (1, 2) and not self.placement.lora.rank and self.trained
         if (flat and kind != "gradients") or size < BLOCK:
             return block_item(self.role, kind, size, host=host)
-        all_small = self.trained < self.parameters and kind != "weights"
-        part = 1.0 if all_small else self._small(width) / (self.parameters * width)
+        if self.trained < self.parameters and "weights" not in kind:
+            part = 1 - self._large_trained(width) / self.trained if self.trained else 1.0
+        else:
+            part = self._small(width) / (self.parameters * width)
         return MemoryItem(self.role, kind, size, host, small=int(size * part))
 
     def _small(self, width: int) -> int:
@@ -289,6 +332,13 @@ class ModelMemory:
         inside = shape.layers * (sum(small) + shape.norms)
         return width * (inside + (shape.tokens if shape.tokens * width < BLOCK else 0))
 
+    def _large_trained(self, width: int) -> int:
+        """Return the numbers of embeddings that are trained next to adapters, if they are not smaller than `BLOCK`."""
+        trained = self.also_trained and "embeddings" in self.placement.lora.also_train
+        if not trained or self.shape.tokens * width < BLOCK:
+            return 0
+        return self.shape.tokens * (1 if self.shape.tied or self.scalar_head else 2)
+
     def _persistent(self) -> int:
         """Return the number of elements in parameters below ZeRO-3's threshold, which stay whole."""
         threshold, rank = self.placement.engine.zero_persistence_threshold, self.placement.lora.rank
@@ -296,6 +346,11 @@ class ModelMemory:
         adapters = [side * rank for linear in self.shape.linears for side in (linear.inputs, linear.outputs)]
         small += sum(numbers for numbers in adapters if numbers < threshold)
         return self.shape.layers * small if threshold > self.shape.hidden else 0
+
+    @property
+    def _widest(self) -> int:
+        """Numbers in the largest matrix of a layer."""
+        return max(linear.inputs * linear.outputs for linear in self.shape.linears)
 
     @property
     def _sharers(self) -> int:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf.config.schema import Config, Stage
 from rlhf.errors import ConfigError
@@ -70,6 +70,20 @@ def resolve_engine(
     return apply_settings(config, settings), f"auto: {listed} ({reason})"
 
 
+class StartPlan(NamedTuple):
+    """The plan of a stage that is about to start.
+
+    Attributes:
+        plan: None if a model's shape is not known.
+        lines: lines about it.
+        refusal: the reason why the stage cannot run here now; "" if it may.
+    """
+
+    plan: MemoryPlan | None = None
+    lines: Sequence[str] = ()
+    refusal: str = ""
+
+
 def plan_next_stage(
     config: Config,
     stage: Stage,
@@ -78,8 +92,10 @@ def plan_next_stage(
     *,
     ranks: int,
     fused_attention: bool = True,
-) -> tuple[MemoryPlan | None, list[str]]:
-    """Return the plan of a stage that is about to start, and lines about it; None if a model's shape is not known.
+) -> StartPlan:
+    """Return the plan of a stage that is about to start, compared with the memory that is free now.
+
+    The stage is refused only if what it keeps all the time does not fit, which the plan knows exactly.
 
     Args:
         bases: the models that the stage starts from, with the paths that they will be loaded from.
@@ -89,16 +105,27 @@ def plan_next_stage(
         shapes: Shapes = {resolve_base_model(config, base.ref).path: shape_of(base.path) for base in bases if base.path}
         (plan,) = plan_stages(config, [stage], environment, shapes)
     except ConfigError:  # a missing plan must not stop a run
-        return None, []
-    peak = format_peak(plan, environment)
+        return StartPlan()
+    free = environment.device_limit if environment.available is None else environment.available
+    in_use = plan.fullest.device <= environment.device_limit and plan.fullest.device > free
+    if in_use:
+        environment = replace(environment, device_limit=free)
+    peak = format_peak(plan, environment) + (", the rest is in use by other programs" if in_use else "")
     if plan.fits(environment):
-        return plan, [f"{stage}: plan: {peak}"]
+        return StartPlan(plan, [f"{stage}: plan: {peak}"])
     changes = find_changes(config, [stage], environment, shapes)
     if plan.fullest.device <= environment.device_limit:
         host_limit = format_bytes(environment.host_limit or 0)
         peak = f"peak about {format_bytes(plan.host)} of {host_limit} on the host for each rank"
     remedy = f"try {format_changes(changes)}" if changes else "no change helps"
-    return plan, [f"{stage}: plan: will hardly fit: {peak}; {remedy}"]
+    refusal = ""
+    if environment.available is not None and plan.at_rest > environment.available:
+        kept, left = format_bytes(plan.at_rest), format_bytes(environment.available)
+        refusal = (
+            f"{stage}: the system would end this run: weights and optimizer states alone take {kept} on each rank, and "
+            f"{left} are free; {remedy}"
+        )
+    return StartPlan(plan, [f"{stage}: plan: will hardly fit: {peak}; {remedy}"], refusal)
 
 
 def report_stage(
@@ -140,10 +167,11 @@ def report_stage(
         steps, seconds = duration
         hours = steps * seconds / 3600
         times = {"hours": hours, "steps": steps}
-        advice["time"] = f"{hours:,.2f} hours ({steps:,} steps of {seconds:,.2f} s)"
+        duration_text = f"{hours:,.2f} hours" if hours >= 1 else f"{60 * hours:,.1f} minutes"
+        advice["time"] = f"{duration_text} ({steps:,} steps of {seconds:,.2f} s)"
         if price is not None:
             times["cost"] = cost = hours * price * environment.ranks
-            advice["time"] += f", {cost:,.2f} in money"
+            advice["time"] += f", cost {cost:,.2f}"
     elif measured or tflops:
         advice["time"] = "not known: give the number of rows with --rows, or measure this stage"
     return {
@@ -151,7 +179,7 @@ def report_stage(
         "fits": fits,
         "verdict": f"{'fits' if fits else 'does not fit'}: {format_peak(plan, environment)}",
         "devices": environment.ranks,
-        "memory": environment.device_limit,
+        "memory": max(environment.device_limit, 0),
         "precision": environment.precision,
         "parameters": {name: {"all": both[0], "trained": both[1]} for name, both in plan.parameters.items()},
         "phases": [{"phase": phase.name, "device": phase.device, "host": phase.host} for phase in plan.phases],
@@ -164,9 +192,10 @@ def report_stage(
 
 def format_peak(plan: MemoryPlan, environment: Environment) -> str:
     """Return `peak about 5.1 GiB of 23.4 GiB on each device (training of the actor)`."""
-    phase = plan.fullest
-    used, total = format_bytes(phase.device), format_bytes(environment.device_limit)
-    return f"peak about {used} of {total} on each device ({phase.name})"
+    phase, reserved = plan.fullest, environment.reserved
+    used, total = format_bytes(phase.device), format_bytes(environment.device_limit + reserved)
+    note = f"; {format_bytes(reserved)} are reserved for the device's runtime" if reserved else ""
+    return f"peak about {used} of {total} on each device ({phase.name}{note})"
 
 
 def format_changes(changes: Sequence[Change]) -> str:

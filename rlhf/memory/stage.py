@@ -29,6 +29,7 @@ Moments = list[tuple[str, list[MemoryItem]]]
 
 _FIRST_PASSES = 50 * 2**20  # bytes that a process adds in its first passes: threads, kernels' memory, late imports
 _TRAINED: tuple[RoleName, ...] = ("actor", "critic")  # by PPO, in its order
+_USABLE = 0.9  # part of a device's memory that a copy may fill, which only saves time
 _CHUNK, _FEWEST = 1 << 22, 256  # elements and columns of logits in one chunk (rlhf.losses)
 _LARGE = 64 << 20  # bytes of 16-bit logits above which they are never stored whole (rlhf.models.forward)
 
@@ -57,11 +58,15 @@ class MemoryPlan:
 
     Attributes:
         parameters: for each role, the numbers of all parameters and of those that are trained.
+        at_rest: bytes on a device between passes: weights, masters and moments of all models, known exactly.
+        copies_weights: rollouts convert the weights in a copy; if that does not fit, they convert them in place.
     """
 
     stage: Stage
     phases: tuple[PhaseMemory, ...]
     parameters: Mapping[RoleName, tuple[int, int]]
+    at_rest: int = 0
+    copies_weights: bool = False
 
     @property
     def fullest(self) -> PhaseMemory:
@@ -111,7 +116,14 @@ def build_models(
         shape = (shapes or {}).get(path)
         if shape is None:
             shape = shape_of(path) if path else shape_from(EMBEDDED, "the embedded model")
-        models[name] = ModelMemory(placement, shape, environment, shared=name in shared, accumulates=accumulates)
+        models[name] = ModelMemory(
+            placement,
+            shape,
+            environment,
+            shared=name in shared,
+            initial_kept=stage == "ppo" and config.lora.share_base is not False and placement.zero_stage < 3,
+            accumulates=accumulates,
+        )
     return models
 
 
@@ -130,6 +142,12 @@ def plan_stage(config: Config, stage: Stage, environment: Environment, shapes: S
     process.append(MemoryItem("process", "libraries", _FIRST_PASSES, host=not environment.unified_memory))
     moments_of = {"sft": _supervised, "reward": _supervised, "dpo": _dpo, "ppo": _ppo}[stage]
     moments += [(name, [*process, *resting, *items]) for name, items in moments_of(config, stage, environment, models)]
+    copies_weights = False
+    if stage == "ppo" and environment.converts_weights:
+        generation = next(items for name, items in moments if name == "generation")
+        copy = models["actor"].converted(config, copied=True)
+        copies_weights = sum_bytes([*generation, *copy], host=False) <= _USABLE * environment.device_limit
+        generation += copy if copies_weights else models["actor"].converted(config, copied=False)
     moments.append(("saving", [*process, *resting, *next(iter(models.values())).saving()]))
     fullest: dict[str, PhaseMemory] = {}
     for (name, items), fragments in zip(moments, _fragmentation(moments, environment)):
@@ -137,7 +155,8 @@ def plan_stage(config: Config, stage: Stage, environment: Environment, shapes: S
         if name not in fullest or (phase.device, phase.host) > (fullest[name].device, fullest[name].host):
             fullest[name] = phase
     parameters = {name: (model.parameters, model.trained) for name, model in models.items()}
-    return MemoryPlan(stage, tuple(fullest.values()), parameters)
+    at_rest = sum_bytes([*process, *resting], host=False)
+    return MemoryPlan(stage, tuple(fullest.values()), parameters, at_rest, copies_weights)
 
 
 def find_reuse_obstacle(settings: PPOConfig, micro_batches: int, trained: Iterable[tuple[str, bool, int]]) -> str:

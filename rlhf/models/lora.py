@@ -125,11 +125,10 @@ def merged_adapters(model: nn.Module) -> Iterator[None]:
     frozen: list[Tensor] = []
     try:
         with torch.no_grad():
+            for layer in layers:  # all copies first: next to sums in float32 they would leave gaps in the memory
+                frozen.append(layer.get_base_layer().weight.clone())
             for layer in layers:
-                weight = layer.get_base_layer().weight
-                total = compute_merged_weight(layer)
-                frozen.append(weight.clone())
-                weight.copy_(total)
+                layer.get_base_layer().weight.copy_(compute_merged_weight(layer))
         for layer in layers:
             layer.enable_adapters(False)
         yield
@@ -174,12 +173,12 @@ def find_adapted_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def compute_adapter_update(layer: Any) -> Tensor:
-    """Return the sum of a layer's adapters, which is added to its weight, in float32."""
+    """Return the sum of a layer's adapters, which is added to its weight, in float32: a new tensor."""
     total: Tensor | None = None
     for name in layer.active_adapters:
         adapter = layer.lora_B[name].weight.float() @ layer.lora_A[name].weight.float()
-        scaled = layer.scaling[name] * adapter
-        total = scaled if total is None else total + scaled
+        scaled = adapter.mul_(layer.scaling[name])  # in place: a weight in float32 is large
+        total = scaled if total is None else total.add_(scaled)
     assert total is not None  # an adapted layer has at least one
     return total.T if layer.fan_in_fan_out else total
 
@@ -187,7 +186,7 @@ def compute_adapter_update(layer: Any) -> Tensor:
 def compute_merged_weight(layer: Any) -> Tensor:
     """Return the sum of a layer's frozen weight and its adapters, in float32."""
     weight: Tensor = layer.get_base_layer().weight
-    return weight.float() + compute_adapter_update(layer)
+    return compute_adapter_update(layer).add_(weight).contiguous()  # without another float32 copy
 
 
 def to_plain_name(name: str) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -67,6 +67,10 @@ class Shape:
         gated: the feed-forward part multiplies its first matrix's result with a gate.
         rms: norms have gains only, and compute in float32.
         saved_ffn: tensors of the feed-forward part's width that a layer keeps for the backward pass.
+        norm_gains: numbers of all norms that are no biases.
+        norm_biases: biases of all norms.
+        biases: biases of other modules, except the output layer's.
+        head_bias: bias of the output layer.
         plain_logits: logits are exactly the output embedding's product, neither scaled nor capped.
     """
 
@@ -87,6 +91,10 @@ class Shape:
     gated: bool
     rms: bool
     saved_ffn: int
+    norm_gains: int
+    norm_biases: int
+    biases: int
+    head_bias: int
     plain_logits: bool
 
     @property
@@ -118,6 +126,16 @@ class Shape:
         per_layer = rank * sum(linear.inputs + linear.outputs for linear in self.linears)
         projections = 2 * rank * (self.hidden + self.embedding) if self.embedding != self.hidden else 0
         return self.layers * per_layer + projections
+
+    def parts(self, names: Collection[str], *, scalar_head: bool = False) -> int:
+        """Return the numbers in the parts that `lora.also_train` names, of a model as in `parameters`."""
+        head, head_bias = (0, 0) if scalar_head else (self.head, self.head_bias)
+        size = self.tokens + head if "embeddings" in names else 0
+        size += self.norm_gains + self.norm_biases if "norms" in names else 0
+        if "biases" in names:
+            size += self.biases + (0 if "norms" in names else self.norm_biases)
+            size += 0 if "embeddings" in names else head_bias
+        return size
 
     @property
     def cached(self) -> int:
@@ -206,6 +224,11 @@ def _shape(values: str, name: str) -> Shape:
     in_layer = sum(weight.numel() for weight in layers[0].parameters())
     everything = sum(weight.numel() for weight in model.parameters())
     kinds = {type(part).__name__ for _, part in modules}
+    norms = [part for part in model.modules() if "Norm" in type(part).__name__]
+    in_norms = sum(weight.numel() for norm in norms for weight in norm.parameters(recurse=False))
+    norm_biases = sum(norm.bias.numel() for norm in norms if getattr(norm, "bias", None) is not None)
+    named = [weight for name, weight in model.named_parameters() if name.rpartition(".")[2] == "bias"]
+    head_bias = output.bias.numel() if getattr(output, "bias", None) is not None else 0
     return Shape(
         name=name,
         hidden=hidden,
@@ -225,6 +248,10 @@ def _shape(values: str, name: str) -> Shape:
         rms="LayerNorm" not in kinds,
         # ReLU keeps only its result, GELU also its input, and GELU in Python the inputs of each operation.
         saved_ffn=(1 if "ReLU" in kinds else 6 if "NewGELUActivation" in kinds else 2) + (2 if widenings == 2 else 0),
+        norm_gains=in_norms - norm_biases,
+        norm_biases=norm_biases,
+        biases=sum(weight.numel() for weight in named) - norm_biases - head_bias,
+        head_bias=head_bias,
         plain_logits=can_be_fused(model),
     )
 

@@ -20,7 +20,7 @@ from rlhf.data.load_sources import read_sources
 from rlhf.data.stage_dataset import StageData, load_stage
 from rlhf.engine import cpu_offload, distributed
 from rlhf.engine.select import choose_shapes
-from rlhf.errors import DataError
+from rlhf.errors import DataError, OutOfMemory
 from rlhf.memory.report import plan_next_stage
 from rlhf.models.compatibility import choose_attention
 from rlhf.models.tokenizers import find_end_tokens
@@ -82,11 +82,15 @@ def stage_context(
 
 
 def log_plan(context: StageContext) -> dict[str, Any]:
-    """Log how a stage's models are placed and the memory this will take; return the summary's entries about it."""
+    """Log how a stage's models are placed and the memory this will take; return the summary's entries about it.
+
+    Raises:
+        OutOfMemory: the free memory is less than what the stage keeps all the time.
+    """
     config, stage, accelerator = context.config, context.directory.name, context.accelerator
     bases = resolve_stage_bases(context)
     attention = {choose_attention(accelerator, base.path, config.model).name for base in bases}
-    plan, lines = plan_next_stage(
+    start = plan_next_stage(
         config,
         stage,
         accelerator,
@@ -94,11 +98,14 @@ def log_plan(context: StageContext) -> dict[str, Any]:
         ranks=context.world.size,
         fused_attention="eager" not in attention,
     )
-    for line in lines:
+    if refusals := list(filter(None, distributed.all_gather_objects(start.refusal))):
+        raise OutOfMemory(refusals[0])
+    for line in start.lines:
         context.say(line)
     accelerator.reset_peak()
     if line := cpu_offload.describe_offload(context.placements.values(), accelerator):
         context.say(f"{stage}: {line}")
+    plan = start.plan
     return {"planned_memory": plan.fullest.device, "planned_phase": plan.fullest.name} if plan else {}
 
 

@@ -209,7 +209,7 @@ def _print_plans(config: Config, findings: preflight.Findings, accelerator: Acce
 
     fused = all(choice.name != "eager" for choice in findings.attention.values())
     for plan in findings.plans:
-        _, memory = plan_next_stage(
+        start = plan_next_stage(
             config,
             plan.stage,
             accelerator,
@@ -217,7 +217,7 @@ def _print_plans(config: Config, findings: preflight.Findings, accelerator: Acce
             ranks=current_process().size,
             fused_attention=fused,
         )
-        print_stage(plan, config, memory, console)
+        print_stage(plan, config, [*start.lines], console)
     console.print("\nnothing found that would stop this run; nothing was written", markup=False)
 
 

@@ -100,6 +100,32 @@ def test_adapters_are_in_packed_weights_or_separate(accelerator, merge):
         assert packed_layers(module) == []
 
 
+@pytest.mark.parametrize("merge", [True, False])
+def test_weights_converted_in_place_are_held_once_and_restored(accelerator, merge):
+    """Frozen weights under adapters; the trained part of the model is small."""
+    engine = build(accelerator, "fp32", merge=merge)
+    before, held = engines.weights_of(engine), bytes_held(engine.module)
+    with without(accelerator), generation_mode(engine) as module:
+        expected, held_plain = logits(module), bytes_held(module)
+    assert held_plain == held
+    with generation_mode(engine, copy_weights=False) as module:
+        assert len(packed_layers(module)) == 14  # but for the output layer, whose weight is the embedding's
+        assert bytes_held(module) == held
+        torch.testing.assert_close(logits(module), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+    after = engines.weights_of(engine)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    train(engine)
+
+
+def test_weights_in_a_common_buffer_are_not_converted_in_place(accelerator):
+    engine = build(accelerator, "fp32", zero_stage=2)
+    before = train(engine)
+    with generation_mode(engine, copy_weights=False) as module:
+        assert packed_layers(module) == []
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engines.weights_of(engine).items())
+
+
 def test_a_rollout_that_fails_leaves_nothing_behind(accelerator):
     engine = build(accelerator, "fp32")
     before = logits(engine.module)

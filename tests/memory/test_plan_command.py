@@ -83,6 +83,28 @@ def test_hours_and_money_follow_from_a_throughput(forks: Forks) -> None:
     assert four["hours"] == pytest.approx(expected / 4) and four["cost"] == pytest.approx(2 * expected)
 
 
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [
+        ("3200", "3.68 hours (100 steps of 132.48 s), cost 7.36"),
+        ("32", "2.2 minutes (1 steps of 132.48 s), cost 0.07"),
+    ],
+)
+def test_time_is_in_minutes_below_an_hour(forks: Forks, rows: str, text: str) -> None:
+    """6 operations for each of 6,738,415,616 numbers and 32 x 512 tokens, at 5e12 a second."""
+    common = ["--memory", "1TB", "--stage", "sft", "--tflops", "5", "--price", "2", "--rows", rows]
+    assert plan_reports(forks, *common)[0]["advice"]["time"] == text
+
+
+def test_verdict_names_the_whole_memory_and_what_is_reserved(forks: Forks) -> None:
+    for memory, whole in (("400MiB", "400 MiB"), ("100GiB", "100.0 GiB")):
+        (report,) = plan_reports(forks, "--memory", memory, "--stage", "sft", code=1)
+        verdict = report["verdict"]
+        assert f" of {whole} on each device (" in verdict, verdict
+        assert verdict.endswith("; 512 MiB are reserved for the device's runtime)"), verdict
+    assert report["memory"] == 100 * 2**30 - 2**29
+
+
 def test_measured_run_gives_its_pace(forks: Forks, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
     (tmp_path / "ppo").mkdir()

@@ -42,14 +42,14 @@ def test_auto_settings_are_resolved_once_and_recorded(rlhf: Any, tmp_path: Path)
 class Small:
     """The CPU as a device of `total` bytes next to a host."""
 
-    def __init__(self, accelerator: Accelerator, total: int) -> None:
-        self._accelerator, self._total = accelerator, total
+    def __init__(self, accelerator: Accelerator, total: int, available: int | None = None) -> None:
+        self._accelerator, self._total, self._available = accelerator, total, available
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._accelerator, name)
 
     def memory(self) -> Memory:
-        return Memory(allocated=0, peak=0, total=self._total)
+        return Memory(allocated=0, peak=0, total=self._total, available=self._available)
 
     def host_device(self) -> str:
         return "elsewhere"
@@ -85,21 +85,47 @@ def base_models(path: str) -> tuple[ResolvedBaseModel, ...]:
 
 def test_stage_that_will_not_fit_names_a_change_that_suffices(accelerator: Accelerator) -> None:
     small: Any = Small(accelerator, 16 * 1024 * MIB)
-    plan, (line,) = plan_next_stage(opt_config(), "sft", small, base_models("opt-1.3b"), ranks=2)
+    plan, (line,), _ = plan_next_stage(opt_config(), "sft", small, base_models("opt-1.3b"), ranks=2)
     assert plan and plan.fullest.device > 16 * 1024 * MIB
     assert re.fullmatch(
         r"sft: plan: will hardly fit: peak about .* GiB on each device \(.*\); try --set .* \(.*\)", line
     )
     settings = {key: parse_yaml(value) for key, value in re.findall(r"--set ([\w.]+)=(\w+)", line)}
-    _, (again,) = plan_next_stage(
+    _, (again,), _ = plan_next_stage(
         apply_settings(opt_config(), settings), "sft", small, base_models("opt-1.3b"), ranks=2
     )
     assert again.startswith("sft: plan: peak about "), (line, again)
 
 
+def start_sft(accelerator: Accelerator, available: int | None) -> Any:
+    small: Any = Small(accelerator, 64 * 1024 * MIB, available)
+    return plan_next_stage(opt_config(), "sft", small, base_models("opt-1.3b"), ranks=2)
+
+
+def test_memory_of_other_programs_leads_to_a_warning_and_then_a_refusal(accelerator: Accelerator) -> None:
+    plan, (line,), refusal = start_sft(accelerator, None)
+    assert line.startswith("sft: plan: peak about ") and not refusal
+    peak, kept = plan.fullest.device, plan.at_rest
+    # By hand: fp32 weights, and two moments each.
+    assert kept == pytest.approx(12 * 1_315_758_080, rel=0.001)
+    assert start_sft(accelerator, peak) == (plan, [line], "")
+    _, (line,), refusal = start_sft(accelerator, peak - 1)
+    assert re.fullmatch(
+        r"sft: plan: will hardly fit: peak about .*, the rest is in use by other programs; try --set .* \(.*\)", line
+    )
+    assert not refusal
+    assert not start_sft(accelerator, kept).refusal
+    refusal = start_sft(accelerator, kept - 1).refusal
+    assert re.fullmatch(
+        r"sft: the system would end this run: weights and optimizer states alone take 14.7 GiB on each rank, and "
+        r"14.7 GiB are free; try --set .* \(.*\)",
+        refusal,
+    )
+
+
 def test_model_of_unknown_shape_has_no_plan(accelerator: Accelerator, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mixtral"}')
-    assert plan_next_stage(opt_config(), "sft", accelerator, base_models(str(tmp_path)), ranks=1) == (None, [])
+    assert plan_next_stage(opt_config(), "sft", accelerator, base_models(str(tmp_path)), ranks=1) == (None, (), "")
 
 
 def test_auto_on_resume_is_no_difference_to_recorded_values() -> None:

@@ -16,6 +16,7 @@ from rlhf.memory.environment import Environment
 from rlhf.memory.report import count_operations
 from rlhf.memory.stage import build_models
 from rlhf.models.loading import build_llama_on_meta
+from rlhf.models.lora import _find_also_trained
 from rlhf.models.shape import EMBEDDED, shape_from
 from rlhf.roles.base_sharing import record_base
 
@@ -175,3 +176,68 @@ def test_reference_pass_counts_once_or_with_every_step() -> None:
     assert passes() == pytest.approx(4)  # forward, backward for inputs and weights, and the reference's
     assert passes(epochs=4) == pytest.approx(3.25)
     assert passes(epochs=4, reference="beside") == pytest.approx(4)
+
+
+# weights in the layout of the device, and parts that are trained next to adapters
+
+
+def seven_billion(**settings: Any) -> Any:
+    values: dict[str, Any] = {"model": {"path": "llama-2-7b"}, "lora": LORA}
+    return build_config({**values, "ppo": {"batch_size": 2, "micro_batch_size": 2}, **settings})
+
+
+def converted(config: Any, limit: int) -> tuple[int, int, bool]:
+    """Return (bytes of generation, bytes of converted weights, if they are a copy)."""
+    environment = Environment(converts_weights=True, device_limit=limit, device_memory=limit)
+    (plan,) = plan_stages(config, ["ppo"], environment)
+    (phase,) = [phase for phase in plan.phases if phase.name == "generation"]
+    return phase.device, item_sizes(phase, "actor").get("converted weights", 0), plan.copies_weights
+
+
+def test_copy_of_converted_weights_counts_if_nine_tenths_of_the_device_hold_it() -> None:
+    """The matrices of 32 layers and of the output, and a gate with its input; in place, one matrix at a time."""
+    layer = 4 * 4096 * 4096 + 3 * 4096 * 11008
+    output, gates = 32000 * 4096, 2 * 4096 * 11008
+    config = seven_billion()
+    device, size, copies = converted(config, 64 * 2**30)
+    assert (size, copies) == (2 * (32 * layer + output + gates), True)
+    limit = int(device / 0.9)
+    assert converted(config, limit + 10)[1:] == (size, True)
+    assert converted(config, limit - 10)[1:] == (2 * output, False)
+    assert device - size + 2 * output == converted(config, limit - 10)[0]
+
+
+def test_devices_that_convert_no_weights_have_no_copy() -> None:
+    (plan,) = plan_stages(seven_billion(), ["ppo"], Environment())
+    assert not plan.copies_weights
+    assert all("converted weights" not in item_sizes(phase, "actor") for phase in plan.phases)
+
+
+@pytest.mark.parametrize("family", ["opt", "llama", "gpt_neox", "phi"])
+@pytest.mark.parametrize("parts", [["norms"], ["biases"], ["embeddings"], ["norms", "biases", "embeddings"]])
+@pytest.mark.parametrize("scalar_head", [False, True])
+def test_trained_parameters_are_those_that_lora_trains(family: str, parts: list[str], scalar_head: bool) -> None:
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    extra = {"opt": {"ffn_dim": 64, "word_embed_proj_dim": 32}}.get(family, {})
+    config = CONFIG_MAPPING[family](**sizes, **extra, vocab_size=100, num_labels=1)
+    kind: Any = AutoModelForSequenceClassification if scalar_head else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = kind.from_config(config)
+    lora = build_config({"model": {"path": "x"}, "lora": {"rank": 2, "also_train": parts}}).lora
+    shape = shape_from(config.to_dict(), family)
+    head = shape.embedding if scalar_head else 0
+    expected = sum(parameter.numel() for parameter in set(_find_also_trained(model, lora)))
+    assert shape.parts(lora.also_train, scalar_head=scalar_head) + head == expected
+
+
+def test_initial_parts_stay_in_memory_for_models_on_the_same_base() -> None:
+    """PPO trains a copy of the embeddings; the reference, the critic and the reward model share the frozen ones."""
+
+    def weights(share: bool) -> int:
+        values = {"model": {"path": "llama-2-7b"}, "lora": LORA | {"also_train": ["embeddings"], "share_base": share}}
+        return build_models(build_config(values), "ppo", Environment())["actor"].weights()
+
+    assert weights(True) - weights(False) == 2 * 2 * 32000 * 4096

@@ -46,6 +46,7 @@ from rlhf.trainers.context import StageContext
 from rlhf.trainers.loop import EvalResult
 from rlhf.trainers.ppo.experience import Experience, ForwardPass, MicroBatcher, Rollout, Scores, join_rows
 from rlhf.trainers.ppo.forward_reuse import explain_separate_passes
+from rlhf.trainers.ppo.memory_choices import choose_by_memory
 from rlhf.trainers.ppo.metrics import (
     critic_sums,
     explained_variance,
@@ -127,10 +128,17 @@ class PPOTrainer:
             self.actor.ema = EMA(self.actor.optimizer, settings.ema, self.accelerator, on_host=settings.ema_on_host)
         self.reference = context.frozen("reference", models.causal_lm) if "reference" in roles else None
         self.reward = context.frozen("reward", models.scalar_head) if "reward" in roles else None
-        obstacle = explain_separate_passes(context, self.engines)
+        choices = choose_by_memory(context)
+        obstacle = explain_separate_passes(context, self.engines, choices)
         if obstacle:
             context.say(f"ppo: rollouts are scored in separate passes, not in those of the update: {obstacle}")
         self._reuses_passes = not obstacle
+        self._copies_weights = choices.copies_weights
+        if not self._copies_weights and self.accelerator.kernels.get("inference_weights"):
+            context.say(
+                "actor: rollouts convert the weights in place, or not at all if they share a buffer: "
+                + (choices.unknown or "a copy in the device's layout would hardly fit in memory")
+            )
 
         self.collate = partial(
             collate_ppo,
@@ -248,7 +256,10 @@ class PPOTrainer:
     @torch.no_grad()
     def generate(self, prompts: Batch) -> Rollout:
         """Complete prompts; see `rlhf.data.batches.collate_ppo` for what they consist of."""
-        with self.context.phases.running("generation"), generation_mode(self.actor, self.decoder.rank_group) as model:
+        with (
+            self.context.phases.running("generation"),
+            generation_mode(self.actor, self.decoder.rank_group, copy_weights=self._copies_weights) as model,
+        ):
             completions = self.decoder.generate(
                 model, prompts["prompt_ids"], prompts["prompt_mask"], self.settings.sampling
             )

@@ -1,0 +1,56 @@
+"""Decide what PPO keeps in memory only to save time, by the plan of the models that are loaded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from rlhf.engine import distributed
+from rlhf.errors import ConfigError
+from rlhf.memory.advice import resolve_auto
+from rlhf.memory.environment import PROCESS, detect_environment
+from rlhf.memory.stage import plan_stage
+from rlhf.roles.lineage import resolve_base_model
+from rlhf.trainers.context import StageContext
+
+
+class MemoryChoices(NamedTuple):
+    """What fits in memory, on every rank.
+
+    Attributes:
+        reuses_passes: the passes that scored a rollout, until the update.
+        copies_weights: a copy of the policy's weights in the device's layout, during a rollout.
+        unknown: the reason why the plan does not know the models, or "".
+    """
+
+    reuses_passes: bool = False
+    copies_weights: bool = False
+    unknown: str = ""
+
+
+def choose_by_memory(context: StageContext) -> MemoryChoices:
+    """Return the choices, the same on all ranks."""
+    every = distributed.all_gather_objects(_choose(context))
+    fitting = MemoryChoices(
+        reuses_passes=all(choices.reuses_passes for choices in every),
+        copies_weights=all(choices.copies_weights for choices in every),
+    )
+    return next((choices for choices in every if choices.unknown), fitting)
+
+
+def _choose(context: StageContext) -> MemoryChoices:
+    config, placements = context.config, context.placements
+    environment = detect_environment(context.accelerator, config, context.world.size)
+    fused = all(getattr(context.configuration(name), "_attn_implementation", None) != "eager" for name in placements)
+    # The models are loaded: the process's memory is no longer that of a process without models.
+    environment = replace(environment, process=min(environment.process, PROCESS), fused_attention=fused)
+    try:
+        shapes = {
+            resolve_base_model(config, placement.role.base).path: context.shape(name)
+            for name, placement in placements.items()
+        }
+        resolved = resolve_auto(config, ["ppo"], environment, shapes)
+        plan = plan_stage(resolved, "ppo", environment, shapes)
+    except ConfigError as error:
+        return MemoryChoices(unknown=str(error))
+    return MemoryChoices(resolved.ppo.reuse_forward, plan.copies_weights)
