@@ -27,7 +27,7 @@ class Environment:
         unified_memory: the devices' memory is the host's.
         process: bytes that a process uses before it loads a model.
         fused_attention: attention does not materialize its matrix of weights.
-        converts_weights: rollouts read weights in a layout of the device's own (operation `inference_weights`).
+        converts_weights: rollouts read weights in a layout that the device prefers (operation `inference_weights`).
         fragmentation: part of the memory in use that a device's allocator loses between blocks.
         device_memory: bytes that a device has; None if not known.
         device_limit: bytes of a device that a plan may fill.

@@ -29,13 +29,19 @@ class MemoryChoices(NamedTuple):
 
 
 def choose_by_memory(context: StageContext) -> MemoryChoices:
-    """Return the choices, the same on all ranks."""
+    """Return the choices, the same on all ranks; a line says if weights are not copied."""
     every = distributed.all_gather_objects(_choose(context))
     fitting = MemoryChoices(
         reuses_passes=all(choices.reuses_passes for choices in every),
         copies_weights=all(choices.copies_weights for choices in every),
     )
-    return next((choices for choices in every if choices.unknown), fitting)
+    choices = next((choices for choices in every if choices.unknown), fitting)
+    if not choices.copies_weights and context.accelerator.kernels.get("inference_weights"):
+        context.say(
+            "actor: rollouts convert the weights in place, or not at all if they share a buffer: "
+            + (choices.unknown or "a copy in the device's layout would hardly fit in memory")
+        )
+    return choices
 
 
 def _choose(context: StageContext) -> MemoryChoices:

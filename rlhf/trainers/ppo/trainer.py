@@ -134,11 +134,6 @@ class PPOTrainer:
             context.say(f"ppo: rollouts are scored in separate passes, not in those of the update: {obstacle}")
         self._reuses_passes = not obstacle
         self._copies_weights = choices.copies_weights
-        if not self._copies_weights and self.accelerator.kernels.get("inference_weights"):
-            context.say(
-                "actor: rollouts convert the weights in place, or not at all if they share a buffer: "
-                + (choices.unknown or "a copy in the device's layout would hardly fit in memory")
-            )
 
         self.collate = partial(
             collate_ppo,
