@@ -281,13 +281,12 @@ class ModelMemory:
         width, mode = self.environment.width, config.ppo.generation_weights
         if not self.environment.converts_weights:
             return []
-        numbers = 0 if self.placement.engine.frozen != "auto" and self.frozen else self.shape.in_linears
-        output = self.shape.tokens
+        numbers, output = self.shape.in_linears - self._quantized, self.shape.tokens
         if self.placement.zero_stage == 3 and self.environment.ranks > 1 and mode != "whole":
             if mode == "layerwise":
                 return []
             parts = config.ppo.tensor_parallel or self.environment.ranks
-            numbers, output = numbers // parts, output // parts
+            numbers, output = self.shape.in_linears // parts, output // parts
         if copied:
             joined = 2 * self._widest if numbers else 0  # a gate and its input, which become one product
             items = [self._item("converted weights", (numbers + output) * width, width)]
