@@ -128,7 +128,7 @@ def start(context: typer.Context, stages: tuple[Stage, ...], **values: Any) -> N
         _start_on_machine(machine, options, stages)
         return
     options = options.with_run_recipe(stages)
-    config = options.load()
+    config = options.load_for(() if options.dry_run else stages)  # a dry run calls no reward function
     if local.should_spawn(options.ranks) and not options.dry_run:
         assert options.ranks is not None
         # Mistakes in the command line are reported here, once, and not on every rank.
@@ -159,7 +159,7 @@ def _start_on_machine(machine: multinode.NodeSpec, options: Options, stages: tup
 
     first, count = machine.number == 0, options.ranks or 1
     options = options.with_run_recipe(stages) if first else options
-    config = options.load()
+    config = options.load_for(stages)
     timeout = config.engine.timeout
     pending = list(stages)
     if first:

@@ -17,6 +17,7 @@ from rlhf.cli.options import Options, shared
 from rlhf.cli.tables import AsJSON, flatten, print_json, print_line, print_table, route_notes_to_stderr
 from rlhf.config.paths import is_path
 from rlhf.config.schema import Config, SamplingConfig, load_config
+from rlhf.config.trust import admit_code
 from rlhf.errors import ConfigError, RunError
 from rlhf.evaluation.models import EvaluationDevice, find_base_model, find_run, model_folder, reward_model_folder
 from rlhf.evaluation.rows import (
@@ -55,7 +56,7 @@ _LABELS = {
 }
 
 
-@shared("config", "overrides", "accelerator", "precision", "seed", "debug")
+@shared("config", "overrides", "accelerator", "precision", "seed", "trust", "debug")
 def compare(
     options: Options,
     models: Annotated[
@@ -224,7 +225,7 @@ def _load_config(options: Options, prompts: str | None) -> Config:
     """Load the configuration, with `prompts` as its data if they are a data set."""
     is_data = prompts and prompts != HELDOUT and not is_line_source(prompts)
     data = list_overrides(prompts, "--prompts") if prompts and is_data else []
-    return replace(options, overrides=[*data, *(options.overrides or [])]).load(example=False)
+    return replace(options, overrides=[*data, *(options.overrides or [])]).load_for((), example=False)
 
 
 def _read_rows(prompts: str, config: Config) -> list[Row]:
@@ -260,7 +261,9 @@ def _find_recipe(options: Options, config: Config, models: Sequence[str]) -> tup
         return models[0], config
     for name in filter(is_path, models):
         if (run := find_run(name)) and (recipe := run.ensure_recipe()):
-            return name, load_config(recipe, options.overrides or ())
+            recorded = load_config(recipe, options.overrides or ())
+            admit_code(recorded, recipe, (), trust=options.trust)
+            return name, recorded
     return None
 
 

@@ -65,7 +65,7 @@ _TEXT = {
 }
 
 
-@shared("config", "overrides", "accelerator", "precision", "debug")  # a seed would hold out other rows
+@shared("config", "overrides", "accelerator", "precision", "trust", "debug")  # a seed would hold out other rows
 def evaluate(
     options: Options,
     models: Annotated[
@@ -167,7 +167,7 @@ def _load_config(options: Options, source: str | None, option: str, models: Sequ
             raise ConfigError(f"{option} {HELDOUT}: no recipe says what is held out; give --config, or name a run")
         options = replace(options, config=recipe)
     data = list_overrides(source, option) if source else []
-    return replace(options, overrides=[*data, *(options.overrides or [])]).load(example=False)
+    return replace(options, overrides=[*data, *(options.overrides or [])]).load_for((), example=False)
 
 
 def _measure(

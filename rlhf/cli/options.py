@@ -17,6 +17,7 @@ import typer
 
 from rlhf.config.loader import TrackedDict, apply_overrides, names_model_or_data
 from rlhf.config.schema import EVERY_STAGE, Config, Stage, load_config
+from rlhf.config.trust import admit_code
 from rlhf.errors import ConfigError
 from rlhf.launchers.exit_status import Interrupted
 from rlhf.runs.directory import RunDirectory
@@ -60,6 +61,12 @@ class Options:
     rendezvous: Annotated[
         str | None, typer.Option(help="Address of machine 0, with a free port on it.", metavar="HOST:PORT")
     ] = None
+    trust: Annotated[
+        bool,
+        typer.Option(
+            "--trust", metavar="", help="Run the code that another user's recipe names; needed once for a recipe."
+        ),
+    ] = False
     debug: Annotated[
         bool, typer.Option("--debug", metavar="", help="Show tracebacks, and the output of all ranks.")
     ] = False
@@ -84,6 +91,20 @@ class Options:
         continued = run.is_continued(stages, overwrite=self.overwrite) or not names_model_or_data(given)
         recipe = run.ensure_recipe() if continued else None
         return replace(self, config=recipe, output=run.path) if recipe else self
+
+    def load_for(self, stages: Sequence[Stage], *, example: bool = True) -> Config:
+        """Load the configuration for a command that may run code that it names.
+
+        Args:
+            stages: the stages that the command runs.
+            example: as for `load`.
+
+        Raises:
+            ConfigError: as `load`; or the code is another user's, and `--trust` was never given.
+        """
+        config = self.load(example=example)
+        admit_code(config, self.config, stages, trust=self.trust)
+        return config
 
     def load(self, *, example: bool = True) -> Config:
         """Load the configuration: defaults, then the file, then `--set`, then the options that are keys.

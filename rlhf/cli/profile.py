@@ -40,7 +40,7 @@ _EXTRA_STEPS = 2
 """Steps in addition to those that are measured: the first, and the one that is recorded."""
 
 
-@shared("config", "overrides", "accelerator", "precision", "output", "seed", "debug")
+@shared("config", "overrides", "accelerator", "precision", "output", "seed", "trust", "debug")
 def profile(
     options: Options,
     stage: Annotated[str, typer.Option(metavar="STAGE", help="sft, reward, dpo or ppo.")] = "ppo",
@@ -67,7 +67,7 @@ def profile(
     the models' matrix products over real tokens (docs/metrics.md). Exit code 2: an error that you can fix.
     """
     (name,) = sort_stages([stage], "--stage")
-    config = options.with_run_recipe((name,)).load()
+    config = options.with_run_recipe((name,)).load_for((name,))
     if options.accelerator:
         config = config.model_copy(update={"accelerator": options.accelerator})
     with route_notes_to_stderr(as_json):

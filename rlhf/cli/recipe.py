@@ -123,7 +123,7 @@ def _print_recipe(text: str) -> None:
         print(text, end="")
 
 
-@shared("config", "overrides", "seed", "debug")
+@shared("config", "overrides", "seed", "trust", "debug")
 def data(options: Options, stage: _Stages = None, as_json: AsJSON = False) -> None:
     """Show how the rows of a recipe are read, before training on them.
 
@@ -138,7 +138,7 @@ def data(options: Options, stage: _Stages = None, as_json: AsJSON = False) -> No
     from rlhf.data.preview import describe_stage
     from rlhf.trainers import preflight
 
-    config = options.load()
+    config = options.load_for(())
     descriptions = (
         describe_stage(plan.stage, plan.data, plan.tokenizer, config)
         for plan in preflight.look_at_data(config, sort_stages(stage or STAGES, "--stage"), show=not as_json)
@@ -202,7 +202,7 @@ def _format_border(prompt: Sequence[str], completion: Sequence[str]) -> str:
     return " ".join([*before, "|", *after])
 
 
-@shared("config", "overrides", "precision", "accelerator", "debug")
+@shared("config", "overrides", "precision", "accelerator", "trust", "debug")
 def plan(
     options: Options,
     devices: Annotated[int, typer.Option(help="Number of devices, each with one rank.", min=1, metavar="N")] = 1,
@@ -246,7 +246,7 @@ def plan(
     from rlhf.memory.report import report_stage
 
     stages = sort_stages(stage or STAGES, "--stage")
-    config = options.load()
+    config = options.load_for(())
     host_bytes = parse_bytes(host_memory, "--host-memory") if host_memory else None
     if memory and options.accelerator:
         raise ConfigError(

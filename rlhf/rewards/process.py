@@ -9,6 +9,7 @@ time.
 
 from __future__ import annotations
 
+import ast
 import os
 import signal
 import socket
@@ -41,8 +42,8 @@ class Sample(NamedTuple):
     row: dict[str, Any]
 
 
-def check_reward_functions(config: Config, ranks: int) -> None:
-    """Check that the functions can be imported and called.
+def check_reward_functions(config: Config, ranks: int, *, run_code: bool = True) -> None:
+    """Check that the functions can be imported and called; without `run_code`, that their files are valid Python.
 
     Raises:
         RewardError: a function cannot be imported or called.
@@ -56,7 +57,28 @@ def check_reward_functions(config: Config, ranks: int) -> None:
             f"ppo.reward_timeout: must be less than engine.timeout, {config.engine.timeout:g} s, got "
             f"{settings.reward_timeout:g} s; lower it, or raise engine.timeout"
         )
-    RewardProcess(settings.reward_functions, settings.reward_timeout).close()
+    for file in _find_files(settings.reward_functions):
+        try:
+            ast.parse(file.read_bytes())
+        except (SyntaxError, ValueError) as error:
+            raise RewardError(f"ppo.reward_functions: {file}: is not valid Python ({error})") from error
+    if run_code:
+        RewardProcess(settings.reward_functions, settings.reward_timeout).close()
+
+
+def _find_files(functions: Sequence[RewardFunctionConfig]) -> list[Path]:
+    """Return the files among the functions.
+
+    Raises:
+        RewardError: one does not exist.
+    """
+    files = [file for function in functions if (file := function.function.rpartition(":")[0]).endswith(".py")]
+    for file in files:
+        if not Path(file).is_file():
+            raise RewardError(
+                f"ppo.reward_functions: {file}: no such file; check its path{paths.missing_path_hint(file)}"
+            )
+    return [Path(file) for file in files]
 
 
 class RewardProcess:
@@ -78,12 +100,7 @@ class RewardProcess:
         self._start()
 
     def _start(self) -> None:
-        for function in self._functions:
-            file = function.function.rpartition(":")[0]
-            if file.endswith(".py") and not Path(file).is_file():
-                raise RewardError(
-                    f"ppo.reward_functions: {file}: no such file; check its path{paths.missing_path_hint(file)}"
-                )
+        _find_files(self._functions)
         self._connection, worker_end = Pipe()
         lifeline, held_end = Pipe(duplex=False)
         descriptors = worker_end.fileno(), lifeline.fileno()

@@ -73,9 +73,15 @@ class Findings:
 
 
 def check(
-    config: Config, stages: Sequence[Stage], ranks: int, *, resume: bool = False, overwrite: bool = False
+    config: Config,
+    stages: Sequence[Stage],
+    ranks: int,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    run_code: bool = True,
 ) -> list[Stage]:
-    """Check everything that can be checked without loading anything.
+    """Check everything that can be checked without loading anything; `run_code` imports reward functions, too.
 
     Returns:
         The stages that are still to be run.
@@ -100,7 +106,7 @@ def check(
         check_rollouts(config, ranks)
         pretraining.check_pretraining(config, ranks)
         if current_process().rank == 0:
-            check_reward_functions(config, ranks)
+            check_reward_functions(config, ranks, run_code=run_code)
     if overwrite:
         _check_nothing_needed_goes(config, directory, stages)
     base_sharing.check_sharing(config, pending, directory.finished_model)

@@ -77,7 +77,7 @@ def run(
         config = config.model_copy(update={"accelerator": accelerator})
     directory = RunDirectory(config.output)
     size = current_process().size if current_process().launcher else ranks or 1
-    pending = preflight.check(config, stages, size, resume=resume, overwrite=overwrite)
+    pending = preflight.check(config, stages, size, resume=resume, overwrite=overwrite, run_code=not dry_run)
     if not pending:
         if current_process().rank == 0:
             console.print(f"{config.output}: {', '.join(stages)} {'is' if len(stages) == 1 else 'are'} complete")

@@ -26,8 +26,8 @@ def test_a_mistake_is_found_before_anything_is_trained(rlhf: Any, bench: Bench, 
     before = files(bench.folder)
     done = rlhf("--output", bench.output, *arguments, check=False)
     assert done.returncode == 2, done.stdout + done.stderr
-    (line,) = done.stderr.strip().splitlines()
-    assert line.startswith("rlhf: error: ")
+    *notes, line = done.stderr.strip().splitlines()
+    assert line.startswith("rlhf: error: ") and all(note.startswith("rlhf: note: runs reward ") for note in notes)
     assert [word for word in words if word not in line] == [], line
     assert ": training" not in done.stdout and " before:" not in done.stdout
     assert files(bench.folder) == before and not bench.output.exists()

@@ -104,7 +104,7 @@ def test_run_resumes_after_the_failing_function_is_fixed(
     rlhf: Callable[..., Any], alone: Callable[..., list[str]], rewards: Path
 ) -> None:
     result = rlhf(*alone("until_fixed", ppo__checkpoint_every=1, ppo__steps=6), check=False)
-    (line,) = (line for line in result.stderr.splitlines() if line.startswith("rlhf: "))
+    (line,) = (line for line in result.stderr.splitlines() if line.startswith("rlhf: error: "))
     assert result.returncode == 2
     start = f"rlhf: error: reward function {rewards}:until_fixed: KeyError: 'answer' at {rewards}:"
     assert line.startswith(start) and line.endswith("fix the function, then repeat this command with --resume")
@@ -121,7 +121,7 @@ def test_only_the_rank_whose_function_fails_reports(
     rlhf: Callable[..., Any], alone: Callable[..., list[str]], rewards: Path
 ) -> None:
     result = rlhf(*alone("leaves_on_rank_1"), "--ranks", 2, check=False)
-    (line,) = (line for line in result.stderr.splitlines() if line.startswith("rlhf: "))
+    (line,) = (line for line in result.stderr.splitlines() if line.startswith("rlhf: error: "))
     assert result.returncode == 2 and f"{rewards}:leaves_on_rank_1: ended its process with exit code 7; for" in line
 
 

@@ -1,0 +1,122 @@
+"""Code that a recipe names, and the user's consent to run it if the recipe belongs to somebody else.
+
+The recipe of a run's folder is read by every command that continues the run, so a folder can bring code. Consent is
+recorded among the user's own settings, for the recipe's path and a digest of what it names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pwd
+import sys
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rlhf.config.schema import Config, Stage
+from rlhf.errors import ConfigError, RunError
+from rlhf.utils.atomic_io import atomic_write_json, read_json
+from rlhf.utils.process_info import current_process
+
+
+def admit_code(config: Config, recipe: Path | None, stages: Sequence[Stage], *, trust: bool = False) -> None:
+    """Say which code of the settings `stages` will run, before it does.
+
+    Args:
+        recipe: the file that the settings come from; None without one.
+        stages: the stages to run; without PPO no reward function is called.
+        trust: the user consents to running it.
+
+    Raises:
+        ConfigError: the recipe or its folder belongs to another user, and this user has not consented.
+    """
+    code = list(_describe_code(config, stages))
+    if not code:
+        return
+    owner = recipe and _find_other_owner(recipe)
+    if recipe and owner:
+        digest, path = _digest(config), str(recipe.resolve())
+        if not trust and _read_consents().get(path) != digest:
+            raise ConfigError(
+                f"{recipe}: belongs to {owner} and runs {' and '.join(code)}; "
+                "read that code, then repeat the command with --trust"
+            )
+        if trust:
+            _record_consent(path, digest)
+    process = current_process()
+    if process.rank == 0 and process.launcher != "rlhf":  # our launcher has said so
+        _say(f"rlhf: note: runs {' and '.join(code)}, named in {recipe or 'options'}")
+
+
+def consents_path() -> Path:
+    """Return the file with the user's consents."""
+    folder = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    return Path(folder, "rlhf", "trusted.json")
+
+
+@cache  # the points of a sweep run the same code
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def _describe_code(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
+    if "ppo" in stages and config.ppo.reward_functions:
+        yield f"reward functions {', '.join(item.function for item in config.ppo.reward_functions)}"
+    if config.model.trust_remote_code:
+        yield "code that comes with models (model.trust_remote_code)"
+
+
+def _find_other_owner(recipe: Path) -> str | None:
+    """Return who owns the recipe, its folder or the run in it; None if it is this user, or the system's.
+
+    A recipe that is missing in a run's folder is written from run.json.
+    """
+    for path in (recipe, recipe.absolute().parent, recipe.with_name("run.json")):
+        try:
+            user = path.stat().st_uid
+        except OSError:  # there is no run.json
+            continue
+        if user not in (os.geteuid(), 0):
+            try:
+                return f"user {pwd.getpwuid(user).pw_name}"
+            except KeyError:
+                return f"user {user}"
+    return None
+
+
+def _digest(config: Config) -> str:
+    """Return a digest of all names in the settings, and of the Python files among them and in folders among them."""
+    names = sorted(set(_texts(config.model_dump(mode="json"))))
+    digest = hashlib.sha256(json.dumps(names).encode())
+    for name in names:
+        path = Path(name.rpartition(":")[0] if ".py:" in name else name)
+        for file in sorted(path.glob("*.py")) if path.is_dir() else [path] if path.suffix == ".py" else []:
+            if file.is_file():
+                digest.update(f"{file}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _texts(inner)
+
+
+def _read_consents() -> dict[str, Any]:
+    return read_json(consents_path()) if consents_path().is_file() else {}
+
+
+def _record_consent(path: str, digest: str) -> None:
+    consents = _read_consents()
+    if consents.get(path) == digest:
+        return
+    file = consents_path()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        atomic_write_json(file, consents | {path: digest})
+    except OSError as error:
+        raise RunError(f"{file}: cannot be written ({error.strerror}); check its permissions") from error

@@ -1,0 +1,102 @@
+"""Code that a recipe names runs only with the user's knowledge, and that of others only with consent."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rlhf.config import trust
+from rlhf.config.schema import load_config
+from rlhf.config.trust import admit_code, consents_path
+from rlhf.errors import ConfigError
+
+
+@pytest.fixture
+def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
+    trust._say.cache_clear()
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    (folder / "rewards.py").write_text("def f(prompt, completion, row):\n    return 1.0\n")
+    path = folder / "recipe.yaml"
+    path.write_text("ppo: {reward_functions: [./rewards.py:f]}\n")
+    return path
+
+
+def give_away(monkeypatch: pytest.MonkeyPatch, *paths: Path) -> None:
+    """Let these paths belong to another user, also for root."""
+    stat = Path.stat
+
+    def of_another(path: Path, **options: bool) -> os.stat_result:
+        result = list(stat(path, **options))
+        result[4] = os.geteuid() + 12345 if path in paths else result[4]
+        return os.stat_result(result)
+
+    monkeypatch.setattr(Path, "stat", of_another)
+
+
+def admit(recipe: Path, *stages: str, **options: bool) -> None:
+    admit_code(load_config(recipe, ()), recipe, stages or ("ppo",), **options)  # type: ignore[arg-type]
+
+
+def test_own_recipe_is_one_line(theirs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    admit(theirs)
+    admit(theirs)
+    expected = f"rlhf: note: runs reward functions {theirs.parent}/rewards.py:f, named in {theirs}\n"
+    assert capsys.readouterr().err == expected and not consents_path().exists()
+    admit(theirs, "sft")  # calls no reward function
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["recipe.yaml", "run.json", "."])
+def test_recipe_of_another_user_needs_consent_once(name: str, theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (theirs.parent / "run.json").write_text("{}")
+    give_away(monkeypatch, theirs.parent / name)
+    with pytest.raises(ConfigError, match=r"belongs to user \d+ and runs reward functions .*rewards.py:f; .*--trust"):
+        admit(theirs)
+    admit(theirs, trust=True)
+    admit(theirs)
+    assert consents_path().parent.stat().st_mode & 0o777 == 0o700 and len(list(theirs.parent.iterdir())) == 3
+
+
+@pytest.mark.parametrize("change", ["function", "file", "model"])
+def test_consent_ends_if_the_code_changes(change: str, theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = theirs.parent / "model"
+    model.mkdir()
+    (model / "code.py").write_text("1\n")
+    theirs.write_text(theirs.read_text() + "model: {path: ./model, trust_remote_code: true}\n")
+    give_away(monkeypatch, theirs)
+    admit(theirs, trust=True)
+    if change == "function":
+        theirs.write_text(theirs.read_text().replace("rewards.py:f", "rewards.py:g"))
+    else:
+        (model / "code.py" if change == "model" else theirs.parent / "rewards.py").write_text("2\n")
+    with pytest.raises(ConfigError, match="and code that comes with models"):
+        admit(theirs)
+
+
+def test_numbers_may_change(theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    give_away(monkeypatch, theirs)
+    admit(theirs, trust=True)
+    theirs.write_text(theirs.read_text() + "seed: 5\n")
+    admit(theirs)
+
+
+def test_recipe_without_code_needs_no_consent(theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs.write_text("seed: 5\n")
+    give_away(monkeypatch, theirs)
+    admit(theirs)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_command_runs_nothing_of_another_users_folder(rlhf, theirs: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    mark, own = tmp_path / "mark", theirs.parent / "rewards.py"
+    own.write_text(f"open({str(mark)!r}, 'w')\n" + own.read_text())
+    output = ("--output", tmp_path / "out")
+    os.chown(theirs, 12345, 12345)
+    done = rlhf("ppo", *output, recipe=theirs, check=False)
+    assert done.returncode == 2 and "belongs to user 12345" in done.stderr and not mark.exists()
+    dry = rlhf("ppo", "--dry-run", *output, recipe=theirs, check=False)
+    assert "belongs to" not in dry.stderr and not mark.exists()
