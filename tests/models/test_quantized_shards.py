@@ -13,7 +13,7 @@ from tests.forks import Forks
 from tests.helpers import weights
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[2, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 4))])
 def run(request: Any, forks: Forks, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The folder, and the result of each rank."""
     folder = tmp_path_factory.mktemp("shards")
