@@ -29,6 +29,7 @@ from rlhf.models.forward import completion_log_probs
 from rlhf.models.lora import without_adapters
 from rlhf.reporting.progress import progress
 from rlhf.trainers.context import StageContext
+from rlhf.trainers.greedy_samples import GreedySamples
 from rlhf.trainers.loop import EvalResult
 from rlhf.trainers.stage_models import ModelFactory
 from rlhf.trainers.supervised import SupervisedTrainer
@@ -49,6 +50,7 @@ class DPOTrainer(SupervisedTrainer):
         collate = partial(collate_dpo, prompt=limits.max_prompt_length, completion=limits.max_completion_length)
         train, heldout = NumberedPairs(data.train), NumberedPairs(data.heldout, len(data.train))
         super().__init__(context, models.causal_lm, tokenizer, collate, replace(data, train=train, heldout=heldout))
+        self.samples = GreedySamples(self.engine, context, tokenizer, data.heldout)
         self.reference: LiveReference | PrecomputedReference
         if context.config.dpo.reference == "beside":
             model = context.frozen("reference", models.causal_lm) if "reference" in context.placements else None
@@ -78,7 +80,7 @@ class DPOTrainer(SupervisedTrainer):
         return preference_means(sums)
 
     def evaluate(self, when: str) -> EvalResult:
-        """Return the mean loss of the held-out pairs, and the means of `MEANS`."""
+        """Return the mean loss of the held-out pairs, the means of `MEANS`, and greedy completions as in SFT."""
 
         def statistics(model: nn.Module, batch: Batch) -> Batch:
             (batch,) = self.prepare([batch])
@@ -87,7 +89,9 @@ class DPOTrainer(SupervisedTrainer):
 
         sums = self.sum_over_heldout(f"preferences {when}", statistics)
         means = preference_means(sums)
-        return EvalResult({"loss": sums["loss"] / max(sums["pairs"], 1)} | {key: means[key] for key in MEANS})
+        ended, samples = self.samples.complete()
+        numbers = {"loss": sums["loss"] / max(sums["pairs"], 1)} | {key: means[key] for key in MEANS}
+        return EvalResult(numbers | ended, samples)
 
 
 def preference_sums(model: nn.Module, batch: Batch, settings: DPOConfig) -> tuple[Tensor, Batch]:

@@ -25,6 +25,7 @@ from rlhf.models.forward import completion_log_probs, compute_log_probs, model_i
 from rlhf.models.scalar_head import describe_loading
 from rlhf.models.shape import TextLengths
 from rlhf.trainers.context import ModelLoader, StageContext
+from rlhf.trainers.greedy_samples import GreedySamples
 from rlhf.trainers.loop import EvalResult
 from rlhf.trainers.stage_models import ModelFactory, log_outputs, save_outputs
 from rlhf.utils.statistics import perplexity
@@ -160,6 +161,7 @@ class SFTTrainer(SupervisedTrainer):
     def __init__(self, context: StageContext, models: ModelFactory, tokenizer: Any, data: StageData) -> None:
         collate = partial(collate_sft, maximum=context.config.data.max_length, loss_on=context.config.sft.loss_on)
         super().__init__(context, models.causal_lm, tokenizer, collate, data)
+        self.samples = GreedySamples(self.engine, context, tokenizer, data.heldout)
 
     def count(self, batch: Batch) -> Tensor:
         """Return the number of target tokens."""
@@ -171,13 +173,17 @@ class SFTTrainer(SupervisedTrainer):
         return negative_log_likelihood(model, batch) / total.clamp_min(1), {"tokens": tokens}
 
     def evaluate(self, when: str) -> EvalResult:
-        """Return the perplexity: exp of the mean negative log-likelihood per target token of the held-out rows."""
+        """Return the perplexity: exp of the mean negative log-likelihood per target token of the held-out rows.
+
+        The greedy completions of the first held-out prompts belong to the result.
+        """
 
         def statistics(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
             return {"nll": negative_log_likelihood(model, batch), "targets": self.count(batch)}
 
         sums = self.sum_over_heldout(f"perplexity {when}", statistics)
-        return EvalResult({"perplexity": perplexity(sums["nll"] / max(sums["targets"], 1))})
+        ended, samples = self.samples.complete()
+        return EvalResult({"perplexity": perplexity(sums["nll"] / max(sums["targets"], 1))} | ended, samples)
 
 
 def negative_log_likelihood(model: nn.Module, batch: Batch) -> Tensor:

@@ -167,8 +167,35 @@ def test_the_heldout_perplexity_is_exp_of_transformers_loss(sft_ran):
     assert before["heldout_perplexity"] == pytest.approx(expected[0], rel=1e-5)
     assert after["heldout_perplexity"] == pytest.approx(expected[1], rel=1e-5)
     assert abs(expected[0] - expected[1]) > 0.1, "nothing changed, so the moment is not tested"
-    assert sft_ran.summary["before"] == {"perplexity": before["heldout_perplexity"]}
-    assert sft_ran.summary["after"] == {"perplexity": after["heldout_perplexity"]}
+    assert sft_ran.summary["before"]["perplexity"] == before["heldout_perplexity"]
+    assert sft_ran.summary["after"]["perplexity"] == after["heldout_perplexity"]
+
+
+def greedy(model: Any, prompts: list[list[int]]) -> tuple[list[str], float]:
+    """Return the texts of the likeliest tokens, predicted without a cache, and the share that does not end."""
+    rows = []
+    for prompt in prompts:
+        ids = list(prompt)
+        while len(ids) < len(prompt) + 5 and EOS not in ids[len(prompt) :]:
+            ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+        rows.append(ids[len(prompt) :])
+    texts = [language.tokenizer().decode(row, skip_special_tokens=True).strip() for row in rows]
+    return texts, sum(row[-1] != EOS for row in rows) / len(rows)
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+def test_greedy_completions_are_those_of_transformers(request, stage):
+    from transformers import AutoModelForCausalLM
+
+    ran, examples = request.getfixturevalue(f"{stage}_ran"), {"sft": HELDOUT, "dpo": HELDOUT_PAIRS}[stage]
+    prompts = [example.prompt_ids for example in examples][:3]
+    for moment, model in (("before", policy()), ("after", AutoModelForCausalLM.from_pretrained(ran.model))):
+        texts, cut_off = greedy(model, prompts)
+        assert [sample[moment] for sample in ran.summary["samples"]] == texts
+        assert stage == "dpo" or any(texts), "nothing is compared"
+        assert ran.summary[moment]["truncated_share"] == pytest.approx(cut_off)
+    recorded = [record["text"] for record in ran.texts if record["tag"].startswith("heldout_") and record["step"] == 1]
+    assert [text.partition("\n")[2] for text in recorded if "warning" not in text][: len(texts)] == texts
 
 
 PAIRS = [
@@ -310,7 +337,7 @@ def test_heldout_dpo_rewards_are_those_of_transformers(dpo_ran):
     assert abs(wanted["margin"].item()) > 0.01, "nothing changed, so the moment is not tested"
     for key, value in wanted.items():
         assert after[f"heldout_{key}"] == pytest.approx(value.item(), rel=1e-3), key
-    assert dpo_ran.summary["after"] == {key: after[f"heldout_{key}"] for key in wanted}
+    assert dpo_ran.summary["after"] == {key: after[f"heldout_{key}"] for key in (*wanted, "truncated_share")}
 
 
 class Echo:
@@ -357,7 +384,7 @@ def test_samples_belong_to_their_prompts(ppo_ran):
     assert ppo_ran.summary["samples"] == [
         {"prompt": text, "before": before, "after": text} for text, before in zip(prompts, backwards)
     ]
-    recorded = [record["text"] for record in ppo_ran.texts if record["tag"].startswith("heldout_")]
+    recorded = [record["text"] for record in ppo_ran.texts if record["tag"] in ("heldout_0", "heldout_1", "heldout_2")]
     assert recorded == [
         f"{text}\n{answer}" for answers in (backwards, prompts) for text, answer in zip(prompts, answers)
     ]
