@@ -66,7 +66,7 @@ def save_model(engine: TrainingEngine, tokenizer: PreTrainedTokenizerBase, path:
         writer = None
         if distributed.world().is_main:
             with _keep_error(errors):
-                folder = stack.enter_context(atomic_directory(path))
+                folder = stack.enter_context(atomic_directory(path, manifest=True))
                 _write_the_rest(model, tokenizer, folder)
                 outlines: dict[str, Tensor] = {}
                 for names in groups:
@@ -110,7 +110,7 @@ def save_adapter(engine: TrainingEngine, path: Path, base: str | None, merged: s
             host = engine.accelerator.host_device()
             # Tied weights are one tensor with two names; safetensors does not save a tensor twice.
             tensors = {to_peft_name(name): parameter.detach().to(host, copy=True) for name, parameter in trained}
-            with atomic_directory(path) as folder:
+            with atomic_directory(path, manifest=True) as folder:
                 save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
                 config.save_pretrained(str(folder))
                 record_base(folder, base, merged)

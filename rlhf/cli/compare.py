@@ -19,7 +19,14 @@ from rlhf.config.paths import is_path
 from rlhf.config.schema import Config, SamplingConfig, load_config
 from rlhf.config.trust import admit_code
 from rlhf.errors import ConfigError, RunError
-from rlhf.evaluation.models import EvaluationDevice, find_base_model, find_run, model_folder, reward_model_folder
+from rlhf.evaluation.models import (
+    EvaluationDevice,
+    check_reward_folder,
+    find_base_model,
+    find_run,
+    model_folder,
+    reward_model_folder,
+)
 from rlhf.evaluation.rows import (
     HELDOUT,
     draw_rows,
@@ -29,7 +36,6 @@ from rlhf.evaluation.rows import (
     read_lines,
     read_prompts,
 )
-from rlhf.models.compatibility import check_model_folder
 from rlhf.reporting.console import console
 from rlhf.utils.atomic_io import atomic_write, check_writable
 from rlhf.utils.units import format_number
@@ -218,7 +224,7 @@ def _check(
     for model in models:
         find_base_model(model_folder(model))
     if reward_model:
-        check_model_folder(str(reward_model_folder(reward_model)))
+        check_reward_folder(reward_model_folder(reward_model))
 
 
 def _load_config(options: Options, prompts: str | None) -> Config:

@@ -20,6 +20,7 @@ from rlhf.config.schema import Config
 from rlhf.errors import ConfigError, DataError
 from rlhf.evaluation.models import (
     EvaluationDevice,
+    check_reward_folder,
     find_base_model,
     find_run,
     load_language_model,
@@ -37,7 +38,6 @@ from rlhf.evaluation.reward_scores import (
     score_replies,
 )
 from rlhf.evaluation.rows import HELDOUT, list_overrides, read_rows
-from rlhf.models.compatibility import check_model_folder
 from rlhf.reporting.console import console
 from rlhf.utils.units import format_number
 
@@ -128,7 +128,7 @@ def evaluate(
         if text:
             find_base_model(model_folder(model))
         else:
-            check_model_folder(str(reward_model_folder(model)))
+            check_reward_folder(reward_model_folder(model))
     device = EvaluationDevice.select(config, options.accelerator)
     if source:
         report = _measure(

@@ -25,6 +25,7 @@ from rlhf.evaluation.models import (
     EvaluationDevice,
     LanguageModel,
     RewardModel,
+    check_reward_folder,
     find_base_model,
     find_prompt_format,
     load_language_model,
@@ -32,7 +33,7 @@ from rlhf.evaluation.models import (
     model_folder,
     reward_model_folder,
 )
-from rlhf.models.compatibility import check_model_folder, choose_attention, get_max_positions
+from rlhf.models.compatibility import choose_attention, get_max_positions
 from rlhf.models.loading import load_model_tokenizer, load_on_meta
 from rlhf.reporting.progress import progress
 from rlhf.utils.statistics import best_of_at, best_of_kl, distinct, estimate, expected_best, repeated, wilson, win_share
@@ -146,7 +147,7 @@ def _summarize(name: str, config: Config, device: EvaluationDevice, *, scalar_he
     """Summarize a model without reading its weights; raise the errors of loading them."""
     folder = (reward_model_folder if scalar_head else model_folder)(name)
     if scalar_head:
-        check_model_folder(str(folder))
+        check_reward_folder(folder)
     base = str(folder) if scalar_head else find_base_model(folder)
     source = config.model.model_copy(update={"path": base})
     tokenizer, _ = load_model_tokenizer(source)

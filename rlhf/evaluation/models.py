@@ -29,6 +29,7 @@ from rlhf.models.compatibility import (
 )
 from rlhf.reporting.progress import progress
 from rlhf.roles.base_sharing import ADAPTER
+from rlhf.roles.model_identity import check_model_files
 from rlhf.runs.directory import RunDirectory
 from rlhf.runs.stage_directory import AVERAGE, CRITIC, StageDirectory
 from rlhf.utils.atomic_io import read_json
@@ -256,7 +257,7 @@ def load_reward_model(path: Path | str, config: Config, device: EvaluationDevice
         RunError, ModelError: there is no such model, or it is not a reward model.
     """
     folder = str(reward_model_folder(path))
-    check_model_folder(folder)
+    check_reward_folder(folder)
     from rlhf.models.forward import ScalarHead
     from rlhf.models.loading import load_scalar_head
     from rlhf.models.tokenizers import find_end_tokens
@@ -405,15 +406,23 @@ def find_base_model(folder: Path | str) -> str:
     """Return the model to load for `folder`: the base of the adapter in it, or `folder` if it has no adapter.
 
     Raises:
-        ModelError: the adapter names no base model, or the model's folder is incomplete.
+        ModelError: the adapter names no base model, or the folder of one of them is incomplete or damaged.
     """
+    check_model_files(folder)
     base, config = str(folder), Path(folder) / _CONFIG
     if config.is_file():
         base = str(read_json(config).get("base_model_name_or_path") or "")
         if not base:
             raise ModelError(f"{folder}: this adapter names no base model; set base_model_name_or_path in {_CONFIG}")
     check_model_folder(base)
+    check_model_files(base)
     return base
+
+
+def check_reward_folder(folder: Path | str) -> None:
+    """Raise `ModelError` if the folder of a reward model is incomplete or damaged; hub names pass."""
+    check_model_folder(str(folder))
+    check_model_files(folder)
 
 
 def merge_adapter(model: Any, folder: str) -> Any:

@@ -16,6 +16,7 @@ from rlhf.config.schema import ModelConfig
 from rlhf.errors import ModelError
 from rlhf.models.hub import check_available, load_error, summarize_error
 from rlhf.models.transformers_patches import STATIC_CACHE_WORKS
+from rlhf.roles.model_identity import check_model_files
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig
@@ -36,7 +37,10 @@ class AttentionChoice:
 
 
 def check_model_folder(path: str) -> None:
-    """Raise `ModelError` if a local folder lacks a configuration or weights; hub names pass."""
+    """Raise `ModelError` if a local folder lacks a configuration or weights, or is damaged; hub names pass.
+
+    Contents of weights are not read; see `check_model_files`.
+    """
     if not is_path(path):
         return  # a hub name
     folder = Path(path)
@@ -53,6 +57,7 @@ def check_model_folder(path: str) -> None:
         raise ModelError(f"{path}: holds no config.json; name a folder that save_pretrained wrote")
     if not any(any(folder.glob(pattern)) for pattern in _WEIGHT_FILES):
         raise ModelError(f"{path}: holds no weights (*.safetensors or *.bin); copy them there or name another folder")
+    check_model_files(path, whole=False)
 
 
 def check_support(path: str, config: ModelConfig, *, attention: str, scalar_head: bool = False) -> PretrainedConfig:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf.config.paths import is_path, missing_path_hint
 from rlhf.errors import ModelError
 from rlhf.models.hub import load_error
+from rlhf.roles.model_identity import check_model_files
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -49,6 +50,7 @@ def load_tokenizer(
             f"{path}: holds no tokenizer (looked for {', '.join(_TOKENIZER_FILES)}); "
             "copy the model's tokenizer there or name one with model.tokenizer"
         )
+    check_model_files(path, whole=False)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:

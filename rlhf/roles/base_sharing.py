@@ -6,7 +6,6 @@ torch; `rlhf.models.shared_base` builds the models.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,15 +13,15 @@ from typing import NamedTuple
 
 from rlhf.config.schema import EVERY_STAGE, Config, Stage
 from rlhf.errors import ConfigError
-from rlhf.roles.lineage import ACTOR, REWARD, REWARD_MODEL, resolve_base_model
+from rlhf.roles.lineage import ACTOR, REWARD, REWARD_MODEL, ResolvedBaseModel, resolve_base_model
+from rlhf.roles.model_identity import StartModel, check_model_files, fingerprint_model, identify_model
 from rlhf.roles.roles import ModelPlacement, RoleName, model_placements
 from rlhf.utils.atomic_io import atomic_write_json, read_json
 
 ADAPTER = "adapter"
 """The folder of a stage's adapter, next to that of its model."""
-_BASE = "base.json"
-_WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
-_BLOCKS, _BLOCK = 256, 4096
+BASE_RECORD = "base.json"
+"""The record in an adapter's folder of the model that it was trained on."""
 
 Placements = Mapping[RoleName, ModelPlacement]
 
@@ -98,7 +97,10 @@ def check_sharing(config: Config, pending: Collection[Stage], finished_model: Ca
             f"lora.merge: adapters cannot be merged into {frozen} weights (the actor's); leave lora.merge at auto, or "
             "set roles.actor.frozen=auto"
         )
-    _require(config, _decide(config, placements, lambda: _predict_obstacle(config, pending, finished_model), Path()))
+    if config.lora.share_base is True:  # comparing bases reads their files
+        _require(
+            config, _decide(config, placements, lambda: _predict_obstacle(config, pending, finished_model), Path())
+        )
 
 
 def adapter_folder(model: str) -> Path:
@@ -106,29 +108,40 @@ def adapter_folder(model: str) -> Path:
     return Path(model).with_name(ADAPTER)
 
 
+def identify_bases(config: Config, stage: Stage, bases: Iterable[ResolvedBaseModel]) -> dict[str, StartModel]:
+    """Return the content of the models that a stage starts from, by key, after a check of the files that rlhf wrote.
+
+    Models that have yet to be trained, or are built for the run, are left out. `model.tokenizer` replaces the tokenizer
+    of the model that fine-tuning starts from. A reward model's adapter counts, since PPO may build the model with it.
+
+    Raises:
+        ModelError: a file differs from its manifest.
+    """
+    models: dict[str, StartModel] = {}
+    for base in bases:
+        if base.path is None or base.through:
+            continue
+        check_model_files(base.path)
+        identity = identify_model(base.path)
+        if stage == "sft" and config.model.tokenizer:
+            identity.pop("tokenizer", None)
+        adapter = adapter_folder(base.path)
+        if base.ref == REWARD_MODEL and (adapter / BASE_RECORD).is_file():
+            check_model_files(adapter)
+            identity["adapter"] = str(fingerprint_model(str(adapter)))
+        if identity:
+            models[base.ref.key] = StartModel(base.path, identity)
+    if stage == "sft" and (path := config.model.tokenizer):
+        check_model_files(path)
+        if digest := identify_model(path).get("tokenizer"):
+            models["model.tokenizer"] = StartModel(path, {"tokenizer": digest})
+    return models
+
+
 def record_base(folder: Path, base: str | None, merged: str | None = None) -> None:
     """Record in an adapter's folder the model that it was trained on, and the model next to it that has it `merged`."""
-    record = {"path": base, "fingerprint": fingerprint_weights(base) if base else None}
-    atomic_write_json(folder / _BASE, record | {"merged": fingerprint_weights(merged) if merged else None})
-
-
-def fingerprint_weights(model: str) -> str | None:
-    """Return a digest of a model's weights, in a folder or in the hub's cache on this machine; None without weights.
-
-    The digest covers each file's size and 256 blocks spread over the file: training a tensor changes nearly all of its
-    numbers, so some block changes too.
-    """
-    folder = _weights_folder(model)
-    digest = hashlib.sha256()
-    files = sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern)) if folder else []
-    for path in files:
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
-            for index in range(_BLOCKS):
-                file.seek(max(0, size - _BLOCK) * index // (_BLOCKS - 1))
-                digest.update(file.read(_BLOCK))
-    return digest.hexdigest() if files else None
+    record = {"path": base, "fingerprint": fingerprint_model(base) if base else None}
+    atomic_write_json(folder / BASE_RECORD, record | {"merged": fingerprint_model(merged) if merged else None})
 
 
 def _decide(
@@ -182,17 +195,20 @@ def _require(config: Config, sharing: Sharing) -> Sharing:
 
 def _compare_bases(actor: str, reward: str) -> Obstacle | None:
     """Return the reason why the reward model cannot use the actor's base, from the record of its adapter."""
-    record = adapter_folder(reward) / _BASE
+    record = adapter_folder(reward) / BASE_RECORD
     if not record.is_file():
         return Obstacle(f"{reward} has no adapter next to it", "train the reward model with LoRA")
     base = read_json(record)
-    if (merged := base.get("merged")) and merged != fingerprint_weights(reward):
+    if (merged := base.get("merged")) and merged != fingerprint_model(reward):
         return Obstacle(f"the adapter next to {reward} belongs to another model", "train the reward model with LoRA")
-    recorded, current = base["fingerprint"], fingerprint_weights(actor)
+    recorded, current = base["fingerprint"], fingerprint_model(actor)
     if (recorded == current) if recorded and current else (base["path"] == actor):
         return None
     if base["path"] == actor:
-        return Obstacle(f"the weights of {actor} changed after {reward} was trained", "train the reward model again")
+        return Obstacle(
+            f"the weights or the configuration of {actor} changed after {reward} was trained",
+            "train the reward model again",
+        )
     reason = f"{reward} was trained on {base['path']}, and the actor starts from {actor}"
     return Obstacle(reason, "start both from the same model")
 
@@ -218,15 +234,6 @@ def _predict_obstacle(
         return Obstacle("the reward model was trained before the actor's base", "train the reward model again")
     assert actor.path and reward.path  # none is pending, and an embedded model is never used untrained
     return _compare_bases(actor.path, reward.path)
-
-
-def _weights_folder(model: str) -> Path | None:
-    if Path(model).exists():
-        return Path(model)
-    from huggingface_hub import try_to_load_from_cache
-
-    file = try_to_load_from_cache(model, "config.json")
-    return Path(file).parent if isinstance(file, str) else None
 
 
 def _enumerate(names: Iterable[str]) -> str:

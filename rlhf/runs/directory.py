@@ -10,7 +10,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -21,9 +21,12 @@ from typing import Any
 from rlhf.config.dump import write_recipe
 from rlhf.config.schema import EVERY_STAGE, STAGES, Config, Stage
 from rlhf.errors import ConfigError, RunError
+from rlhf.roles.model_identity import StartModel
 from rlhf.runs.resume import (
     Fingerprints,
+    StartModels,
     find_changed_data,
+    find_changed_models,
     find_differences,
     find_differences_in_complete,
     find_started_from,
@@ -88,6 +91,7 @@ class RunDirectory:
         overwrite: bool = False,
         accelerator: dict[str, Any] | None = None,
         data: Fingerprints | None = None,
+        models: StartModels | None = None,
     ) -> None:
         """Check that `stages` may be written to the folder, after `recover`; write nothing.
 
@@ -101,10 +105,12 @@ class RunDirectory:
             accelerator: the entry of `run.json` about the hardware; its `precision.name` is compared with that of a
                 stage to be resumed, unless it is None.
             data: the fingerprint of each source, which is compared with the run's, unless it is None.
+            models: the models that each stage starts from, which are compared with the run's, unless it is None.
 
         Raises:
             RunError: the folder is not a run's, or cannot be written; it contains one of `stages` already, or a stage
-                that started from one to be replaced; there is nothing to resume; or the run has other settings or rows.
+                that started from one to be replaced; there is nothing to resume; or the run has other settings, rows
+                or models.
         """
         if resume and overwrite:
             raise RunError("--resume and --overwrite: exclude each other; give one of them")
@@ -135,6 +141,7 @@ class RunDirectory:
             )
         if remaining:
             self._check_same_settings(config, stages, remaining, _precision(accelerator), data or {})
+            self.check_models(config, models or {}, [stage.name for stage in remaining])
 
     @contextmanager
     def open_for(
@@ -146,6 +153,7 @@ class RunDirectory:
         overwrite: bool = False,
         accelerator: dict[str, Any] | None = None,
         data: Fingerprints | None = None,
+        models: StartModels | None = None,
     ) -> Iterator[None]:
         """Lock and describe the folder while `stages` are written to it; rank 0 calls it.
 
@@ -155,7 +163,7 @@ class RunDirectory:
 
         Args:
             config, stages, resume, overwrite: as for `check`.
-            accelerator, data: as for `check`; they are recorded.
+            accelerator, data, models: as for `check`; they are recorded.
 
         Raises:
             RunError: as `check`, or another process writes to the folder. Nothing is changed then.
@@ -163,9 +171,15 @@ class RunDirectory:
         with lock_folder(self.path):
             self._refuse_links()
             self._restore_backup()
-            self.check(config, stages=stages, resume=resume, overwrite=overwrite, accelerator=accelerator, data=data)
+            options: dict[str, Any] = {
+                "overwrite": overwrite,
+                "accelerator": accelerator,
+                "data": data,
+                "models": models,
+            }
+            self.check(config, stages=stages, resume=resume, **options)
             try:
-                self._begin(config, stages, overwrite, accelerator, data or {})
+                self._begin(config, stages, **options)
                 yield
             except BaseException:
                 self._restore_backup()
@@ -216,6 +230,23 @@ class RunDirectory:
                 f"{self.path}: this run was made with other rows: {', '.join(changed)}; "
                 "restore the original data, or choose another --output"
             )
+
+    def check_models(self, config: Config, models: StartModels, stages: Collection[Stage] = EVERY_STAGE) -> None:
+        """Raise `RunError` if a model differs from the one that `run.json` records for one of `stages`."""
+        recorded = read_json(self.description) if self.description.is_file() else {}
+        if changed := find_changed_models(recorded, config, models, stages):
+            raise RunError(
+                f"{self.path}: this run was made with other models: {', '.join(changed)}; "
+                "restore the original models, or choose another --output"
+            )
+
+    def record_models(self, stage: Stage, models: Mapping[str, StartModel]) -> None:
+        """Record in `run.json` the models that `stage` starts from."""
+        recorded = read_json(self.description)
+        of_stage = recorded.setdefault("stages", {}).setdefault(stage, {})
+        if of_stage.get("models", {}) != _describe_models(models)["models"]:
+            of_stage |= _describe_models(models)
+            atomic_write_json(self.description, recorded)
 
     def describe_saved(self) -> str | None:
         """Return what is on disk, in one line, for a run that was stopped; None if nothing is saved."""
@@ -297,7 +328,8 @@ class RunDirectory:
         stages: Sequence[Stage],
         overwrite: bool,
         accelerator: dict[str, Any] | None,
-        data: Fingerprints,
+        data: Fingerprints | None,
+        models: StartModels | None,
     ) -> None:
         """Create the backup, remove incomplete files, and write `run.json` and `recipe.yaml`.
 
@@ -318,6 +350,7 @@ class RunDirectory:
             of_stages = {name: value for name, value in recorded.get("stages", {}).items() if name in kept_stages}
             of_stages |= {
                 name: stage_settings(config, name, _precision(accelerator))
+                | _describe_models((models or {}).get(name, {}))
                 for name in stages
                 if name not in kept_stages
             }
@@ -331,7 +364,7 @@ class RunDirectory:
                 "seed": config.seed,
                 "accelerator": accelerator,
                 "stages": of_stages,
-                "data": {**(recorded.get("data", {}) if started else {}), **data},
+                "data": {**(recorded.get("data", {}) if started else {}), **(data or {})},
                 "versions": collect_versions(),
                 "invocations": [*(recorded.get("invocations", []) if started else []), invocation],
             }
@@ -399,6 +432,11 @@ def collect_versions() -> dict[str, str]:
         except PackageNotFoundError:
             versions[package] = "not installed as a distribution"
     return versions
+
+
+def _describe_models(models: Mapping[str, StartModel]) -> dict[str, Any]:
+    """Return the entry of `run.json` about the models that a stage starts from."""
+    return {"models": {key: model._asdict() for key, model in models.items()}}
 
 
 def _precision(accelerator: dict[str, Any] | None) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any
 from rlhf.config.schema import EVERY_STAGE, Config, Stage, build_config
 from rlhf.errors import ConfigError
 from rlhf.roles.lineage import base_models
+from rlhf.roles.model_identity import StartModel, describe_change
 from rlhf.roles.roles import ROLES
 
 # The keys among them that set how long a stage is trained: a complete stage is not trained further.
@@ -32,6 +33,9 @@ _OF_PPO = {"pretraining"}
 _SEEDS = {"seed", "data.seed"}
 # Sections that every stage is trained with; stages of one run may differ in them.
 _OF_EVERY_STAGE = ("engine", "lora")
+
+StartModels = Mapping[Stage, Mapping[str, StartModel]]
+"""For each stage: the models that it starts from, by the keys that name them."""
 
 Fingerprints = Mapping[str, Mapping[str, Any]]
 """For each source: its `rows`, and a `digest` of them as training sees them."""
@@ -133,6 +137,29 @@ def find_changed_data(recorded: dict[str, Any], config: Config, data: Fingerprin
             rows = f"{then['rows']:,} rows there, {now['rows']:,} now"
             changed.append(f"{source} ({rows if then['rows'] != now['rows'] else 'as many rows, but others'})")
     return changed
+
+
+def find_changed_models(
+    recorded: dict[str, Any], config: Config, models: StartModels, stages: Collection[Stage] = EVERY_STAGE
+) -> list[str]:
+    """List models whose content differs from `run.json`, each as `path (other weights)`.
+
+    A model is compared with the record of its stage, and with the records of others under its path, of `stages` alone.
+    """
+    folders = _run_folders(_recorded_config(recorded), config.model_dump(mode="json"))
+    changed = []
+    for stage, starts in models.items():
+        for key, (path, now) in starts.items():
+            for other, record in recorded.get("stages", {}).items():
+                for other_key, then in record.get("models", {}).items() if other in stages else ():
+                    identity = then["identity"]
+                    if (stage, key) != (other, other_key):
+                        if path not in (then["path"], _move(then["path"], *folders)):
+                            continue
+                        identity = now | {part: identity[part] for part in identity.keys() & now.keys()}
+                    if change := describe_change(identity, now):
+                        changed.append(f"{path} ({change})")
+    return list(dict.fromkeys(changed))
 
 
 def find_first_difference(configs: Sequence[dict[str, Any]]) -> str:

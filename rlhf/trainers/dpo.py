@@ -7,13 +7,16 @@ are saved in the stage's folder, so that a resumed stage can read them.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rlhf.config.schema import DPOConfig
@@ -208,12 +211,16 @@ def _compute_table(context: StageContext, policy: TrainingEngine, ranges: Sequen
 
 
 def _read_table(context: StageContext, numbers: Sequence[int], pairs: int) -> Tensor | None:
-    """Read the table of an earlier process; None if the stage does not resume, or the table lacks some `numbers`."""
+    """Read the table of an earlier process; None if the stage does not resume, or the table lacks some `numbers`.
+
+    A damaged table counts as none.
+    """
     path, table = context.directory.path / FILE, None
     with distributed.on_main(f"reading {path}") as main:
         if main and context.directory.latest_checkpoint and path.is_file():
-            table = load_file(path)["log_probs"]
-            if table.shape[0] != pairs or table[numbers].isnan().any():  # the stage may be trained for longer now
+            table = _load_table(path)
+            # The stage may be trained for longer now.
+            if table is not None and (table.shape[0] != pairs or table[numbers].isnan().any()):
                 table = None
     return distributed.all_gather_objects(table)[0]
 
@@ -223,4 +230,19 @@ def _write_table(context: StageContext, table: Tensor) -> None:
     with distributed.on_main(f"writing {path}") as main:
         if main:
             with atomic_file(path) as temporary:
-                save_file({"log_probs": table.to(context.accelerator.host_device())}, temporary)
+                table = table.to(context.accelerator.host_device())
+                save_file({"log_probs": table}, temporary, metadata={"sha256": _hash_table(table)})
+
+
+def _load_table(path: Path) -> Tensor | None:
+    """Return the table in a file; None if the file is damaged: it can be computed again."""
+    try:
+        with safe_open(path, "pt") as file:
+            table: Tensor = file.get_tensor("log_probs")
+            return table if (file.metadata() or {}).get("sha256") == _hash_table(table) else None
+    except SafetensorError:
+        return None
+
+
+def _hash_table(table: Tensor) -> str:
+    return hashlib.sha256(table.contiguous().numpy().tobytes()).hexdigest()

@@ -20,13 +20,14 @@ from rlhf.data.load_sources import read_sources
 from rlhf.data.stage_dataset import StageData, load_stage
 from rlhf.engine import cpu_offload, distributed
 from rlhf.engine.select import choose_shapes
-from rlhf.errors import DataError, OutOfMemory
+from rlhf.errors import DataError, ModelError, OutOfMemory
 from rlhf.memory.report import plan_next_stage
 from rlhf.models.compatibility import choose_attention
 from rlhf.models.tokenizers import find_end_tokens
 from rlhf.reporting import verbosity
 from rlhf.reporting.console import console, copy_console_to
 from rlhf.reporting.recorder import Recorder
+from rlhf.roles.base_sharing import identify_bases
 from rlhf.runs.stage_directory import parse_step
 from rlhf.trainers import loop
 from rlhf.trainers.context import StageContext
@@ -36,6 +37,7 @@ from rlhf.trainers.oom import translate_stage_errors
 from rlhf.trainers.ppo.trainer import PPOTrainer
 from rlhf.trainers.stage_models import ModelFactory, resolve_stage_bases
 from rlhf.trainers.supervised import RewardTrainer, SFTTrainer
+from rlhf.utils import manifest
 from rlhf.utils.process_info import get_command_line
 
 if TYPE_CHECKING:
@@ -78,7 +80,35 @@ def stage_context(
             console.print(f"{stage}: its earlier steps were not saved; it starts again", markup=False)
         precision = accelerator.precision(config.precision)
         shapes = choose_shapes(config, accelerator)
-        yield StageContext(config, accelerator, precision, shapes, world, directory, place, recorder)
+        context = StageContext(config, accelerator, precision, shapes, world, directory, place, recorder)
+        record_models(context)
+        yield context
+
+
+def record_models(context: StageContext) -> None:
+    """Record the content of the models that a stage starts from in `run.json`; every rank calls it.
+
+    One rank on each machine reads their files.
+
+    Raises:
+        ModelError: a file differs from its manifest, or a model differs between machines.
+        RunError: a model differs from the one that the run started with.
+    """
+    config, stage, models = context.config, context.directory.name, None
+    with distributed.on_each_machine("reading the models") as reads:
+        if reads:
+            models = identify_bases(config, stage, resolve_stage_bases(context))
+    gathered = distributed.all_gather_objects((models, manifest.get_known_digests() if reads else {}))
+    views = [view for view, _ in gathered if view is not None]
+    for _, digests in gathered:
+        manifest.add_known_digests(digests)  # other ranks on a machine need not read the files
+    for key, model in views[0].items():
+        if any(view[key] != model for view in views[1:]):
+            raise ModelError(f"{model.path}: its files differ between machines; give all machines the same")
+    with distributed.on_main("comparing the models") as main:
+        if main:  # an earlier stage may have taken days
+            context.run.check_models(config, {stage: views[0]})
+            context.run.record_models(stage, views[0])
 
 
 def log_plan(context: StageContext) -> dict[str, Any]:

@@ -28,9 +28,10 @@ from rlhf.roles.lineage import (
     resolve_base_model,
     resolve_base_models,
 )
+from rlhf.roles.model_identity import check_model_files
 from rlhf.roles.roles import check_placements, model_placements
 from rlhf.runs.directory import RunDirectory
-from rlhf.runs.resume import Fingerprints
+from rlhf.runs.resume import Fingerprints, StartModels
 from rlhf.utils.process_info import current_process
 
 if TYPE_CHECKING:
@@ -65,10 +66,11 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Findings:
-    """Results of `examine`: a plan for each stage, the fingerprints of each source, and each model's attention."""
+    """Results of `examine`: a plan for each stage, the content of sources and models, and each model's attention."""
 
     plans: tuple[StagePlan, ...]
     data: Fingerprints
+    models: StartModels
     attention: dict[str, AttentionChoice]
 
 
@@ -160,7 +162,11 @@ def examine(
     models = BaseModels(config, accelerator)
     bases = {stage: resolve_base_models(config, stage, pending, directory.finished_model) for stage in pending}
     for stage in pending:
+        for base in bases[stage]:
+            if base.path and not base.through:
+                check_model_files(base.path)
         models.check(stage, bases[stage])
+    started_from = {stage: base_sharing.identify_bases(config, stage, bases[stage]) for stage in pending}
     caches = {stage: models.cache(stage, bases[stage][0]) for stage in pending}
     data_of_stages, sources = _read_data(caches, config, whole=whole, show=True)
     documents = pretraining.read_documents(config, show=True) if "ppo" in pending else []
@@ -179,7 +185,7 @@ def examine(
     fingerprints = sources.fingerprints() | pretraining.fingerprint_documents(documents)
     for plan in plans:
         fingerprints |= plan.data.fingerprints
-    return Findings(tuple(plans), fingerprints, models.attention)
+    return Findings(tuple(plans), fingerprints, started_from, models.attention)
 
 
 def look_at_data(config: Config, stages: Sequence[Stage], *, show: bool = False) -> Iterator[StagePlan]:

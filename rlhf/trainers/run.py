@@ -159,6 +159,7 @@ def _open(
                     "overwrite": request.overwrite,
                     "accelerator": _describe(accelerator, selection, config, findings),
                     "data": findings.data,
+                    "models": findings.models,
                 }
                 if request.dry_run:
                     directory.check(config, **arguments)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from rlhf.errors import RunError
+from rlhf.utils.manifest import write_manifest
 
 PARTIAL = ".partial"
 """The suffix of unfinished files and folders; after a crash they can be deleted."""
@@ -97,14 +98,19 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def atomic_directory(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes `path` when the block ends, and is deleted if it fails."""
+def atomic_directory(path: Path, *, manifest: bool = False) -> Iterator[Path]:
+    """Yield a temporary folder that becomes `path` when the block ends, and is deleted if it fails.
+
+    With `manifest` its last file is that of `rlhf.utils.manifest`.
+    """
     temporary = path.with_name(path.name + PARTIAL)
     refuse_link(temporary)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
         yield temporary
+        if manifest:
+            write_manifest(temporary)
         atomic_rename_dir(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

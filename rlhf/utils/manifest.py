@@ -60,6 +60,16 @@ def _hash_once(path: Path) -> str:
     return _known[state]
 
 
+def get_known_digests() -> dict[tuple[int, ...], str]:
+    """Return the digests of the files that this process has read, by the files' states on this machine."""
+    return dict(_known)
+
+
+def add_known_digests(digests: Mapping[tuple[int, ...], str]) -> None:
+    """Take digests that another process has read, so that this one need not read the files."""
+    _known.update(digests)
+
+
 def hash_json(value: Any) -> str:
     """Return the SHA-256 of a value that JSON can express; the order of keys does not matter."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -41,6 +41,7 @@ class Bench:
     def copy(self, source: Path, **config: Any) -> Path:
         """Copy a model's folder, and change keys of its config.json."""
         folder = Path(shutil.copytree(source, self.folder / f"copy-{source.parent.name}-{source.name}"))
+        (folder / "manifest.json").unlink(missing_ok=True)  # the mistake is the user's, and no damage
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | config))
         return folder

@@ -1,6 +1,8 @@
 """Which of PPO's models share a base: from settings and folders alone, and one line says it."""
 
+import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from rlhf.config.schema import load_config
 from rlhf.errors import ConfigError
-from rlhf.roles.base_sharing import adapter_folder, check_sharing, decide_sharing, fingerprint_weights, record_base
+from rlhf.roles.base_sharing import adapter_folder, check_sharing, decide_sharing, record_base
+from rlhf.roles.model_identity import fingerprint_model
 from rlhf.roles.roles import model_placements
 from rlhf.runs.directory import RunDirectory
 
@@ -22,6 +25,7 @@ def folders(tmp_path):
         (tmp_path / name).mkdir(parents=True)
         torch.manual_seed(0)
         save_file({"a": torch.randn(300, 300), "b": torch.randn(7)}, tmp_path / name / "model.safetensors")
+        (tmp_path / name / "config.json").write_text(json.dumps({"rope_theta": 10000.0, "_name_or_path": name}))
     record_base(tmp_path / "reward" / "adapter", str(tmp_path / "actor"), str(tmp_path / "reward" / "model"))
     return str(tmp_path / "actor"), str(tmp_path / "reward" / "model")
 
@@ -75,10 +79,19 @@ def test_obstacle_is_described_or_raised(folders, settings, donors, reason):
     assert reason in str(caught.value)
 
 
+def change_config(folder, **changes):
+    file = Path(folder, "config.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+CHANGED = "the weights or the configuration of {actor} changed after {reward} was trained"
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (lambda actor, reward: change_weights(actor), "the weights of {actor} changed after {reward} was trained"),
+        (lambda actor, reward: change_weights(actor), CHANGED),
+        (lambda actor, reward: change_config(actor, rope_theta=50.0), CHANGED),
         (lambda actor, reward: change_weights(reward), "the adapter next to {reward} belongs to another model"),
         (lambda actor, reward: shutil.rmtree(adapter_folder(reward)), "{reward} has no adapter next to it"),
     ],
@@ -102,11 +115,28 @@ def test_moved_run_is_recognized_by_its_weights(folders, tmp_path):
     assert decide((actor, reward))[0] == {"critic": "actor", "reward": "critic"}
 
 
-def test_fingerprint_weights_ignores_other_files(tmp_path, folders):
-    assert fingerprint_weights(folders[0]) == fingerprint_weights(folders[1]) is not None
-    (tmp_path / "actor" / "config.json").write_text("{}")
-    assert fingerprint_weights(folders[0]) == fingerprint_weights(folders[1])
-    assert fingerprint_weights(str(tmp_path)) is None and fingerprint_weights("nobody/nothing") is None
+def test_fingerprint_covers_configuration_and_not_notes(tmp_path, folders):
+    """Neither the tokenizer nor the place."""
+    assert fingerprint_model(folders[0]) == fingerprint_model(folders[1]) is not None
+    (tmp_path / "actor" / "tokenizer.json").write_text("{}")
+    change_config(folders[0], transformers_version="5.0", use_cache=False)
+    assert fingerprint_model(folders[0]) == fingerprint_model(folders[1])
+    change_config(folders[0], rms_norm_eps=1e-5)
+    assert fingerprint_model(folders[0]) != fingerprint_model(folders[1])
+    assert fingerprint_model(str(tmp_path)) is None and fingerprint_model("nobody/nothing") is None
+
+
+def test_fingerprint_covers_every_byte_of_large_files(tmp_path):
+    fingerprints = set()
+    for name, position in (("a", None), ("b", 12_000_000), ("c", 20_000_001)):
+        (tmp_path / name).mkdir()
+        with (tmp_path / name / "model.safetensors").open("wb") as file:
+            file.truncate(32_000_000)
+            if position:
+                file.seek(position)
+                file.write(b"1")
+        fingerprints.add(fingerprint_model(str(tmp_path / name)))
+    assert len(fingerprints) == 3
 
 
 @pytest.mark.parametrize(

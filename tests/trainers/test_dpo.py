@@ -16,6 +16,7 @@ from rlhf.evaluation.models import model_folder
 from rlhf.reporting.recorder import Recorder
 from rlhf.runs.directory import RunDirectory
 from rlhf.runs.stage_directory import parse_step
+from rlhf.trainers import dpo
 from rlhf.trainers.dpo import DPOTrainer
 from rlhf.trainers.loop import fit
 from tests.helpers import assert_same_weights, kill_at, models_of, sets, weights
@@ -52,6 +53,16 @@ def test_reference_is_the_first_policy_without_dropout(accelerator, tmp_path):
     met = ~saved.isnan().any(-1)
     assert met.tolist()[6:] == [True, True, False] and met[:6].sum() == 4  # two held out; two batches of two
     torch.testing.assert_close(saved[met], known[met].float(), atol=1e-5, rtol=1e-5)
+
+
+def test_damaged_reference_is_not_read(accelerator, tmp_path):
+    run(accelerator, tmp_path, max_steps=1)
+    path = tmp_path / "dpo" / "reference.safetensors"
+    intact = path.read_bytes()
+    assert dpo._load_table(path) is not None
+    for position in range(len(intact)):
+        path.write_bytes(intact[:position] + bytes([intact[position] ^ 1]) + intact[position + 1 :])
+        assert dpo._load_table(path) is None, position
 
 
 @pytest.mark.parametrize("frozen", ["auto", "int8"])

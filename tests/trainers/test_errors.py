@@ -44,6 +44,7 @@ def test_failing_stage_leaves_the_one_it_was_to_replace(rlhf, finished_run, tmp_
     tokenizer = build_tokenizer()
     tokenizer.add_tokens(["<extra>"])
     tokenizer.save_pretrained(other)
+    (other / "manifest.json").unlink()
     models = settings(ppo__actor=finished_run / "sft" / "model", ppo__reward_model=other)
     assert "vocabulary" in refused(rlhf, tmp_path / "run", "ppo", "--overwrite", *models)
     assert contents(tmp_path / "run") == before

@@ -308,7 +308,7 @@ def test_stage_started_without_evaluations_resumes_with_them(accelerator, tmp_pa
 
 @pytest.mark.parametrize("save", ["merged", "both"])
 def test_adapters_are_kept_with_the_model_that_has_them_merged(accelerator, tmp_path, save):
-    from rlhf.roles.base_sharing import fingerprint_weights
+    from rlhf.roles.model_identity import fingerprint_model
 
     lora = {"rank": 4, "save": save}
     optimizer = {"learning_rate": 0.01, "warmup": 0, "schedule": "constant"}
@@ -321,7 +321,7 @@ def test_adapters_are_kept_with_the_model_that_has_them_merged(accelerator, tmp_
     assert adapter.is_dir() == (save == "both")
     if save == "both":
         base = json.loads((adapter / "base.json").read_text())
-        assert base["merged"] == fingerprint_weights(str(tmp_path / "sft" / "model"))
+        assert base["merged"] == fingerprint_model(str(tmp_path / "sft" / "model"))
 
 
 @pytest.mark.slow

@@ -21,8 +21,8 @@ from rlhf.config.schema import Stage, build_config
 from rlhf.contrib.sweep.grid import SHARED, Grid, Point
 from rlhf.errors import RunError
 from rlhf.reporting.summary import format_value
-from rlhf.roles.base_sharing import fingerprint_weights
 from rlhf.roles.lineage import base_models
+from rlhf.roles.model_identity import fingerprint_model
 from rlhf.runs.directory import RunDirectory
 from rlhf.utils.atomic_io import CONSOLE, atomic_file, atomic_write, atomic_write_json, read_json
 from rlhf.utils.file_lock import LOCK_FILES
@@ -132,7 +132,7 @@ class SweepDirectory:
 
     def _fingerprint(self, models: Sequence[str]) -> dict[str, str | None]:
         folders = {model: self.path / model for model in models}
-        return {model: fingerprint_weights(str(path)) if path.is_dir() else None for model, path in folders.items()}
+        return {model: fingerprint_model(str(path)) if path.is_dir() else None for model, path in folders.items()}
 
     def _read_bases(self, point: Point) -> dict[str, str]:
         path = self._bases(point)

@@ -1,0 +1,141 @@
+"""Identify a model by the content of its files, not by its path; check the files that rlhf wrote.
+
+A model is a folder, or a hub name that was downloaded to this machine before. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlhf.errors import ModelError
+from rlhf.utils.manifest import MANIFEST, find_damage, hash_files, hash_json
+
+_PARTS = {
+    "weights": ("*.safetensors", "*.bin", "*.gguf", "*.index.json"),
+    "adapter": ("adapter_config.json",),
+    "configuration": ("config.json",),
+    "generation settings": ("generation_config.json",),
+    "tokenizer": (
+        *("tokenizer*", "vocab.*", "merges.txt", "spiece.model", "sentencepiece*", "special_tokens_map.json"),
+        *("added_tokens.json", "chat_template*"),
+    ),
+    "code": ("*.py",),
+}
+"""The parts of a model, and the files of each, which stand in the model's folder itself."""
+
+# Keys of a configuration that no model reads: they say where and with what it was saved.
+_NOTES = {"_name_or_path", "transformers_version", "use_cache"}
+_BLOB = re.compile(r"blobs/([0-9a-f]{64})$")  # the hub's cache names large files by their SHA-256
+
+Identity = dict[str, str]
+"""Digests of a model's parts by name; of a hub name also its `commit`."""
+
+
+class StartModel(NamedTuple):
+    """A model that a stage starts from: its folder or hub name, and its content."""
+
+    path: str
+    identity: Identity
+
+
+def identify_model(model: str) -> dict[str, str]:
+    """Return the digest of each part that a model has, and the commit of a hub name; {} if it is not on this machine.
+
+    A digest covers all bytes of the part's files and their names; configurations count by their keys and values.
+    """
+    folder = _find_folder(model)
+    if folder is None:
+        return {}
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    identity = {}
+    for part, patterns in _PARTS.items():
+        named = {path.name: path for path in files if any(fnmatch(path.name, pattern) for pattern in patterns)}
+        if named:
+            identity[part] = hash_json(dict(zip(named, _hash_contents(list(named.values())))))
+    if folder != Path(model):
+        identity["commit"] = folder.name
+    return identity
+
+
+def fingerprint_model(model: str) -> str | None:
+    """Return one digest of a model's weights and configuration, code included; None without weights.
+
+    It decides if two models compute the same: their tokenizers, generation settings and places may differ.
+    """
+    identity = identify_model(model)
+    parts = {part: identity.get(part) for part in ("weights", "adapter", "configuration", "code")}
+    return hash_json(parts) if parts["weights"] else None
+
+
+def check_model_files(model: str | Path, *, whole: bool = True) -> None:
+    """Raise `ModelError` if a folder that rlhf wrote differs from its manifest; other folders and hub names pass.
+
+    `whole` compares all contents; False compares those of small files, and only the sizes of weights.
+    """
+    folder = Path(model)
+    if not (folder / MANIFEST).is_file():
+        return
+    select: Callable[[str], bool] = (lambda name: True) if whole else lambda name: not _is_weight_file(name)
+    if damage := find_damage(folder, select):
+        raise ModelError(
+            f"{folder}: is damaged: {damage}; restore it, or delete {folder / MANIFEST} if the change is intended"
+        )
+
+
+def describe_change(then: Identity, now: Identity) -> str | None:
+    """Return which parts of a model differ; None if none does."""
+    digests = [part for part in _PARTS if then.get(part) != now.get(part)]
+    if not digests:
+        return None
+    commits = then.get("commit"), now.get("commit")
+    suffix = f": commit {commits[0]} there, {commits[1]} now" if all(commits) else ""
+    return f"other {' and '.join(digests)}{suffix}"
+
+
+def _is_weight_file(name: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in _PARTS["weights"][:3])
+
+
+def _find_folder(model: str) -> Path | None:
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        file = try_to_load_from_cache(model, "config.json")
+    except HFValidationError:  # a path that does not exist
+        return None
+    return Path(file).parent if isinstance(file, str) else None
+
+
+def _hash_contents(paths: list[Path]) -> list[str]:
+    """Return a digest of the content of each file, in order."""
+    digests = {path: _read_settings(path) or _find_blob(path) for path in paths}
+    unknown = [path for path, digest in digests.items() if digest is None]
+    digests |= dict(zip(unknown, hash_files(unknown)))
+    return [str(digests[path]) for path in paths]
+
+
+def _find_blob(path: Path) -> str | None:
+    match = _BLOB.search(os.path.realpath(path)) if path.is_symlink() else None
+    return match[1] if match else None
+
+
+def _read_settings(path: Path) -> str | None:
+    """Return a digest of a configuration without `_NOTES`; None if the file is none, or is no JSON object."""
+    if not fnmatch(path.name, "*config.json"):
+        return None
+    try:
+        settings: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(settings, dict):
+        return None
+    return hash_json({key: value for key, value in settings.items() if key not in _NOTES})

@@ -1,0 +1,65 @@
+"""A model is identified by the content of its files; of a hub name also by its commit."""
+
+import hashlib
+import json
+
+import pytest
+
+from rlhf.config.schema import load_config
+from rlhf.roles.model_identity import StartModel, describe_change, identify_model
+from rlhf.runs.resume import find_changed_models
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """The cache of the hub; a function adds a commit of a model, whose weights are links to blobs."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path), raising=False)
+
+    def commit(name, weights):
+        folder = tmp_path / "models--me--model"
+        digest = hashlib.sha256(weights).hexdigest()
+        for part in ("refs", "blobs", f"snapshots/{name}"):
+            (folder / part).mkdir(parents=True, exist_ok=True)
+        (folder / "refs" / "main").write_text(name)
+        (folder / "blobs" / digest).write_bytes(weights)
+        (folder / "snapshots" / name / "model.safetensors").symlink_to(folder / "blobs" / digest)
+        (folder / "snapshots" / name / "config.json").write_text(json.dumps({"hidden_size": 64}))
+        return folder / "snapshots" / name
+
+    return commit
+
+
+def test_hub_name_is_identified_by_content_and_commit(hub):
+    folder = hub("a1", b"first")
+    identities = [identify_model("me/model"), identify_model(str(folder))]
+    assert identities[0] == identities[1] | {"commit": "a1"} and set(identities[1]) == {"weights", "configuration"}
+    hub("b2", b"second")
+    change = describe_change(identities[0], identify_model("me/model"))
+    assert change == "other weights: commit a1 there, b2 now"
+    hub("c3", b"first")  # another commit with the same files
+    assert describe_change(identities[0], identify_model("me/model")) is None
+    assert identify_model("me/absent") == {} and identify_model("/absent/model") == {}
+
+
+@pytest.mark.parametrize(
+    ("stage", "key", "path", "now", "changed"),
+    [
+        ("sft", "model.path", "/old/m", {"weights": "1", "tokenizer": "2"}, None),
+        ("sft", "model.path", "/old/m", {"weights": "9", "tokenizer": "2"}, "/old/m (other weights)"),
+        ("sft", "model.path", "/old/m", {"weights": "1"}, "/old/m (other tokenizer)"),
+        ("sft", "model.path", "/new/m", {"weights": "9", "tokenizer": "8"}, "/new/m (other weights and tokenizer)"),
+        ("ppo", "ppo.actor", "/old/m", {"weights": "9", "tokenizer": "2"}, "/old/m (other weights)"),
+        ("ppo", "ppo.actor", "/new/m", {"weights": "9", "tokenizer": "2"}, "/new/m (other weights)"),  # both moved
+        ("ppo", "ppo.actor", "/old/m", {"weights": "1", "adapter": "3"}, None),  # the other stage reads no adapter
+        ("ppo", "ppo.actor", "/else/m", {"weights": "9", "tokenizer": "2"}, None),
+    ],
+)
+def test_models_are_compared_with_every_stage_under_their_path(stage, key, path, now, changed):
+    """The record of the same key counts under any path, since the run may have moved."""
+    then = {"path": "/old/m", "identity": {"weights": "1", "tokenizer": "2"}}
+    recorded = {"config": {"output": "/old/run"}, "stages": {"sft": {"models": {"model.path": then}}}}
+    config = load_config(None, ["output=/new/run"])
+    differences = find_changed_models(recorded, config, {stage: {key: StartModel(path, now)}})
+    assert differences == ([changed] if changed else [])
+    assert find_changed_models(recorded, config, {stage: {key: StartModel(path, now)}}, ["reward"]) == []
