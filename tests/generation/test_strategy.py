@@ -4,7 +4,13 @@ import pytest
 
 from rlhf.config.schema import build_config
 from rlhf.errors import ConfigError
-from rlhf.generation.hybrid_engine import check_generation, check_generation_model, choose_rank_group
+from rlhf.generation.hybrid_engine import (
+    GenerationMemory,
+    _resolve_group_size,
+    check_generation,
+    check_generation_model,
+    choose_rank_group,
+)
 from tests.generation.test_decoder import build
 from tests.helpers import llama
 from tests.trainers.test_lora import build as trained
@@ -115,3 +121,17 @@ def test_below_zero_3_each_rank_generates_alone(accelerator):
     lines = []
     assert type(choose_rank_group(trained(accelerator, 2), configuration(2), say=lines.append)).__name__ == "SingleRank"
     assert not lines
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 4), (8, 4), (6, 2)])
+def test_largest_group_that_divides_ranks_and_heads_is_taken(ranks, size):
+    assert _resolve_group_size(llama(60, num_key_value_heads=4), configuration().ppo, ranks) == size
+    assert _resolve_group_size(llama(60), configuration().ppo, ranks) == 2  # it has two heads of keys
+
+
+def test_group_needs_its_share_of_weights_and_the_logits_of_all_its_rows():
+    """Two ranks: 80 / 2 + 10 + 2 x 5 next to 30 are 90, nine tenths of 100; alone 80 + 10 + 5 next to 30 are 125."""
+    memory = GenerationMemory(weights=80, unpacked=80, cache=10, logits=5, used=30, total=100)
+    assert memory.fits(2) and not memory.fits(1)
+    assert not memory._replace(total=99).fits(2)
+    assert memory._replace(total=139).fits(1) and not memory._replace(total=138).fits(1)

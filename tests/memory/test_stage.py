@@ -178,6 +178,42 @@ def test_reference_pass_counts_once_or_with_every_step() -> None:
     assert passes(epochs=4, reference="beside") == pytest.approx(4)
 
 
+# PPO's operations
+
+
+@pytest.mark.parametrize(
+    ("settings", "passes"),
+    [
+        # (of the actor, of the critic): generation, two scorings of the actor's weights; the critic's and the reward's.
+        ({}, (2 + 2 + 2 + 6, 2 + 2 + 6)),
+        ({"ppo": {"ppo_epochs": 3}}, (2 + 2 + 2 + 3 * 6, 2 + 2 + 3 * 6)),
+        ({"model": {"gradient_checkpointing": True}}, (2 + 2 + 2 + 8, 2 + 2 + 8)),
+        ({"ppo": {"estimator": "grpo"}}, (2 + 2 + 2 + 6, 2)),  # the reward model alone
+    ],
+    ids=["once", "three epochs", "checkpointing", "no critic"],
+)
+def test_operations_of_ppo_are_those_counted_by_hand(settings: dict[str, Any], passes: tuple[int, int]) -> None:
+    """For each number and token two operations forward and four backward; models of 7B, with and without the output."""
+    values: dict[str, Any] = {"model": {"path": "llama-2-7b"}, "data": {"max_prompt_length": 24}}
+    values["data"]["max_completion_length"] = 40
+    ppo = {"batch_size": 8, "micro_batch_size": 2} | settings.get("ppo", {})
+    config = build_config({**values, "model": values["model"] | settings.get("model", {}), "ppo": ppo})
+    actor, scalar = 6_738_415_616, 6_738_415_616 - 32000 * 4096 + 4096
+    operations = count_operations(config, "ppo", build_models(config, "ppo", Environment()))
+    assert operations == 8 * 64 * (passes[0] * actor + passes[1] * scalar)
+
+
+def test_operations_of_ppo_with_adapters_leave_out_gradients_of_frozen_weights() -> None:
+    """The reference is the actor without adapters: generation, two scorings and 4 of the actor, then 2 + 4 and 2."""
+    config = seven_billion(ppo={"batch_size": 8, "micro_batch_size": 2})
+    models = build_models(config, "ppo", Environment())
+    assert "reference" not in models
+    actor, critic, reward = (models[name].parameters for name in ("actor", "critic", "reward"))
+    tokens = 8 * config.data.max_length
+    expected = tokens * ((2 + 2 + 2 + 4) * actor + (2 + 4) * critic + 2 * reward)
+    assert count_operations(config, "ppo", models) == expected
+
+
 # weights in the layout of the device, and parts that are trained next to adapters
 
 

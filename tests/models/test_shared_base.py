@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from rlhf.config.schema import LoraConfig, ModelConfig
+from rlhf.engine.engine import freeze_model
 from rlhf.errors import ModelError
 from rlhf.models.loading import build_on_meta
 from rlhf.models.lora import (
@@ -20,6 +22,7 @@ from rlhf.models.lora import (
 from rlhf.models.shared_base import SharedBase, build_on_base, share_tensors
 from tests.families.table import EACH
 from tests.helpers import llama
+from tests.in_process import make_placement
 
 IDS = torch.randint(3, 60, (2, 7), generator=torch.Generator().manual_seed(0))
 
@@ -117,3 +120,29 @@ def test_base_that_does_not_fit_is_refused():
     scorer = build_on_meta(llama(60, hidden_size=16).config, ModelConfig(), attention="sdpa", scalar_head=True)
     with pytest.raises(ModelError, match=r"^\S+: the shared base lacks .*; set lora.share_base=false$"):
         share_tensors(scorer, SharedBase(llama(60)), {})
+
+
+def test_frozen_reward_model_on_shared_base_drops_nothing(accelerator, tmp_path):
+    """Its adapter was trained with dropout, and the base belongs to a model in training mode."""
+    torch.manual_seed(0)
+    source = build_on_meta(llama(60).config, ModelConfig(), attention="sdpa", scalar_head=True).to_empty(device="cpu")
+    peft_config = build_peft_config(source, LoraConfig(rank=4, dropout=0.5))
+    inject_adapters(source, FROZEN_ADAPTER, peft_config)
+    tensors = {
+        f"base_model.model.{name.replace(f'.{FROZEN_ADAPTER}', '')}": torch.randn(parameter.shape)
+        for name, parameter in source.named_parameters()
+        if ".lora_" in name or name == "score.weight"
+    }
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    peft_config.save_pretrained(str(tmp_path))
+
+    base = SharedBase(adapted(llama(60)).train())
+    scorer = build_on_base(base, ModelConfig(), attention="sdpa", scalar_head=True, adapter=tmp_path)
+    scorer.train()
+    placement = make_placement(0, trained=False)
+    precision = accelerator.precision("fp32")
+    frozen = freeze_model(scorer, accelerator=accelerator, precision=precision, placement=placement, shared=True)
+    with torch.no_grad():
+        first, second = (frozen(input_ids=IDS).logits for _ in range(2))
+        assert torch.equal(first, second)
+        assert not torch.equal(*(frozen.train()(input_ids=IDS).logits for _ in range(2)))  # there is dropout
