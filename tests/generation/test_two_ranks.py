@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf.models.quantized import ALIGNED, count_quantized, find_quantized_layers
 from tests.forks import Forks
 from tests.generation import two_ranks
 from tests.generation.two_ranks import GREEDY, MODELS, PACKED, SAMPLED, SHARDED
@@ -90,6 +91,19 @@ def test_rank_of_a_group_holds_its_part_and_releases_it(results):
         assert result["held"] < whole * 0.52, "norms and a row that fills up the vocabulary are whole"
         assert result["freed"], "and not only when Python looks for circles"
         assert result["sharded"], "the model in training is as it was"
+
+
+def test_quantized_weights_are_split_unpacked(results):
+    model = two_ranks.model(PACKED)
+    others = 4 * sum(parameter.numel() for parameter in model.parameters())
+    stored = [dict(layer.named_buffers(recurse=False)) for layer in find_quantized_layers(model).values()]
+    packed = sum(-(-tensor.nbytes // ALIGNED) * ALIGNED for tensors in stored for tensor in tensors.values())
+    for result in results:
+        memory = result["estimated"]
+        assert memory.weights == others + packed
+        assert memory.unpacked == others + 4 * count_quantized(model)
+    tight = memory._replace(cache=0, logits=0, used=0, total=2 * memory.weights)
+    assert tight.fits() and not tight._replace(unpacked=4 * memory.weights).fits(2)
 
 
 @pytest.mark.parametrize(

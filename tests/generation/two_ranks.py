@@ -19,7 +19,7 @@ from accelerators.quantized import QuantizedWeights
 from rlhf.config.schema import LoraConfig, SamplingConfig, build_config
 from rlhf.engine import distributed
 from rlhf.engine.engine import TrainingEngine
-from rlhf.generation import tensor_parallel
+from rlhf.generation import hybrid_engine, tensor_parallel
 from rlhf.generation.decoder import Completions, Decoder
 from rlhf.generation.hybrid_engine import choose_rank_group, generation_mode
 from rlhf.generation.rank_groups import LockstepRanks, SingleRank, TensorParallelGroup
@@ -132,6 +132,9 @@ def main(folder: str, names: Sequence[str]) -> None:
         result: dict[Any, Any] = {}
         for name in names:
             trained = build_engine(accelerator, 3, model=model(name, sharded=True))
+            if name == PACKED:
+                config = build_config({"engine": {"zero_stage": 3}})
+                result["estimated"] = hybrid_engine._estimate_memory(trained, config, 2)
             for mode, rank_group in rank_groups.items():
                 if mode != "tensor_parallel" and name not in (SHARDED, PACKED):
                     continue
