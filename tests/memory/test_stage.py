@@ -277,3 +277,12 @@ def test_initial_parts_stay_in_memory_for_models_on_the_same_base() -> None:
         return build_models(build_config(values), "ppo", Environment())["actor"].weights()
 
     assert weights(True) - weights(False) == 2 * 2 * 32000 * 4096
+
+
+def test_parts_next_to_adapters_have_masters_and_moments() -> None:
+    def states(parts: list[str]) -> int:
+        config = seven_billion(lora=LORA | {"also_train": parts}, engine={"zero_stage": 1})
+        items = build_models(config, "sft", Environment())["sft"].resting()
+        return sum(item.size for item in items if item.kind in ("masters", "moments"))
+
+    assert states(["embeddings"]) - states([]) == (4 + 8) * 2 * 32000 * 4096
