@@ -21,7 +21,6 @@ from rlhf.contrib.deepspeed_chat.tables import (  # noqa: E402
     Variable,
     load_flags,
     load_implied,
-    load_scripts,
     load_variables,
 )
 
@@ -67,19 +66,6 @@ def variable_table() -> Iterator[str]:
         yield f"| `{name}` | {made or '-'} | {_variable_here(row)} |"
 
 
-def default_table() -> Iterator[str]:
-    """What each script takes where a variable is not set; `-`: it does not read it."""
-    yield (
-        "| variable | "
-        + " | ".join(name.replace("/train", " train").removesuffix(".sh") for name in load_scripts())
-        + " |"
-    )
-    yield "|---|" + "---|" * len(load_scripts())
-    for name in load_variables():
-        found = [script.defaults.get(name, "-") for script in load_scripts().values()]
-        yield f"| `{name}` | " + " | ".join("empty" if value is None else str(value) for value in found) + " |"
-
-
 def _defaults(row: Flag) -> str:
     found: dict[str, list[str]] = {}
     for program, value in row.of.items():
@@ -117,7 +103,6 @@ TABLES = {
     "flags": flag_table,
     "implied": implied_table,
     "variables": variable_table,
-    "defaults": default_table,
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -51,7 +50,7 @@ def config(
         typer.Option(
             "--from-deepspeed-chat",
             metavar="COMMAND",
-            help="Translate a DeepSpeed-Chat command line, a script that contains one, or standard input (-) into a "
+            help="Translate a DeepSpeed-Chat command line, a script with its arguments, or standard input (-) into a "
             "recipe. Repeatable: several steps make one recipe.",
         ),
     ] = None,
@@ -72,7 +71,7 @@ def config(
 
     [bold]rlhf config --from-deepspeed-chat "deepspeed --num_gpus 1 main.py --model_name_or_path facebook/opt-1.3b"[/]
 
-    [bold]rlhf config --from-deepspeed-chat training_scripts/opt/single_gpu/run_1.3b.sh > recipe.yaml[/]
+    [bold]rlhf config --from-deepspeed-chat "bash training_scripts/opt/single_node/run_13b.sh out/actor out/critic"[/]
     """
     if from_deepspeed_chat:
         others = (options.config, options.overrides, options.precision, options.output, options.seed)
@@ -80,7 +79,7 @@ def config(
             raise ConfigError("--from-deepspeed-chat: prints what the command means; give other options to rlhf later")
         from rlhf.contrib.deepspeed_chat.translate import format_translation, translate_commands
 
-        texts = [_read_command(command) for command in from_deepspeed_chat]
+        texts = [sys.stdin.read() if command == "-" else command for command in from_deepspeed_chat]
         _print_recipe(format_translation(translate_commands(texts, os.environ, devices)))
         return
     if devices:
@@ -96,22 +95,6 @@ def config(
     if options.config:  # its paths are relative to its folder, which need not be that of the printed recipe
         values = Config.model_validate(values.model_dump(mode="json"))
     _print_recipe(format_recipe(values, about))
-
-
-def _read_command(command: str) -> str:
-    """Return a command given as text, on standard input or in a script; the fork's scripts are known by name."""
-    from rlhf.contrib.deepspeed_chat.tables import load_scripts
-
-    if command == "-":
-        return sys.stdin.read()
-    path = Path(command)
-    if "\n" in command or path.name in {Path(name).name for name in load_scripts()} or not path.is_file():
-        return command
-    try:
-        # The folder tells which step a script's plain `main.py` belongs to.
-        return f"cd {shlex.quote(str(path.resolve().parent))}\n{path.read_text(encoding='utf-8')}"
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{command}: cannot be read as text; name a script, or give the command itself") from error
 
 
 def _print_recipe(text: str) -> None:

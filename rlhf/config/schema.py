@@ -213,6 +213,7 @@ class RoleConfig(ConfigModel):
         None, description="recompute activations in the backward pass; empty: model.gradient_checkpointing"
     )
     lora_rank: int | None = Field(None, ge=0, description="rank of the adapters; empty: lora.rank")
+    lora_alpha: float | None = Field(None, gt=0, description="adapters are scaled by alpha / rank; empty: lora.alpha")
     lora_learning_rate: float | None = Field(
         None, gt=0, description="peak learning rate of the adapters; empty: lora.learning_rate"
     )

@@ -140,6 +140,7 @@ def _place_model(config: Config, stage: Stage, role: Role) -> ModelPlacement:
             # Rollouts are scored without dropout: with it, the ratio of new to old policy would not start at 1.
             update={
                 "rank": overrides.get("lora_rank", config.lora.rank) if role.trained else 0,
+                "alpha": overrides.get("lora_alpha", config.lora.alpha),
                 "learning_rate": overrides.get("lora_learning_rate", config.lora.learning_rate),
             }
             | ({"dropout": 0.0} if stage == "ppo" else {})
@@ -198,7 +199,8 @@ def _check_reference(config: Config, stages: Sequence[Stage]) -> None:
             f"roles.reference.zero_stage: the reference is frozen and has no optimizer to shard, got "
             f"{overrides.zero_stage}; set 0, or 3 to shard its weights"
         )
-    only_trained = {"gradient_checkpointing": ", or set false", "lora_rank": ", or set 0", "lora_learning_rate": ""}
+    only_trained = {"gradient_checkpointing": ", or set false", "lora_rank": ", or set 0"}
+    only_trained |= {"lora_alpha": "", "lora_learning_rate": ""}
     for key, alternative in only_trained.items():
         if settings.get(key):
             raise ConfigError(

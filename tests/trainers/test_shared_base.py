@@ -17,7 +17,7 @@ from rlhf.config.schema import ModelConfig, OptimizerConfig, build_config
 from rlhf.engine import distributed
 from rlhf.engine.engine import TrainingEngine
 from rlhf.evaluation.models import model_folder
-from rlhf.models.lora import add_adapters
+from rlhf.models.lora import add_adapters, find_adapted_layers
 from rlhf.models.shared_base import SharedBase, build_on_base
 from rlhf.roles.roles import model_placements
 from rlhf.trainers import pipeline
@@ -141,7 +141,7 @@ def test_numbers_are_those_of_four_separate_models(build, precision):
 
 
 def test_fully_trained_critic_shares_nothing(build):
-    ppo, log = build(roles={"actor": {"lora_rank": 8}, "critic": {"lora_rank": 0}})
+    ppo, log = build(roles={"actor": {"lora_rank": 8, "lora_alpha": 24}, "critic": {"lora_rank": 0}})
     assert (
         "ppo: actor, reference and reward share one frozen base; the others do not: the critic is trained in full\n"
         in log
@@ -154,6 +154,8 @@ def test_fully_trained_critic_shares_nothing(build):
         parameter.shape[0] for name, parameter in ppo.actor.module.named_parameters() if ".lora_A.default" in name
     }
     assert factor == 8
+    scales = {layer.scaling["default"] for layer in find_adapted_layers(ppo.actor.module).values()}
+    assert scales == {24 / 8}, "of the role, not of lora.alpha"
     ppo.step(0)
     assert all(parameter.grad is None or parameter.requires_grad for parameter in ppo.critic.module.parameters())
 

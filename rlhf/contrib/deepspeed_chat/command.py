@@ -1,30 +1,29 @@
-"""Parse pasted command lines of DeepSpeed-Chat into `Command`s: the program, its flags, and shell variables.
+"""Parse pasted command lines and scripts of DeepSpeed-Chat into `Command`s: the program, its flags, and variables.
 
-The text may hold several commands, line continuations, the launcher, redirections, assignments, or a whole script.
-Values are not checked here; a shell variable without a value stays `$NAME`. The fork's example scripts are expanded
-into the command that they would start.
+The text may hold several commands, line continuations, the launcher, redirections and assignments, or start a script,
+which is then read as `shell.py` describes. Values are not checked here; a shell variable without a value stays `$NAME`.
 """
 
 from __future__ import annotations
 
-import itertools
+import ast
+import os
 import re
-import shlex
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
+from typing import Any
 
+from rlhf.contrib.deepspeed_chat.shell import UNKNOWN, LoopError, Shell, shorten
 from rlhf.contrib.deepspeed_chat.tables import (
     STEPS,
     Flag,
-    Script,
     find_flag,
     load_flags,
-    load_scripts,
     load_variables,
     suggest,
 )
-from rlhf.contrib.deepspeed_chat.variables import output_folder, read_variables
+from rlhf.contrib.deepspeed_chat.variables import PREFIX, read_variables
 from rlhf.errors import ConfigError
 
 _PROGRAMS = {
@@ -49,11 +48,18 @@ _OTHERS = {
 }
 """Programs without a recipe, and what to use instead."""
 
-_SHELL = {"if", "then", "else", "elif", "fi", "for", "do", "done", "mkdir", "set", "exit", "echo", "export", "#"}
-_REDIRECTION = re.compile(r"^(?:\d*|&)>|^<$|^\||^&$")
-_ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)=(.*)$", re.DOTALL)
-_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\})")
+_GRIDS = {"sft": "step1.yaml", "reward": "step2.yaml", "dpo": "step2.yaml", "ppo": "step3.yaml"}
+"""The grids in example_scripts/sweeps, by the stage that a loop trains."""
+
+_HARMLESS = {"echo", "mkdir", "pkill", "set", "sleep", "source", "."}
+"""Commands in pasted text that start no training; other commands than DeepSpeed-Chat's are refused there."""
+
+_TORCH_LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+_TORCH_FLAGS = {"--nproc_per_node": "--num_gpus", "--nnodes": "--num_nodes"}
+"""Options of PyTorch's launcher by those of DeepSpeed's; its others say how ranks meet."""
+
 _VALUE = re.compile(r"^-(?!-)[\d.]")  # a negative number, not a flag
+_MOST_NESTED = 8  # scripts that start one another
 
 
 @dataclass(frozen=True)
@@ -65,138 +71,212 @@ class Command:
         given: the texts after each flag, by the flag's current name.
         written: each flag as it was written, by its current name.
         guess: other stages that accept the same flags, if no path names the stage.
-        script: the fork's script that builds the flags from variables; empty for other commands.
-        variables: the shell's variables.
+        variables: the shell's variables; empty for commands of scripts, whose flags contain their values.
+        defaults: the defaults of the main.py that the command would run, by flag, and the numbers that its trainer
+            sets, by name; None if that file is not here.
     """
 
     stage: str
     given: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     written: Mapping[str, str] = field(default_factory=dict)
     guess: tuple[str, ...] = ()
-    script: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] | None = None
 
 
-def parse_commands(texts: Sequence[str]) -> tuple[list[Command], dict[str, str]]:
+def parse_commands(texts: Sequence[str], environment: Mapping[str, str]) -> tuple[list[Command], dict[str, str]]:
     """Return (the commands in the texts, the variables assigned in them).
 
-    A text of assignments alone sets variables for all texts after it, and overrides a script's own assignments, like
-    variables that a script's caller sets.
+    A text is a command line, several of them, or the path of a script. A text of assignments alone sets variables for
+    all texts after it, and overrides the assignments of scripts.
+
+    Args:
+        texts: the texts.
+        environment: variables; scripts see those named HL_*, the fork's.
 
     Raises:
-        ConfigError: a text is not a command of DeepSpeed-Chat, or a flag does not belong to the program.
+        ConfigError: a text is not a command of DeepSpeed-Chat, a script cannot be read, or a flag does not belong to
+            the program.
     """
-    variables: dict[str, str] = {}
-    given: dict[str, str] = {}
-    commands: list[Command] = []
+    parser = _Parser({name: value for name, value in environment.items() if name.startswith(PREFIX)})
     for text in texts:
-        lines, folder, assigned = [*_lines(text)], "", dict(variables)
-        if not any(_store_assignments(words, assigned) for words in lines):
-            given |= {name: value for name, value in assigned.items() if variables.get(name) != value}
-            variables = assigned
-            continue
-        for words in lines:
-            assigned = dict(variables)
-            if not (rest := _store_assignments(words, assigned)):
-                variables = assigned | given
-            elif rest[0] == "cd":
-                folder = " ".join(rest[1:])
-            elif rest[0] not in _SHELL and rest[0] != "[":
-                commands.append(replace(_parse_command([*_expand_words(rest, variables)], folder), variables=assigned))
-    return commands, variables
+        parser.parse(text)
+    parser.check_variables()
+    return parser.commands, parser.shell.variables
+
+
+class _Parser:
+    """Collects the commands of texts, and of the scripts that they start."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.commands: list[Command] = []
+        self.shell = Shell()
+        self._environment = environment
+        self._scripts: dict[str, str] = {}  # path -> text
+        self._variables: dict[str, str] = {}  # HL_* variables that scripts see
+
+    def parse(self, text: str) -> None:
+        """Add the commands of a text."""
+        if "\n" not in text and os.path.isfile(text.strip()):
+            self._parse_script([text.strip()], self.shell, {}, "", 0)
+            return
+        before = dict(self.shell.variables)
+        try:
+            has_commands = self._parse_text(text, self.shell, "", 0)
+        except LoopError as error:
+            raise ConfigError(f"{error}{_describe_sweep(text)}") from error
+        if not has_commands:
+            assigned = {name: value for name, value in self.shell.variables.items() if before.get(name) != value}
+            self.shell.fixed = {**self.shell.fixed, **assigned}
+
+    def check_variables(self) -> None:
+        """Check the HL_* variables that scripts see: each is read by one of them, and has a valid value."""
+        if not self._scripts:
+            return
+        read_variables({name: value for name, value in self._variables.items() if not self._is_own(name)})
+        for name, value in self._variables.items():
+            if value.strip() and not any(name in text for text in self._scripts.values()):
+                raise ConfigError(f"{name}: not read by {' or '.join(self._scripts)}; unset it")
+
+    def _is_own(self, name: str) -> bool:
+        """Return whether a variable is unknown, but read by an edited script."""
+        return name not in load_variables() and any(name in text for text in self._scripts.values())
+
+    def _parse_text(self, text: str, shell: Shell, folder: str, depth: int) -> bool:
+        """Add the commands of a text, which is a script's if `depth` is not 0; return whether it has commands."""
+        has_commands = False
+        for words, prefix in shell.run(text):
+            has_commands = True
+            program = next((word for word in words if word.endswith((".py", ".sh"))), "")
+            if words[0] == "cd":
+                folder = os.path.join(folder, " ".join(words[1:]))
+            elif program.endswith(".sh") and words[0] not in _HARMLESS:
+                self._parse_script(words[words.index(program) :], shell, prefix, folder, depth)
+            elif words[0] not in _HARMLESS and (depth == 0 or program):
+                command = _parse_command(words, program, folder, is_pasted=depth == 0)
+                variables = {} if depth else {**shell.variables, **prefix}
+                self.commands += [replace(command, variables=variables)] if command else []
+        return has_commands
+
+    def _parse_script(self, words: list[str], shell: Shell, prefix: Mapping[str, str], folder: str, depth: int) -> None:
+        """Add the commands of a script, started with arguments, by a shell with variables."""
+        path = next((path for path in (Path(words[0]), Path(folder, words[0])) if os.path.isfile(path)), None)
+        if path is None:
+            if sweep := _describe_sweep(words[0]):
+                raise ConfigError(f"{words[0]}: starts several trainings{sweep}")
+            raise ConfigError(
+                f"{words[0]}: no such file; give the path of the script, or paste the deepspeed command in it"
+            )
+        if depth == _MOST_NESTED:
+            raise ConfigError(f"{words[0]}: scripts start one another without end; paste the deepspeed command")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: cannot be read as text; name a script, or give the command itself") from error
+        exported = {name: value for name, value in shell.variables.items() if name in shell.exported}
+        variables = {**self._environment, **exported, **prefix, **shell.fixed}
+        self._scripts[words[0]] = text
+        self._variables |= {name: value for name, value in variables.items() if name.startswith(PREFIX)}
+        inner = Shell({**variables}, shell.fixed, words, {*variables})
+        try:
+            self._parse_text(text, inner, str(path.resolve().parent), depth + 1)
+        except LoopError as error:
+            raise ConfigError(f"{words[0]}: {error}{_describe_sweep(str(path.resolve()))}") from error
+
+
+def _describe_sweep(text: str) -> str:
+    """Return what replaces the loop of a sweep, by the step that a text names; empty if it names none."""
+    stage = _find_stage(text)
+    if not stage or ("sweep" not in text and "for " not in text):
+        return ""
+    about = ", with stages: [dpo]" if stage == "dpo" else ""
+    return f"; for a sweep use `rlhf sweep example_scripts/sweeps/{_GRIDS[stage]}`{about}"
 
 
 def find_shell_variable(text: str) -> str:
     """Return the first shell variable in a text, as it is written; empty if there is none."""
-    match = re.search(r"\$(?:\w+|\{[^}]*\}|[@*#])|`", text)
+    match = re.search(r"\$(?:\w+|\{[^}]*\}|\(\.\.\.\)|[@*#])|`", text)
     return match.group() if match else ""
 
 
-def _lines(text: str) -> Iterator[list[str]]:
-    """Yield the words of each command, without comments and redirections."""
-    for line in re.sub(r"\\[ \t]*\r?\n", " ", text).splitlines():
-        try:
-            lexer = shlex.shlex(line, posix=True, punctuation_chars=";")
-            lexer.whitespace_split = True
-            words = list(lexer)
-        except ValueError as error:
-            raise ConfigError(f"{_short(line)}: not a valid shell command ({error}); correct its quotes") from error
-        part: list[str] = []
-        for word in [*words, ";"]:
-            if word not in (";", "&&", ";;"):
-                part.append(word)
-                continue
-            yield [*itertools.takewhile(lambda word: not _REDIRECTION.match(word), part)]
-            part = []
-
-
-def _store_assignments(words: list[str], variables: dict[str, str]) -> list[str]:
-    """Store the assignments at the start of a command, and return the words after them; `$1` is not stored."""
-    rest = words[1:] if words[:1] == ["export"] else words
-    for position, word in enumerate(rest):
-        if not (match := _ASSIGNMENT.match(word)):
-            return rest[position:] if position else words
-        value = _expand(match.group(2), variables)
-        if not _VARIABLE.fullmatch(value):
-            variables[match.group(1)] = value
-    return []
-
-
-def _expand(word: str, variables: Mapping[str, str]) -> str:
-    def value(match: re.Match[str]) -> str:
-        default = match.group() if match.group(3) is None else match.group(3)
-        return variables.get(match.group(1) or match.group(2)) or default
-
-    return _VARIABLE.sub(value, word)
-
-
-def _expand_words(words: Iterable[str], variables: Mapping[str, str]) -> Iterator[str]:
-    """Yield the words with variables expanded, each to one word or several: `ZERO="--zero_stage 2"`."""
-    for word in words:
-        yield from _expand(word, variables).split() if "$" in word else [word]
-
-
-def _parse_command(words: list[str], folder: str) -> Command:
-    program = next((word for word in words if word.endswith((".py", ".sh"))), "")
+def _parse_command(words: list[str], program: str, folder: str, *, is_pasted: bool) -> Command | None:
+    """Return the command of DeepSpeed-Chat; None for another program in a script."""
     name = PurePosixPath(program).name
     if name in _OTHERS:
         raise ConfigError(f"{name}: {_OTHERS[name]}; see docs/deepspeed-chat.md")
-    if name.endswith(".sh"):
-        return _find_script(program)
     flags_given = _split_flags(words, program)
+    stage = _find_stage(program, folder)
+    if not is_pasted and not (name == "main.py" or stage):
+        return None
     if not program and not flags_given:
         raise ConfigError(
-            f"{_short(' '.join(words))}: not a command of DeepSpeed-Chat; paste a `deepspeed main.py --...`"
+            f"{shorten(' '.join(words))}: not a command of DeepSpeed-Chat; paste a `deepspeed main.py --...`"
         )
-    stage = next((stage for path in (program, folder) for part, stage in _PROGRAMS.items() if part in path), "")
     if stage:
-        return _check_flags(stage, flags_given)
+        return replace(_check_flags(stage, flags_given), defaults=_read_defaults(stage, program, folder))
     known = {step: sum(_find_flag(step, flag) is not None for flag, _ in flags_given) for step in STEPS}
     fitting = [step for step in STEPS if known[step] == len(flags_given)]
     return _check_flags(fitting[0] if fitting else max(STEPS, key=known.__getitem__), flags_given, tuple(fitting[1:]))
 
 
-def _find_script(path: str) -> Command:
-    """Return the command of one of the fork's scripts, by its name."""
-    name = PurePosixPath(path).name
-    for script in load_scripts().values():
-        if PurePosixPath(script.name).name == name:
-            return Command(script.stage, script=script.name)
-    raise ConfigError(
-        f"{path}: neither a file nor a known script; give the path of the script, or paste the deepspeed command in it"
-    )
+def _read_defaults(stage: str, program: str, folder: str) -> dict[str, Any] | None:
+    """Return the defaults of the main.py that a command would run, by flag; None if it is not here.
+
+    Versions of DeepSpeed-Chat differ in their defaults, and the user may have changed them.
+    """
+    tail = Path(*PurePosixPath(program).parts[-2:])
+    start = Path(folder).absolute()
+    places = [start / program, *(parent / tail for parent in start.parents)]
+    places += [parent / "training" / tail for parent in start.parents]
+    for path in places if folder or program != "main.py" else ():
+        if _find_stage(str(path)) != stage or not path.is_file():
+            continue
+        try:
+            defaults = dict(_find_defaults(ast.parse(path.read_text(encoding="utf-8"))))
+        except (OSError, UnicodeDecodeError, SyntaxError, ValueError):
+            continue
+        if "--data_path" in defaults:
+            return defaults | _read_constants(path.parent)
+    return None
+
+
+def _read_constants(step: Path) -> dict[str, Any]:
+    """Return the numbers that the trainer of a step's folder sets, by the name of their attribute."""
+    places = (step / "ppo_trainer.py", *step.parent.parent.glob("dschat/rlhf/ppo_trainer.py"))
+    path = next((path for path in places if path.is_file()), None)
+    text = path.read_text(encoding="utf-8", errors="replace") if path else ""
+    return {name: float(value) for name, value in re.findall(r"self\.(\w+) = (\d[\d.e-]*)\s", text)}
+
+
+def _find_stage(*paths: str) -> str:
+    """Return the stage that a path names, the first path's if several do; empty if none does."""
+    return next((stage for path in paths for part, stage in _PROGRAMS.items() if part in path), "")
+
+
+def _find_defaults(tree: ast.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the flags that a program adds to its parser, with their defaults."""
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument":
+            names = [name.value for name in call.args if isinstance(name, ast.Constant)]
+            default = next((keyword.value for keyword in call.keywords if keyword.arg == "default"), None)
+            value = None if default is None else ast.literal_eval(default)
+            yield from ((str(name), value) for name in names)
 
 
 def _split_flags(words: list[str], program: str) -> list[tuple[str, list[str]]]:
-    """Return each flag with the words after it; words before the first flag are programs."""
+    """Return each flag with the words after it; other words before the first flag are programs."""
+    is_torch = any(PurePosixPath(word).name in _TORCH_LAUNCHERS for word in words)
+    place = words.index(program) if is_torch and program else 0
     flags: list[tuple[str, list[str]]] = []
-    for word in words:
+    for position, word in enumerate(words):
         if word.startswith("-") and len(word) > 1 and not _VALUE.match(word):
             name, equals, value = word.partition("=")
+            if position < place:
+                name = _TORCH_FLAGS.get(name.replace("-", "_").replace("__", "--", 1), "")
             flags.append((name, [value] if equals else []))
         elif flags and word != program:
             flags[-1][1].append(word)
-    return flags
+    return [(name, values) for name, values in flags if name]
 
 
 def _find_flag(stage: str, name: str) -> Flag | None:
@@ -210,9 +290,11 @@ def _check_flags(stage: str, flags_given: list[tuple[str, list[str]]], guess: tu
         row = _find_flag(stage, name)
         if row is None:
             raise ConfigError(_describe_unknown_flag(stage, name))
-        if row.reader != "names":  # an unset variable after the value is empty, as in a shell
+        if row.reader == "names":
+            values = [value for value in values if not _is_unset(value)] or values
+        else:  # an unset variable after the value is empty, as in a shell
             takes = 1 if row.reader else 0
-            values = values[:takes] + [value for value in values[takes:] if not _VARIABLE.fullmatch(value)]
+            values = values[:takes] + [value for value in values[takes:] if not _is_unset(value)]
             if len(values) < takes:
                 raise ConfigError(f"{name}: its value is missing; add it, or remove the flag")
             if surplus := " ".join(values[takes:]):
@@ -231,107 +313,6 @@ def _describe_unknown_flag(stage: str, name: str) -> str:
     return f"{name}: unknown flag of DeepSpeed-Chat's {STEPS[stage]}; {suggest(name, known, 'the flags')}"
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-_BY_HAND = {"HL_GBS", "HL_MBS", "HL_RUN_STEPS", "HL_PRINT_ANSWERS_INTERVAL", "HL_ONLY_OPTIMIZE_LORA", "HL_LORA_DIM"}
-_BY_HAND |= {"HL_LORA_LEARNING_RATE", "HL_LORA_ACTOR_LR", "HL_LORA_CRITIC_LR", "HL_CHECKPOINT_PATH"}
-"""Variables from which the scripts build several flags, or one only together with another."""
-
-
-def expand_script(command: Command, environment: Mapping[str, str], others: Sequence[Command] = ()) -> Command:
-    """Return the command that one of the fork's scripts starts.
-
-    Args:
-        command: the command that names the script.
-        environment: the variables of the caller.
-        others: the other commands of the same recipe; their scripts may read variables that this one does not, and
-            train the models that this one starts from.
-
-    Raises:
-        ConfigError: a variable is unknown or invalid, is read by no script, or is unset and has no default.
-    """
-    script = load_scripts()[command.script]
-    environment = {**environment, **command.variables}
-    values = {name: environment[name].strip() for name in read_variables(environment)}
-    scripts = [load_scripts()[other.script] for other in (command, *others) if other.script]
-    known = {name for other in scripts for name in other.defaults}
-    if unread := [name for name in values if name not in known]:
-        raise ConfigError(f"{unread[0]}: not read by {script.name}; unset it")
-    values = {name: value for name, value in values.items() if name in script.defaults}
-    stages = {other.stage for other in others}
-    trained = {
-        f"{name}{suffix}"
-        for name, stage in (("HL_ACTOR_MODEL", "sft"), ("HL_CRITIC_MODEL", "reward"))
-        for suffix in ("", "_PATH")
-        if stage in stages
-    }
-    texts: dict[str, tuple[str, ...]] = {}
-    written: dict[str, str] = {}
-    for flag, value, why in _script_flags(script, values, trained):
-        texts[flag] = tuple(shlex.split(value)) if flag == "--data_path" else (value,) if value else ()
-        written[flag] = " ".join(filter(None, [flag, value])) + f" ({why})"
-    return Command(script.stage, texts, written, script=script.name)
-
-
-def _script_flags(script: Script, given: Mapping[str, str], trained: Collection[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield (flag, value, source of the value); `trained` models of an earlier step need no value."""
-    values = {name: str(value) for name, value in script.defaults.items() if value is not None}
-    values |= given
-    is_ppo = script.stage == "ppo"
-
-    def take(flag: str, name: str, value: str | None = None) -> tuple[str, str, str]:
-        return flag, values[name] if value is None else value, name if name in given else f"{name}'s default"
-
-    fixed = script.fixed.split()
-    for word, after in zip(fixed, [*fixed[1:], "--"]):
-        if word.startswith("--"):
-            yield word, "" if after.startswith("--") else after, "set by the script"
-    for name in script.defaults:
-        row = load_variables()[name]
-        flag = row.flags.get(script.stage)
-        if not flag or name in _BY_HAND:
-            continue
-        if name not in values:
-            if row.keys and name not in trained:
-                raise ConfigError(f"{name}: unset, and {script.name} has no default for it; set it")
-        elif row.reader not in ("switch", "capture"):
-            yield take(flag, name)
-        elif values[name] == "1":
-            yield take(flag, name, "")
-    yield take("--num_nodes", "HL_NUM_NODES")
-    yield take("--num_gpus", "HL_DEVICES_PER_NODE")
-
-    size, micro = int(values["HL_GBS"]), int(values["HL_MBS"])
-    devices = int(values["HL_NUM_NODES"]) * int(values["HL_DEVICES_PER_NODE"])
-    if not micro or not devices or size % (micro * devices) or not size:
-        raise ConfigError(
-            f"HL_GBS: {size} is not a multiple of HL_MBS {micro} x {devices} devices; change one of them (the script "
-            "would round)"
-        )
-    for part in ("generation", "training") if is_ppo else ("train",):
-        yield take(f"--per_device_{part}_batch_size", "HL_MBS")
-    yield take("--gradient_accumulation_steps", "HL_GBS", str(size // devices // micro))
-
-    rates = {"actor_": "HL_LORA_ACTOR_LR", "critic_": "HL_LORA_CRITIC_LR"} if is_ppo else {"": "HL_LORA_LEARNING_RATE"}
-    if int(values["HL_LORA_DIM"]):
-        for prefix, rate in rates.items():
-            yield take(f"--{prefix}lora_dim", "HL_LORA_DIM")
-            yield take(f"--{prefix}lora_learning_rate", rate)
-            yield f"--{prefix}lora_module_name", script.lora_scope, "set by the script"
-        if script.only_adapters:
-            yield "--only_optimize_lora", "", "set by the script"
-        elif values.get("HL_ONLY_OPTIMIZE_LORA") == "1":
-            yield take("--only_optimize_lora", "HL_ONLY_OPTIMIZE_LORA", "")
-
-    if output := output_folder(given):
-        names = "HL_CHECKPOINT_PATH" if "HL_CHECKPOINT_PATH" in given else "HL_BASE_OUT_PATH, HL_TAG"
-        yield "--output_dir", output, names
-    for name, switch, flag in (
-        ("HL_RUN_STEPS", "--enable_test_mode", "--test_stop_step"),
-        ("HL_PRINT_ANSWERS_INTERVAL", "--print_answers", "--print_answers_interval"),
-    ):
-        if int(values.get(name, 0)):
-            yield take(switch, name, "")
-            yield take(flag, name)
+def _is_unset(word: str) -> bool:
+    """Return whether a word is nothing but a variable without a value."""
+    return word == UNKNOWN or find_shell_variable(word) == word

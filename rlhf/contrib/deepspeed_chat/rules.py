@@ -7,6 +7,7 @@ about flags that have no setting.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,12 +29,25 @@ class FlagValue:
 
 @dataclass(frozen=True)
 class Setting:
-    """The value of a key, and the flags it comes from; not `explicit` if all are defaults of DeepSpeed-Chat."""
+    """The value of a key, and the flags it comes from.
+
+    Attributes:
+        explicit: not all of the flags are defaults of DeepSpeed-Chat.
+        unknown: the user must replace the value; a run refuses it.
+    """
 
     key: str
     value: Any
     why: str
     explicit: bool = True
+    unknown: bool = False
+
+
+@dataclass(frozen=True)
+class Note:
+    """A sentence for the head of the recipe: what the user should know or decide."""
+
+    text: str
 
 
 @dataclass(frozen=True)
@@ -50,17 +64,23 @@ class CommandFlags:
     """The flags of one command.
 
     Attributes:
+        devices: number of devices, on all machines.
+        nodes: number of machines.
         earlier: output folders of the other steps in the recipe, by stage.
         bases: models that the other steps start from, by stage.
         alone: the recipe has no other step.
+        adapter_rate: whether this version of DeepSpeed-Chat has a learning rate for adapters, which it got on
+            2023-08-14; None if neither main.py nor flags tell.
     """
 
     stage: str
     values: Mapping[str, FlagValue]
     devices: int
+    nodes: int = 1
     earlier: Mapping[str, str] = field(default_factory=dict)
     bases: Mapping[str, str] = field(default_factory=dict)
     alone: bool = True
+    adapter_rate: bool | None = True
 
     def __getitem__(self, name: str) -> FlagValue:
         return self.values[f"--{name}"]
@@ -83,7 +103,7 @@ class CommandFlags:
         return batch * self.devices
 
 
-Translation = Iterator[Setting | Remark]
+Translation = Iterator[Setting | Remark | Note]
 
 
 def translate_sources(flags: CommandFlags) -> Translation:
@@ -108,18 +128,30 @@ def _mapping(source: Any) -> dict[str, Any]:
     return {"path": source} if isinstance(source, str) else source
 
 
+_MODELS = {
+    "sft": {"model_name_or_path": ("model.path", "")},
+    "reward": {"model_name_or_path": ("reward.model", "sft")},
+    "dpo": {"model_name_or_path": ("dpo.model", "sft")},
+    "ppo": {
+        "actor_model_name_or_path": ("ppo.actor", "sft"),
+        "critic_model_name_or_path": ("ppo.reward_model", "reward"),
+    },
+}
+"""The flags of models, each with its key and the stage whose model an empty key takes."""
+
+
 def translate_models(flags: CommandFlags) -> Translation:
-    """Translate the model that a stage starts from; the model of an earlier step in the recipe needs no name."""
-    if flags.stage != "ppo":
-        key = {"sft": "model.path", "reward": "reward.model", "dpo": "dpo.model"}[flags.stage]
-        yield flags.setting(key, _required(flags, "model_name_or_path"), "model_name_or_path")
-        return
-    for name, key, stage in (("actor", "ppo.actor", "sft"), ("critic", "ppo.reward_model", "reward")):
-        flag = f"{name}_model_name_or_path"
+    """Translate the models that a stage starts from; the model of an earlier step in the recipe needs no name."""
+    for flag, (key, stage) in _MODELS[flags.stage].items():
         if _is_earlier(flags[flag].value, flags.earlier.get(stage)):
             yield Remark(flags[flag].text, f"the model of this run's {stage} stage")
-        else:
-            yield flags.setting(key, _required(flags, flag), flag)
+            continue
+        yield flags.setting(key, _required(flags, flag), flag)
+        if stage in flags.earlier and flags.stage != "reward":
+            yield Note(
+                f"{key} is {flags[flag].value} ({flags[flag].text}), not the model that the {stage} stage of this "
+                f"recipe saves; to start from that one, remove {key}"
+            )
 
 
 def _required(flags: CommandFlags, name: str) -> str:
@@ -133,7 +165,7 @@ def _is_earlier(path: str | None, folder: str | None) -> bool:
     """Return whether a model is in the output folder of an earlier step; a `$VARIABLE` is assumed to be."""
     if folder is None or path is None:
         return folder is not None
-    return path.startswith("$") or path.rstrip("/") == folder.rstrip("/")
+    return path.startswith("$") or os.path.abspath(path) == os.path.abspath(folder)
 
 
 def translate_lengths(flags: CommandFlags) -> Translation:
@@ -286,8 +318,8 @@ def translate_lora(flags: CommandFlags) -> Translation:
             yield from flags.unused(f"nothing without --{prefix}lora_dim", *names_unused)
             continue
         yield flags.setting(f"roles.{role}.lora_rank", flags[f"{prefix}lora_dim"].value, f"{prefix}lora_dim")
-        rate = f"{prefix}lora_learning_rate"
-        yield flags.setting(f"roles.{role}.lora_learning_rate", flags[rate].value, rate)
+        yield from _translate_adapter_rate(flags, role, prefix)
+        yield from _translate_alpha(flags, role, prefix)
         scopes.append(re.escape(flags[f"{prefix}lora_module_name"].value.removeprefix("rw")))
         names.append(f"{prefix}lora_module_name")
     if not used:
@@ -296,7 +328,6 @@ def translate_lora(flags: CommandFlags) -> Translation:
     scope = "|".join(dict.fromkeys(scopes))
     scope = f"(?:{scope})" if "|" in scope else scope
     yield flags.setting("lora.target_modules", [f"re:.*{scope}.*"], *names)
-    yield from _alpha(flags, *next(iter(used.items())))
     if flags["only_optimize_lora"].value:
         yield flags.setting("lora.also_train", [], "only_optimize_lora")
     else:
@@ -304,25 +335,57 @@ def translate_lora(flags: CommandFlags) -> Translation:
         yield Setting("lora.also_train", parameters, "no --only_optimize_lora: these are trained too", explicit=False)
 
 
-def _alpha(flags: CommandFlags, role: str, prefix: str) -> Translation:
+def _translate_adapter_rate(flags: CommandFlags, role: str, prefix: str) -> Translation:
+    """Translate the learning rate of adapters, which was that of the other weights before 2023-08-14."""
+    key, name, whole = f"roles.{role}.lora_learning_rate", f"{prefix}lora_learning_rate", f"{prefix}learning_rate"
+    if flags.adapter_rate is False and not flags[name].explicit:
+        why = "of adapters too before 2023-08-14"
+        yield flags.setting(key, flags[whole].value, whole, why=why)
+        return
+    yield flags.setting(key, flags[name].value, name)
+    if flags.adapter_rate is None and not flags[name].explicit:
+        yield Note(
+            f"{key} is {flags[name].value}, the default since 2023-08-14; before, adapters learned at --{whole}: if "
+            f"your version is older, set {key}={flags[whole].value}"
+        )
+
+
+def _translate_alpha(flags: CommandFlags, role: str, prefix: str) -> Translation:
     """Translate the scale of adapters: DeepSpeed-Chat's 1 / dim, for adapters with larger initial values.
 
     DeepSpeed-Chat initializes their input side within 1 / sqrt(dim), rlhf and peft within 1 / sqrt(width).
     """
+    key, dim = f"roles.{role}.lora_alpha", flags[f"{prefix}lora_dim"].value
     model = flags[f"{prefix}model_name_or_path"].value
     base = flags.bases.get({"actor": "sft", "critic": "reward"}.get(role, ""), "")
-    for name in filter(None, (model, base)):
+    is_earlier = _is_earlier(model, flags.earlier.get({"actor": "sft", "critic": "reward"}.get(role, "")))
+    for name in filter(None, (model, base if is_earlier else "")):
         try:
-            ratio = math.sqrt(shape_of(name).hidden / flags[f"{prefix}lora_dim"].value)
+            ratio = math.sqrt(shape_of(name).hidden / dim)
         except ConfigError:
             continue
         why = f"1 / dim in DeepSpeed-Chat, whose adapters start {ratio:.1f} times larger: sqrt(width / dim)"
-        yield Setting("lora.alpha", round(ratio, 1), why)
+        yield Setting(key, round(ratio, 4), why)
         return
-    yield Setting("lora.alpha", 1.0, "1 / dim in DeepSpeed-Chat, whose adapters start larger: see above")
-    yield Remark(
-        "lora.alpha", f"to sqrt(width / dim), because the width of {model} is not known here", "To be set by you"
-    )
+    yield Setting(key, f"sqrt(width / {dim})", f"set the number: the width of {model} is not known here", unknown=True)
+    yield Note(f"{key} must be set before a run: sqrt(width / {dim}), because the width of {model} is not known here")
+
+
+def translate_hpz(flags: CommandFlags) -> Translation:
+    """Translate hpZ, a second partition of the weights on each machine: DeepSpeed uses it at ZeRO-3 on several."""
+    roles = {"ppo": ("actor", "critic")}.get(flags.stage, (flags.stage,))
+    for role in roles:
+        flag, stage = ("zero_hpz_enabled", "zero_stage")
+        if flags.stage == "ppo":
+            flag, stage = f"zero_hpz_enabled_{role}", f"{role}_zero_stage"
+        if not flags[flag].value:
+            continue
+        if flags.nodes < 2 or flags[stage].value != 3:
+            yield Remark(flags[flag].text, "nothing: hpZ acts at ZeRO-3 on several machines")
+            continue
+        per_node = flags.devices // flags.nodes
+        key = "engine.deepspeed.zero_optimization.zero_hpz_partition_size"
+        yield flags.setting(key, per_node, flag, why="the devices of a machine, for all models at ZeRO-3")
 
 
 def translate_quantized(flags: CommandFlags) -> Translation:
@@ -386,14 +449,22 @@ def translate_end_token(flags: CommandFlags) -> Translation:
 
 
 def translate_folder(flags: CommandFlags) -> Translation:
-    """Translate the run's folder, which all steps of a recipe share."""
+    """Translate the run's folder, which all steps of a recipe share: the folder that contains those of the steps."""
     folder = flags["output_dir"]
     if folder.value is None:
         return
-    if (flags.alone or set(flags.earlier.values()) == {folder.value}) and "$" not in folder.value:
-        yield flags.setting("output", folder.value, "output_dir")
-    else:
-        yield Remark(folder.text, "`--output DIR` sets the run's folder, which all stages share")
+    folders = [folder.value, *(other for other in flags.earlier.values() if other)]
+    if not any("$" in other for other in folders):
+        common = folder.value
+        if len({os.path.normpath(other) for other in folders}) > 1:
+            is_mixed = len({os.path.isabs(other) for other in folders}) > 1
+            common = "" if is_mixed else os.path.commonpath([os.path.normpath(other) for other in folders])
+        if common not in ("", os.path.sep) and not common.startswith(".."):
+            yield Setting(
+                "output", common, folder.text if common == folder.value else "contains the --output_dir of all steps"
+            )
+            return
+    yield Remark(folder.text, "`--output DIR` sets the run's folder, which all stages share")
 
 
 RULES: Mapping[str, Callable[[CommandFlags], Translation]] = {
@@ -415,5 +486,6 @@ RULES: Mapping[str, Callable[[CommandFlags], Translation]] = {
     "evaluation": translate_evaluation,
     "end_token": translate_end_token,
     "folder": translate_folder,
+    "hpz": translate_hpz,
 }
 """The rules, by the name in `rule:` of flags.yaml."""

@@ -31,6 +31,8 @@ class Flag:
     automatic: str = ""
     nothing: str = ""
     was: Sequence[str] = ()
+    since: str = ""
+    until: str = ""
     fork: bool = False
     note: str = ""
 
@@ -42,12 +44,13 @@ class Flag:
 
 @dataclass(frozen=True)
 class Implied:
-    """A setting that DeepSpeed-Chat always uses in `stages`, and that differs from the default of rlhf."""
+    """A setting that DeepSpeed-Chat always uses in `stages`; `constant` is its attribute in ppo_trainer.py, if any."""
 
     stages: Sequence[str]
     key: str
     value: Any
     why: str
+    constant: str = ""
 
 
 @dataclass(frozen=True)
@@ -63,18 +66,6 @@ class Variable:
     automatic: str = ""
     nothing: str = ""
     note: str = ""
-
-
-@dataclass(frozen=True)
-class Script:
-    """One of the fork's scripts: the flags that it always sets, and its defaults for unset variables."""
-
-    name: str
-    stage: str
-    fixed: str
-    defaults: Mapping[str, Any]
-    lora_scope: str
-    only_adapters: bool = False
 
 
 @functools.cache
@@ -107,12 +98,6 @@ def load_variables() -> dict[str, Variable]:
             row["keys"] = {stage: load_flags()[flag].keys_of(stage) for stage, flag in row["flags"].items()}
         variables[name] = Variable(name, **row)
     return variables
-
-
-@functools.cache
-def load_scripts() -> dict[str, Script]:
-    """Return the fork's scripts, by path below its `example_scripts`."""
-    return {name: Script(name, **row) for name, row in _read_table("variables.yaml")["scripts"].items()}
 
 
 def suggest(name: str, known: Iterable[str], what: str) -> str:

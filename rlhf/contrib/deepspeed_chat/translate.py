@@ -16,8 +16,8 @@ from pydantic import BaseModel
 
 from rlhf.config.dump import format_scalar
 from rlhf.config.schema import STAGES, Config, build_config, share_of
-from rlhf.contrib.deepspeed_chat.command import Command, expand_script, find_shell_variable, parse_commands
-from rlhf.contrib.deepspeed_chat.rules import RULES, CommandFlags, FlagValue, Remark, Setting
+from rlhf.contrib.deepspeed_chat.command import Command, find_shell_variable, parse_commands
+from rlhf.contrib.deepspeed_chat.rules import RULES, CommandFlags, FlagValue, Note, Remark, Setting
 from rlhf.contrib.deepspeed_chat.tables import READERS, STEPS, Flag, find_flag, load_flags, load_implied
 from rlhf.contrib.deepspeed_chat.variables import PREFIX, output_folder, translate_variables
 from rlhf.errors import ConfigError
@@ -56,33 +56,52 @@ def translate_commands(
     Raises:
         ConfigError: a text is not a command, a flag is unknown, a value is invalid, or two flags contradict.
     """
-    commands, assigned = parse_commands(texts)
+    commands, assigned = parse_commands(texts, environment)
     if not commands and not any(name.startswith(PREFIX) for name in assigned):
         raise ConfigError("--from-deepspeed-chat: no command found; paste a `deepspeed main.py --...`")
     stages = [command.stage for command in commands]
     if twice := next((stage for stage in stages if stages.count(stage) > 1), None):
         raise ConfigError(f"--from-deepspeed-chat: {STEPS[twice]} is given more than once; paste it once")
     commands.sort(key=lambda command: [*STEPS].index(command.stage))
-    commands = [
-        expand_script(command, environment, [*commands[:place], *commands[place + 1 :]]) if command.script else command
-        for place, command in enumerate(commands)
-    ]
     recipe = TranslatedRecipe(stages=[command.stage for command in commands] or [*STAGES])
     steps: list[tuple[str, list[Setting]]] = []
     for command in commands:
-        count = _count_devices(command, devices, recipe)
-        flags = _collect_flags(command, count, [other for other in commands if other is not command])
+        count, nodes = _count_devices(command, devices, recipe)
+        flags = _collect_flags(command, count, nodes, [other for other in commands if other is not command])
         settings = _apply_rules(command, flags, recipe)
         steps.append((command.stage, settings + _apply_variables(command.variables, [command.stage], recipe)))
     if not commands:
         steps.append((STAGES[0], _apply_variables(assigned, STAGES, recipe)))
+    if assumed := [STEPS[command.stage] for command in commands if not devices and not _names_devices(command)]:
+        recipe.notes.append(
+            f"{', '.join(assumed)}: DeepSpeed's launcher uses all devices that it finds; 1 is assumed here. Set "
+            "--devices N to translate the global batches"
+        )
     _merge(steps, recipe)
+    if "output" not in recipe.settings and not {"--output", PREFIX} & {*recipe.options}:
+        folders = [" ".join(folder) for command in commands if (folder := command.given.get("--output_dir"))]
+        if folders:
+            recipe.notes.append(
+                f"output is not set, because --output_dir is {', '.join(folders)}: the run is written to "
+                f"{Config().output}, or to the folder of --output DIR"
+            )
     _drop_defaults(recipe)
     return recipe
 
 
-def _count_devices(command: Command, default: int | None, recipe: TranslatedRecipe) -> int:
-    """Return the number of devices: the launcher's, else `default`; note how to start on them."""
+def _names_devices(command: Command) -> bool:
+    return "--num_gpus" in command.given or _read_include(command) is not None
+
+
+def _read_include(command: Command) -> list[int] | None:
+    """Return the number of devices on each machine of `--include host:0,1@host:2`; None if it does not name them."""
+    hosts = " ".join(command.given.get("--include", ())).split("@")
+    counts = [len([slot for slot in host.partition(":")[2].split(",") if slot]) for host in hosts]
+    return counts if all(counts) else None
+
+
+def _count_devices(command: Command, default: int | None, recipe: TranslatedRecipe) -> tuple[int, int]:
+    """Return the number of devices and of machines: the launcher's, else `default`; note how to start on them."""
     launcher = {name: command.given[name][0] for name in ("--num_gpus", "--num_nodes") if name in command.given}
     for name, value in launcher.items():
         if not value.isdecimal() or not int(value):
@@ -90,16 +109,18 @@ def _count_devices(command: Command, default: int | None, recipe: TranslatedReci
     nodes = int(launcher.get("--num_nodes", 1))
     if "--num_gpus" in launcher:
         count = int(launcher["--num_gpus"])
+    elif included := _read_include(command):
+        count, nodes = included[0], len(included)
+        if len({*included}) > 1:
+            raise ConfigError(
+                f"{command.written['--include']}: other numbers of devices on the machines; include as many on each"
+            )
     elif default:
         if default % nodes:
             raise ConfigError(f"--devices {default}: not a multiple of --num_nodes {nodes}; change it")
         count = default // nodes
     else:
         count = 1
-        recipe.notes.append(
-            f"{STEPS[command.stage]}: DeepSpeed's launcher uses all devices that it finds; 1 is assumed here. Set "
-            "--devices N to translate the global batches"
-        )
     options = [*(["--ranks", str(count)] if count > 1 else [])]
     if nodes > 1:
         options += ["--nodes", str(nodes), "--node-rank", "R", "--rendezvous", "FIRST-MACHINE:29400"]
@@ -114,15 +135,13 @@ def _count_devices(command: Command, default: int | None, recipe: TranslatedReci
             f"assumed to be {STEPS[command.stage]}; the flags also fit {others}. Paste the path of main.py or of its "
             "script to tell them apart"
         )
-    return count * nodes
+    return count * nodes, nodes
 
 
-def _collect_flags(command: Command, devices: int, others: Sequence[Command]) -> CommandFlags:
+def _collect_flags(command: Command, devices: int, nodes: int, others: Sequence[Command]) -> CommandFlags:
     """Return all flags of a program, with their values in the command or their defaults."""
     values = {
-        name: _read_given(row, command, is_alone=not others)
-        if name in command.given
-        else _read_default(row, command.stage)
+        name: _read_given(row, command, is_alone=not others) if name in command.given else _read_default(row, command)
         for name, row in load_flags().items()
         if command.stage in row.of
     }
@@ -130,11 +149,36 @@ def _collect_flags(command: Command, devices: int, others: Sequence[Command]) ->
         {other.stage: " ".join(other.given.get(flag, ())) for other in others}
         for flag in ("--output_dir", "--model_name_or_path")
     )
-    return CommandFlags(command.stage, values, devices, earlier, bases, alone=not others)
+    adapter_rate = _has_adapter_rate(command, others)
+    return CommandFlags(command.stage, values, devices, nodes, earlier, bases, not others, adapter_rate)
 
 
-def _read_default(row: Flag, stage: str) -> FlagValue:
-    value = default = row.of[stage]
+_ADAPTER_RATE = "2023-08-14"
+"""The day when DeepSpeed-Chat got a learning rate for adapters."""
+
+
+def _has_adapter_rate(command: Command, others: Sequence[Command]) -> bool | None:
+    """Return whether a command's version has a learning rate for adapters; None if nothing tells.
+
+    Its main.py tells, if it is here. Otherwise flags do that older versions do not have, or newer ones.
+    """
+    if command.defaults is not None:
+        return any("lora_learning_rate" in name for name in command.defaults)
+    since: set[str] = set()
+    until: set[str] = set()
+    for each in (command, *others):
+        for name, written in each.written.items():
+            if row := find_flag(each.stage, name):
+                is_renamed = written.split()[0] in row.was
+                (until if is_renamed else since).add(row.since)
+                until.add(row.until)
+    if any(day >= _ADAPTER_RATE for day in since):
+        return True
+    return False if until - {""} else None
+
+
+def _read_default(row: Flag, command: Command) -> FlagValue:
+    value = default = (command.defaults or {}).get(row.name, row.of[command.stage])
     if row.reader and isinstance(default, str):
         value = READERS[row.reader](default)
     shown = " ".join(default) if isinstance(default, list) else default
@@ -168,16 +212,19 @@ def _read_given(row: Flag, command: Command, *, is_alone: bool) -> FlagValue:
 def _apply_rules(command: Command, flags: CommandFlags, recipe: TranslatedRecipe) -> list[Setting]:
     """Return the settings of a command's flags and of DeepSpeed-Chat's fixed behavior; add remarks to the recipe."""
     stage = command.stage
-    settings = [
-        Setting(implied.key, implied.value, f"as in DeepSpeed-Chat: {implied.why}", explicit=False)
-        for implied in load_implied()
-        if stage in implied.stages
-    ]
+    settings = []
+    for implied in load_implied():
+        if stage in implied.stages:
+            value = (command.defaults or {}).get(implied.constant, implied.value)
+            why = f"{implied.constant} in ppo_trainer.py" if value != implied.value else implied.why
+            settings.append(Setting(implied.key, value, f"as in DeepSpeed-Chat: {why}", explicit=False))
     rows = {name: load_flags()[name] for name in flags.values}
     for rule in dict.fromkeys(row.rule for row in rows.values() if row.rule):
         for result in RULES[rule](flags):
             if isinstance(result, Remark):
                 recipe.remarks.append(result)
+            elif isinstance(result, Note):
+                recipe.notes.append(result.text)
             else:
                 settings.append(result)
     for name, row in rows.items():
@@ -263,19 +310,20 @@ def _apply_variables(variables: Mapping[str, str], stages: Sequence[str], recipe
 
 
 def _drop_defaults(recipe: TranslatedRecipe) -> None:
-    """Drop settings that are defaults, with a remark if the command has their flag."""
-    values = build_config(
-        _nest({key: setting.value for key, setting in recipe.settings.items()}), source="these flags"
-    ).model_dump()
+    """Drop settings that are defaults of both; those of flags in the command stay, to be compared with it."""
+    known = {key: setting.value for key, setting in recipe.settings.items() if not setting.unknown}
+    values = build_config(_nest(known), source="these flags").model_dump()
     defaults = Config().model_dump()
-    differing: dict[str, Setting] = {}
-    for key, setting in recipe.settings.items():
+
+    def is_default(key: str) -> bool:
         default = _OF_ENGINE.get(key.rpartition(".")[2]) if key.startswith("roles.") else _get(defaults, key)
-        if _get(values, key) != default:
-            differing[key] = setting
-        elif setting.explicit:
-            recipe.remarks.append(Remark(setting.why, key, "Same as the default of rlhf"))
-    recipe.settings = differing
+        return bool(_get(values, key) == default)
+
+    recipe.settings = {
+        key: setting
+        for key, setting in recipe.settings.items()
+        if setting.explicit or setting.unknown or not is_default(key)
+    }
 
 
 def _nest(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -58,10 +58,29 @@ def translate_variables(environment: Mapping[str, str], stages: Sequence[str]) -
             raise ConfigError(
                 f"{stage}: unknown stage; name some of {', '.join(EVERY_STAGE)}, or none for {', '.join(STAGES)}"
             )
+    values = read_variables(environment)
     return [
-        TranslatedVariable(f"{name}={environment[name]}", *_translate_variable(load_variables()[name], value, stages))
-        for name, value in read_variables(environment).items()
+        TranslatedVariable(
+            f"{name}={environment[name]}",
+            *(_translate_hpz(values) if name in _HPZ and value else _translate_variable(row, value, stages)),
+        )
+        for name, value in values.items()
+        for row in (load_variables()[name],)
     ]
+
+
+_HPZ = ("HL_HPZ_ENABLED", "HL_HPZ_ENABLED_ACTOR", "HL_HPZ_ENABLED_CRITIC")
+
+
+def _translate_hpz(values: Mapping[str, Any]) -> tuple[list[str], dict[str, Any], str]:
+    """Return what hpZ stands for: DeepSpeed uses it at ZeRO-3 on several machines, with the devices of one."""
+    is_sharded = 3 in (values.get("HL_ACTOR_ZERO_STAGE"), values.get("HL_CRITIC_ZERO_STAGE"))
+    if not is_sharded or values.get("HL_NUM_NODES", NOTHING) is NOTHING:
+        return [], {}, "nothing: hpZ acts at ZeRO-3 on several machines (HL_ACTOR_ZERO_STAGE=3, HL_NUM_NODES=2)"
+    if "HL_DEVICES_PER_NODE" not in values:
+        raise ConfigError("HL_DEVICES_PER_NODE: unset, and hpZ needs the number of devices on each machine; set it")
+    settings = {"engine.deepspeed.zero_optimization.zero_hpz_partition_size": values["HL_DEVICES_PER_NODE"]}
+    return [], settings, ", ".join(_format_settings(settings))
 
 
 def read_variables(environment: Mapping[str, str]) -> dict[str, Any]:

@@ -9,7 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-SCRIPTS = {path.stem: path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("scripts/*.sh")}
+FORK = Path(__file__).with_name("fork")
+"""Scripts in the manner of the fork's."""
+
+SCRIPTS = {
+    path.stem: path.read_text(encoding="utf-8").replace("FORK", str(FORK))
+    for path in Path(__file__).parent.glob("scripts/*.sh")
+}
 """Command lines of DeepSpeed-Chat's own training scripts, and of the fork's, as their users start them."""
 
 SHARED: dict[str, Any] = {

@@ -12,7 +12,7 @@ from rlhf.config.schema import Config, load_config
 from rlhf.contrib.deepspeed_chat.translate import format_translation, translate_commands
 from rlhf.errors import ConfigError
 from rlhf.roles.roles import check_placements
-from tests.contrib.deepspeed_chat.originals import SCRIPTS
+from tests.contrib.deepspeed_chat.originals import FORK, SCRIPTS
 
 MAIN = {
     "sft": "step1_supervised_finetuning/main.py --model_name_or_path m",
@@ -57,6 +57,20 @@ def optimizer(section: str, rate: float | None, decay: float | None, warmup: int
     return {f"{section}.{name}": value for name, value in values.items() if value is not None}
 
 
+GIVEN = {  # defaults of ours too, which the scripts of several devices name
+    "data.stage_split": [2, 4, 4],
+    "data.max_prompt_length": 256,
+    "data.max_completion_length": 256,
+    "sft.batch_size": 32,
+    "sft.optimizer.weight_decay": 0.0,
+    "sft.optimizer.schedule": "cosine",
+    "reward.epochs": 1,
+    "reward.optimizer.schedule": "cosine",
+    "ppo.ppo_epochs": 1,
+    "ppo.dropout": 0.0,
+    "ppo.optimizer.schedule": "cosine",
+    "ppo.critic_optimizer.schedule": "cosine",
+}
 LORA = {"lora.target_modules": [r"re:.*decoder\.layers\..*"], "lora.also_train": UNADAPTED}
 
 EXPECTED: dict[str, tuple[int | None, dict[str, Any]]] = {
@@ -65,7 +79,9 @@ EXPECTED: dict[str, tuple[int | None, dict[str, Any]]] = {
         ALWAYS
         | FP16
         | LORA
-        | {"lora.alpha": 4.0}  # the square root of 2048 / 128
+        | {"roles.sft.lora_alpha": 4.0, "roles.actor.lora_alpha": 4.0}  # the square root of 2048 / 128
+        | {f"roles.{role}.zero_stage": 0 for role in ("sft", "reward", "actor", "critic")}
+        | {"output": "output", "ppo.dropout": 0.0}  # the folder that contains those of the steps
         | {"seed": 1234, "model.path": "facebook/opt-1.3b", "data.too_long": "truncate"}
         | {"roles.sft.lora_rank": 128, "roles.sft.lora_learning_rate": 5e-4}
         | {"sft.batch_size": 128, "sft.micro_batch_size": 16, "sft.eval_every": "epoch", "sft.loss_on": "all"}
@@ -84,7 +100,9 @@ EXPECTED: dict[str, tuple[int | None, dict[str, Any]]] = {
         None,
         FP16
         | LORA
-        | {"lora.alpha": 6.3}  # the square root of 5120 / 128
+        | GIVEN
+        | {"roles.sft.lora_alpha": 6.3246, "roles.actor.lora_alpha": 6.3246}  # the square root of 5120 / 128
+        | {"output": "output", "roles.reward.zero_stage": 0}
         | {
             "data.datasets": [
                 {"path": "Dahoas/rm-static", "weight": "all"},
@@ -98,7 +116,7 @@ EXPECTED: dict[str, tuple[int | None, dict[str, Any]]] = {
         | {f"roles.{role}.lora_rank": 128 for role in ("sft", "actor")}
         | {f"roles.{role}.lora_learning_rate": 5e-4 for role in ("sft", "actor")}
         | {f"roles.{role}.offload": "all" for role in ("sft", "actor", "critic")}
-        | {f"roles.{role}.zero_stage": 3 for role in ("sft", "actor", "critic", "reference")}  # step 2 says 0
+        | {f"roles.{role}.zero_stage": 3 for role in ("sft", "actor", "critic", "reference")}
         | {"roles.reference.offload": "parameters"}
         | {"sft.micro_batch_size": 4, "sft.epochs": 16, "sft.eval_every": "epoch", "sft.loss_on": "all"}
         | optimizer("sft.optimizer", 1e-4, None, 0)
@@ -114,6 +132,7 @@ EXPECTED: dict[str, tuple[int | None, dict[str, Any]]] = {
     "llama_2_7b": (  # on 8 devices 4 x 8 rows (our default), 8 x 8 pairs, 1 x 8 completions
         8,
         FP16
+        | GIVEN
         | {
             "data.datasets": [
                 {"path": "Dahoas/rm-static", "weight": "all"},
@@ -141,6 +160,8 @@ EXPECTED: dict[str, tuple[int | None, dict[str, Any]]] = {
         {"output": "/logs/bloom", "seed": 10, "precision": "bf16", "engine.kernels.adamw": "torch-foreach"}
         | {"data.datasets": [{"path": f"Dahoas/{name}", "weight": "all"} for name in ("rm-static", "full-hh-rlhf")]}
         | {"data.chat_template": False, "data.too_long": "truncate"}
+        | {"reward.optimizer.weight_decay": 0.0, "ppo.batch_size": 32, "ppo.optimizer.learning_rate": 1e-5}
+        | {"ppo.dropout": 0.0, "ppo.critic_dropout": 0.0}
         | {f"roles.{role}.zero_stage": 2 for role in ("sft", "reward", "actor", "critic")}
         | {f"roles.{role}.gradient_checkpointing": True for role in ("sft", "actor")}
         | {"model.path": "bigscience/bloom-1b1", "reward.model": "bigscience/bloom-560m"}
@@ -160,6 +181,7 @@ EXPECTED: dict[str, tuple[int | None, dict[str, Any]]] = {
         ALWAYS
         | FP16
         | {"output": "./output", "seed": 1234, "data.too_long": "truncate", "reward.model": "facebook/opt-350m"}
+        | {"roles.reward.zero_stage": 0}
         | {"reward.batch_size": 64, "reward.micro_batch_size": 16, "reward.eval_every": "epoch", "reward.dropout": 0.0}
         | optimizer("reward.optimizer", 5e-5, 0.1, 0),
     ),
@@ -213,7 +235,8 @@ def test_rollout_is_at_least_as_large_as_an_update() -> None:
         ("sft", "--data_path local/jsonfile",
          {"data.datasets": [{"path": "data/train.json", "heldout": "data/eval.json"}]}),
         ("sft", "--lora_dim 8 --lora_module_name transformer.h. --only_optimize_lora",
-         {"lora.target_modules": [r"re:.*transformer\.h\..*"], "roles.sft.lora_rank": 8, "lora.alpha": 1.0}),
+         {"lora.target_modules": [r"re:.*transformer\.h\..*"], "roles.sft.lora_rank": 8,
+          "roles.sft.lora_alpha": "sqrt(width / 8)"}),
         ("reward", "--lora_dim 8 --lora_module_name rwtransformer.h.",
          {"lora.target_modules": [r"re:.*transformer\.h\..*"]}),
         ("ppo", "--actor_lora_dim 8 --actor_lora_module_name q. --critic_lora_dim 4 --critic_lora_module_name v.",
@@ -358,32 +381,120 @@ def test_working_directory_tells_the_step() -> None:
     assert translate_commands([f"cd step1_x; {plain.replace('main', '../step2_x/main')}"], {}, 1).stages == ["reward"]
 
 
-def test_adapters_that_need_another_scale_are_noted() -> None:
-    known = {stage: MAIN[stage].replace("path m", "path facebook/opt-1.3b") for stage in ("sft", "dpo")}
-    recipe = translate_commands(
-        [f"{known['sft']} --lora_dim 128", f"{known['dpo']} --lora_dim 32 --lora_module_name layers"], {}, 1
+def test_each_model_has_its_own_scale_of_adapters() -> None:
+    recipe = keys(
+        f"deepspeed --num_gpus 1 {MAIN['ppo']} --actor_model_name_or_path facebook/opt-1.3b --actor_lora_dim 8 "
+        "--critic_model_name_or_path facebook/opt-350m --critic_lora_dim 16"
     )
-    assert recipe.settings["lora.alpha"].value == 4.0  # of width 2048: the square roots of 16 and, below, of 64
-    assert [note for note in recipe.notes if note.endswith("with --set lora.alpha=8.0")]
-    (note,) = (note for note in recipe.notes if "target_modules" in note)
-    assert note.endswith("""with --set 'lora.target_modules=[re:.*layers.*]'"""), "quoted for a shell"
-    unknown = text(f"{MAIN['sft']} --lora_dim 8")
-    assert "# To be set by you: lora.alpha (to sqrt(width / dim), because the width of m is not known here)." in unknown
+    assert (recipe["roles.actor.lora_alpha"], recipe["roles.critic.lora_alpha"]) == (16.0, 8.0)  # of widths 2048, 1024
+
+
+def test_recipe_with_an_unknown_width_does_not_load(tmp_path: Path) -> None:
+    recipe = text(f"deepspeed --num_gpus 1 {MAIN['sft']} --lora_dim 8")
+    note = "# Note: roles.sft.lora_alpha must be set before a run: sqrt(width / 8), because the width of m is not known"
+    assert note in recipe
+    with pytest.raises(ConfigError, match=r"roles.sft.lora_alpha: expected a number, got 'sqrt\(width / 8\)'"):
+        loaded(recipe, tmp_path)
+    assert load_config(tmp_path / "recipe.yaml", ["roles.sft.lora_alpha=4"]).roles.sft.lora_alpha == 4
+
+
+@pytest.mark.parametrize(
+    ("stage", "flags", "rate", "noted"),
+    [
+        ("sft", "--lora_dim 8 --learning_rate 1e-4", 5e-4, True),  # nothing tells the version
+        ("sft", "--lora_dim 8 --learning_rate 1e-4 --lora_learning_rate 2e-3", 2e-3, False),
+        ("sft", "--lora_dim 8 --learning_rate 1e-4 --dtype bf16", 5e-4, False),
+        ("sft", "--lora_dim 8 --learning_rate 1e-4 --disable_dropout", 1e-4, False),
+        ("ppo", "--actor_lora_dim 8 --actor_learning_rate 3e-4 --per_device_mini_train_batch_size 2", 3e-4, False),
+        ("ppo", "--actor_lora_dim 8 --actor_learning_rate 3e-4 --per_device_training_batch_size 2", 5e-4, False),
+    ],
+)
+def test_flags_date_the_rate_of_adapters(stage: str, flags: str, rate: float, noted: bool) -> None:
+    recipe = translate_commands([f"deepspeed --num_gpus 1 {MAIN[stage]} {flags}"], {})
+    key = f"roles.{'actor' if stage == 'ppo' else stage}.lora_learning_rate"
+    assert recipe.settings[key].value == rate
+    assert any("before, adapters learned at --" in note for note in recipe.notes) == noted
+
+
+def test_published_walkthrough_of_13b_trains_adapters_at_the_stages_rate() -> None:
+    steps = [
+        f"deepspeed --num_gpus 8 {MAIN['sft']} --lora_dim 128 --learning_rate 1e-4 --disable_dropout",
+        f"deepspeed --num_gpus 8 {MAIN['ppo']} --actor_lora_dim 128 --actor_learning_rate 5e-4 "
+        "--per_device_train_batch_size 16 --per_device_mini_train_batch_size 16 --disable_actor_dropout",
+    ]
+    recipe = translate_commands(steps, {})
+    rates = [recipe.settings[f"roles.{role}.lora_learning_rate"].value for role in ("sft", "actor")]
+    assert rates == [1e-4, 5e-4]
+
+
+@pytest.mark.parametrize("actor", ["./out/sft", "out/sft", "out/sft/", "{here}/out/sft", "$ACTOR_MODEL_PATH"])
+def test_model_of_an_earlier_step_is_compared_as_a_path(actor: str) -> None:
+    step = f"deepspeed --num_gpus 1 {MAIN['sft']} --output_dir ./out/sft"
+    flag = f"--actor_model_name_or_path {actor.format(here=Path.cwd())}"
+    recipe = translate_commands([step, f"deepspeed --num_gpus 1 {MAIN['ppo']} {flag}"], {})
+    assert "ppo.actor" not in recipe.settings
+
+
+def test_other_actor_than_that_of_the_recipe_is_noted() -> None:
+    recipe = translate_commands([f"{MAIN['sft']} --output_dir out/sft", MAIN["ppo"]], {}, 1)
+    assert recipe.settings["ppo.actor"].value == "a"
+    note = "ppo.actor is a (--actor_model_name_or_path a), not the model that the sft stage of this recipe saves"
+    assert [line for line in recipe.notes if line.startswith(note)]
+
+
+def test_folders_without_a_common_one_are_noted() -> None:
+    steps = [f"{MAIN['sft']} --output_dir ./out1", f"{MAIN['reward']} --output_dir ./out2"]
+    recipe = translate_commands(steps, {}, 1)
+    assert "output" not in recipe.settings
+    assert recipe.notes == [
+        "output is not set, because --output_dir is ./out1, ./out2: the run is written to runs/default, or to the "
+        "folder of --output DIR"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "rows", "options"),
+    [
+        ("deepspeed --include localhost:0,1,2,3", 16, ["--ranks", "4"]),
+        ("deepspeed -i a:0,1@b:2,3", 16, ["--ranks", "2", "--nodes", "2"]),
+        ("torchrun --nproc_per_node=4 --standalone", 16, ["--ranks", "4"]),
+        ("torchrun --nnodes 2 --nproc-per-node 4 --rdzv_endpoint a:29400", 32, ["--ranks", "4", "--nodes", "2"]),
+        ("python -m torch.distributed.run --nproc_per_node 4", 16, ["--ranks", "4"]),
+        ("python3 -m torch.distributed.launch --nproc_per_node=2 --use_env", 8, ["--ranks", "2"]),
+    ],
+)
+def test_launchers_tell_the_devices(launcher: str, rows: int, options: list[str]) -> None:
+    recipe = translate_commands([f"{launcher} {MAIN['sft']} --per_device_train_batch_size 4"], {})
+    assert recipe.settings["sft.batch_size"].value == rows
+    assert recipe.options[: len(options)] == options
+    assert not recipe.notes or "nodes" in recipe.options
+
+
+def test_unequal_machines_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--include a:0@b:0,1: other numbers of devices on the machines; include as"):
+        translate_commands([f"deepspeed --include a:0@b:0,1 {MAIN['sft']}"], {})
 
 
 def test_environment_applies_to_scripts_of_the_fork() -> None:
-    script = "bash example_scripts/bloom/train_step1_bloom_1.1b.sh"
+    script = f"bash {FORK}/train_step1_bloom_1.1b.sh"
     recipe = keys(script, HL_DATASET_PATH="d", HL_LORA_DIM="8", HL_DEVICES_PER_NODE="2")
     assert recipe["model.path"] == "bigscience/bloom-1b1"
     # 128 rows, 8 at a time on each of 2 devices; adapters alone, of the layers below transformer.h, at their own rate
     assert (recipe["sft.batch_size"], recipe["sft.micro_batch_size"], recipe["sft.epochs"]) == (128, 8, 4)
     assert (recipe["roles.sft.lora_rank"], recipe["roles.sft.lora_learning_rate"]) == (8, 2e-5)
-    assert "lora.also_train" not in recipe
+    assert recipe["lora.also_train"] == []
     assert (recipe["sft.dropout"], recipe["sft.optimizer.warmup"]) == (0.1, 20)
-    llama = keys("train_step3.sh", HL_DATASET_PATH="d", HL_ACTOR_MODEL="a", HL_CRITIC_MODEL="c")
-    assert llama["lora.also_train"] == UNADAPTED  # HL_ONLY_OPTIMIZE_LORA is 0 there, HL_LORA_DIM 64
-    assert (llama["roles.critic.lora_rank"], llama["lora.target_modules"]) == (64, [r"re:.*layers\..*"])
-    assert (llama["ppo.minibatch_size"], llama["ppo.micro_batch_size"]) == (32, 4)
+    assert keys(f"HL_DATASET_PATH=d HL_SEED=3 {script}")["seed"] == 3
+    assert keys("HL_DATASET_PATH=d HL_SEED=4", script, HL_SEED="5")["seed"] == 4
+
+
+def test_hpz_is_the_devices_of_a_machine_at_zero_3_on_several() -> None:
+    script = f"{FORK}/train_step1_bloom_1.1b.sh"
+    given = {"HL_DATASET_PATH": "d", "HL_HPZ_ENABLED": "1", "HL_ACTOR_ZERO_STAGE": "3", "HL_NUM_NODES": "2"}
+    key = "engine.deepspeed.zero_optimization.zero_hpz_partition_size"
+    assert keys(script, **given)[key] == 8
+    for other in ({"HL_NUM_NODES": "1"}, {"HL_ACTOR_ZERO_STAGE": "2"}, {"HL_HPZ_ENABLED": "0"}):
+        assert key not in keys(script, **(given | other))
 
 
 def test_variables_before_a_command_override_its_flags() -> None:
@@ -404,5 +515,7 @@ def test_values_of_variables_may_look_like_settings() -> None:
 @pytest.mark.parametrize("case", REFUSALS, ids=lambda case: case["line"][:40])
 def test_refusal_is_one_line(case: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as error:
-        translate_commands([text.replace("SFT", MAIN["sft"]) for text in case["texts"]], {}, 1)
-    assert str(error.value) == case["line"]
+        translate_commands(
+            [text.replace("SFT", MAIN["sft"]).replace("FORK", str(FORK)) for text in case["texts"]], {}, 1
+        )
+    assert str(error.value) == case["line"].replace("FORK", str(FORK))

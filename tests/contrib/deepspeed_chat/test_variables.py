@@ -8,9 +8,8 @@ import sys
 
 import pytest
 
-from rlhf.config.dump import format_scalar
 from rlhf.config.schema import load_config
-from rlhf.contrib.deepspeed_chat.tables import load_scripts, load_variables
+from rlhf.contrib.deepspeed_chat.tables import load_variables
 from rlhf.contrib.deepspeed_chat.variables import to_arguments
 from rlhf.errors import ConfigError
 
@@ -38,8 +37,6 @@ def arguments(*stages: str, **environment: str) -> list[str]:
 def test_table_has_exactly_the_variables_of_the_scripts() -> None:
     expanded = {f"HL_{name}" for names in OF_STEP.values() for name in names.split()}
     assert set(load_variables()) == expanded
-    for script in load_scripts().values():
-        assert set(script.defaults) <= {f"HL_{name}" for name in OF_STEP[script.stage].split()}, script.name
     for row in load_variables().values():
         assert sum(map(bool, (row.keys, row.option, row.automatic, row.nothing))) == 1, row.name
 
@@ -153,9 +150,3 @@ def test_program_prints_arguments_and_meanings_apart() -> None:
     assert second.startswith("HL_LOG_FILE=x.txt: nothing here: the records are in")
     done = subprocess.run(command, env=environment | {"HL_X": "1"}, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-
-
-def test_defaults_of_the_scripts_can_be_read() -> None:
-    for script in load_scripts().values():
-        environment = {name: format_scalar(value) for name, value in script.defaults.items() if value is not None}
-        to_arguments(environment, [script.stage])
