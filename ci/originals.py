@@ -30,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 from rlhf.config.schema import Config, load_config  # noqa: E402
 from rlhf.contrib.deepspeed_chat.translate import format_translation, translate_commands  # noqa: E402
+from rlhf.data.load_sources import SourceSpec  # noqa: E402
 from rlhf.errors import ConfigError  # noqa: E402
 
 BELOW = "applications/DeepSpeed-Chat/"
@@ -415,7 +416,8 @@ def _read_key(config: Config, key: str, expected: Any) -> Any:
 
 def _read_source(source: Any) -> tuple[str | None, bool]:
     """Return (the split that a source is evaluated on, whether its prompts are framed)."""
-    return None, False
+    spec, _ = SourceSpec.for_training(source).apply_known_dataset()
+    return source.heldout_split, spec.template == " Human: {prompt} Assistant:"
 
 
 @contextlib.contextmanager

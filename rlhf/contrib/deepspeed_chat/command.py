@@ -48,7 +48,7 @@ _OTHERS = {
 }
 """Programs without a recipe, and what to use instead."""
 
-_GRIDS = {"sft": "step1.yaml", "reward": "step2.yaml", "dpo": "step2.yaml", "ppo": "step3.yaml"}
+_GRIDS = {"sft": "step1.yaml", "reward": "step2.yaml", "dpo": "dpo.yaml", "ppo": "step3.yaml"}
 """The grids in example_scripts/sweeps, by the stage that a loop trains."""
 
 _HARMLESS = {"echo", "mkdir", "pkill", "set", "sleep", "source", "."}
@@ -189,8 +189,7 @@ def _describe_sweep(text: str) -> str:
     stage = _find_stage(text)
     if not stage or ("sweep" not in text and "for " not in text):
         return ""
-    about = ", with stages: [dpo]" if stage == "dpo" else ""
-    return f"; for a sweep use `rlhf sweep example_scripts/sweeps/{_GRIDS[stage]}`{about}"
+    return f"; for a sweep use `rlhf sweep example_scripts/sweeps/{_GRIDS[stage]}`"
 
 
 def find_shell_variable(text: str) -> str:

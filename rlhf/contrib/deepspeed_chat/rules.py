@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf.contrib.deepspeed_chat.tables import SCHEDULES
+from rlhf.contrib.deepspeed_chat.tables import SCHEDULES, read_source
 from rlhf.errors import ConfigError
 from rlhf.models.shape import shape_of
 
@@ -108,20 +108,14 @@ Translation = Iterator[Setting | Remark | Note]
 
 def translate_sources(flags: CommandFlags) -> Translation:
     """Translate the sources of rows, those only for SFT included."""
-    rows: list[Any] = [_source(name) for name in flags["data_path"].value]
+    rows: list[Any] = [read_source(name) for name in flags["data_path"].value]
     names = ["data_path"]
     if flags.stage == "sft" and flags["sft_only_data_path"].value:
         names.append("sft_only_data_path")
-        rows += [{**_mapping(_source(name)), "stages": ["sft"]} for name in flags["sft_only_data_path"].value]
+        rows += [{**_mapping(read_source(name)), "stages": ["sft"]} for name in flags["sft_only_data_path"].value]
     if not rows:
         raise ConfigError("--data_path: names no source; add one, or remove the flag for DeepSpeed-Chat's default")
-    if len(rows) > 1:  # all rows of each; rlhf would blend equal parts
-        rows = [{**_mapping(source), "weight": "all"} for source in rows]
     yield flags.setting("data.datasets", rows, *names)
-
-
-def _source(name: str) -> Any:
-    return {"path": "data/train.json", "heldout": "data/eval.json"} if "local/jsonfile" in name else name
 
 
 def _mapping(source: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.config.loader import parse_yaml
+from rlhf.data.formats import find_known_dataset
 
 STEPS: Mapping[str, str] = {"sft": "step 1", "reward": "step 2", "dpo": "step 2 (DPO)", "ppo": "step 3"}
 """DeepSpeed-Chat's names of the stages."""
@@ -156,9 +157,16 @@ def _read_switch(value: str) -> bool:
     return _read_choice(("0", "1"), "0 or 1", value) == "1"
 
 
+def read_source(name: str) -> Any:
+    """Return the source with a name in `--data_path`, with the split that DeepSpeed-Chat evaluates on."""
+    if "local/jsonfile" in name:
+        return {"path": "data/train.json", "heldout": "data/eval.json"}
+    known = find_known_dataset(name)
+    return {"path": name, "heldout_split": known.heldout_split} if known and known.heldout_split else name
+
+
 def _read_sources(value: str) -> list[Any]:
-    names = value.split()
-    return names if len(names) < 2 else [{"path": name, "weight": "all"} for name in names]
+    return [read_source(name) for name in value.split()]
 
 
 def _read_shares(value: str) -> list[float]:
@@ -179,7 +187,7 @@ READERS: Mapping[str, Callable[[str], Any]] = {
     "capture": lambda value: NOTHING if _read_switch(value) else "none",  # recorded rollouts are on by default
     "only_adapters": lambda value: [] if _read_switch(value) else ["norms", "biases", "embeddings"],
     "names": str.split,
-    "sources": _read_sources,  # all rows of several sources; rlhf would blend equal parts
+    "sources": _read_sources,
     "schedule": functools.partial(_read_choice, SCHEDULES, f"one of {', '.join(SCHEDULES)}"),
     "precision": functools.partial(_read_choice, ("fp16", "bf16"), "fp16 or bf16"),
     "shares": _read_shares,  # of the three steps

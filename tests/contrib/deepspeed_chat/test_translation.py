@@ -22,7 +22,9 @@ MAIN = {
 }
 REFUSALS = parse_yaml(Path(__file__).with_name("refusals.yaml").read_text(encoding="utf-8"))
 UNADAPTED = ["norms", "biases", "embeddings"]
-ALWAYS = {"data.chat_template": False, "data.datasets": ["Dahoas/rm-static"]}
+RM_STATIC = {"path": "Dahoas/rm-static", "heldout_split": "test"}
+FULL_HH = {"path": "Dahoas/full-hh-rlhf", "heldout_split": "test"}
+ALWAYS = {"data.chat_template": False, "data.datasets": [RM_STATIC]}
 FP16 = {"engine.loss_scale_window": 100}
 
 
@@ -105,9 +107,9 @@ EXPECTED: dict[str, tuple[int | None, dict[str, Any]]] = {
         | {"output": "output", "roles.reward.zero_stage": 0}
         | {
             "data.datasets": [
-                {"path": "Dahoas/rm-static", "weight": "all"},
-                {"path": "Dahoas/full-hh-rlhf", "weight": "all", "stages": ["sft", "reward"]},
-                {"path": "stanfordnlp/SHP", "weight": "all", "stages": ["reward"]},
+                RM_STATIC,
+                FULL_HH | {"stages": ["sft", "reward"]},
+                {"path": "stanfordnlp/SHP", "heldout_split": "validation", "stages": ["reward"]},
             ]
         }
         | {"seed": 1234, "data.chat_template": False, "data.too_long": "truncate"}
@@ -135,10 +137,10 @@ EXPECTED: dict[str, tuple[int | None, dict[str, Any]]] = {
         | GIVEN
         | {
             "data.datasets": [
-                {"path": "Dahoas/rm-static", "weight": "all"},
-                {"path": "Dahoas/full-hh-rlhf", "weight": "all", "stages": ["sft"]},
-                {"path": "Dahoas/synthetic-instruct-gptj-pairwise", "weight": "all", "stages": ["sft"]},
-                {"path": "yitingxie/rlhf-reward-datasets", "weight": "all", "stages": ["sft"]},
+                RM_STATIC,
+                FULL_HH | {"stages": ["sft"]},
+                {"path": "Dahoas/synthetic-instruct-gptj-pairwise", "stages": ["sft"]},
+                {"path": "yitingxie/rlhf-reward-datasets", "heldout_split": "test", "stages": ["sft"]},
             ]
         }
         | {"data.chat_template": False, "data.too_long": "truncate"}
@@ -158,7 +160,7 @@ EXPECTED: dict[str, tuple[int | None, dict[str, Any]]] = {
     "bloom": (  # on 8 devices 128 rows, 64 pairs and 32 completions (our default): 8, 8 and 2 at a time
         None,
         {"output": "/logs/bloom", "seed": 10, "precision": "bf16", "engine.kernels.adamw": "torch-foreach"}
-        | {"data.datasets": [{"path": f"Dahoas/{name}", "weight": "all"} for name in ("rm-static", "full-hh-rlhf")]}
+        | {"data.datasets": [RM_STATIC, FULL_HH]}
         | {"data.chat_template": False, "data.too_long": "truncate"}
         | {"reward.optimizer.weight_decay": 0.0, "ppo.batch_size": 32, "ppo.optimizer.learning_rate": 1e-5}
         | {"ppo.dropout": 0.0, "ppo.critic_dropout": 0.0}
@@ -230,8 +232,7 @@ def test_rollout_is_at_least_as_large_as_an_update() -> None:
          {"data.max_prompt_length": 100, "data.max_completion_length": 60}),
         ("sft", "--data_split 6,2,2", {"data.stage_split": [6, 2, 2]}),
         ("sft", "--data_path a b --sft_only_data_path c",
-         {"data.datasets": [{"path": "a", "weight": "all"}, {"path": "b", "weight": "all"},
-                            {"path": "c", "weight": "all", "stages": ["sft"]}]}),
+         {"data.datasets": ["a", "b", {"path": "c", "stages": ["sft"]}]}),
         ("sft", "--data_path local/jsonfile",
          {"data.datasets": [{"path": "data/train.json", "heldout": "data/eval.json"}]}),
         ("sft", "--lora_dim 8 --lora_module_name transformer.h. --only_optimize_lora",

@@ -118,8 +118,18 @@ def test_sources_are_a_list() -> None:
         None, arguments("sft", DATASET_PATH="Dahoas/rm-static Dahoas/full-hh-rlhf")[1::2], example=False
     )
     assert [source.path for source in config.data.datasets] == ["Dahoas/rm-static", "Dahoas/full-hh-rlhf"]
-    assert {source.weight for source in config.data.datasets} == {"all"}
-    assert arguments("sft", DATASET_PATH="Dahoas/rm-static") == ["--set", "data.datasets=[Dahoas/rm-static]"]
+    assert [source.heldout_split for source in config.data.datasets] == ["test", "test"]
+    assert arguments("sft", DATASET_PATH="mine") == ["--set", "data.datasets=[mine]"]
+
+
+def test_hpz_needs_several_machines_and_zero_3() -> None:
+    given = {"HPZ_ENABLED": "1", "ACTOR_ZERO_STAGE": "3", "NUM_NODES": "2", "DEVICES_PER_NODE": "8"}
+    pair = "engine.deepspeed.zero_optimization.zero_hpz_partition_size=8"
+    assert pair in arguments("sft", **given)
+    assert pair not in arguments("sft", **given | {"NUM_NODES": "1"})
+    assert pair not in arguments("sft", **given | {"ACTOR_ZERO_STAGE": "2"})
+    with pytest.raises(ConfigError, match="HL_DEVICES_PER_NODE: unset, and hpZ needs the number of devices"):
+        arguments("sft", **{name: value for name, value in given.items() if name != "DEVICES_PER_NODE"})
 
 
 @pytest.mark.parametrize(
