@@ -115,7 +115,13 @@ def toy_data(name: str, source: DatasetConfig, folder: Path) -> Path:
         if path.suffix:
             datasets.Dataset.from_list(rows).to_json(path)
         else:
-            datasets.Dataset.from_list(rows).save_to_disk(path)
+            saved: Any = datasets.Dataset.from_list(rows)
+            if source.heldout_split and not source.heldout:
+                heldout = saved.select(range(5))
+                saved = datasets.DatasetDict(
+                    {source.split: saved.select(range(5, len(saved))), source.heldout_split: heldout}
+                )
+            saved.save_to_disk(path)
     return path
 
 
