@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,6 +23,15 @@ class RLHFError(Exception):
 
 class ConfigError(RLHFError):
     """The configuration is wrong: an unknown key, a bad value, settings that contradict each other."""
+
+
+class InvalidValuesError(ConfigError):
+    """Values of the configuration are wrong: one line for each problem, with a heading if there are several."""
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = list(problems)
+        count = len(self.problems)
+        super().__init__("\n  ".join([f"{count} values are wrong:", *self.problems] if count > 1 else self.problems))
 
 
 class DataError(RLHFError):

@@ -15,7 +15,7 @@ import typer
 
 import accelerators
 from accelerators import OPERATIONS, AcceleratorError, PluginError, Report
-from rlhf.cli.tables import AsJSON, print_json, print_table
+from rlhf.cli.tables import AsJSON, AsTSV, print_json, print_table
 from rlhf.utils.units import format_bytes
 
 if TYPE_CHECKING:
@@ -29,20 +29,21 @@ app = typer.Typer(
 
 
 @app.command("list")
-def list_backends(as_json: AsJSON = False) -> None:
+def list_backends(as_json: AsJSON = False, as_tsv: AsTSV = False) -> None:
     """List every backend, and every plugin that could not be used, with the reason."""
     reports = accelerators.available()
     if as_json:
         print_json([_describe_report(report) for report in reports])
         return
     columns = ("name", "state", "devices", "priority", "provided by", "reason")
-    print_table("Accelerators", columns, [_row(report) for report in reports])
+    print_table("Accelerators", columns, [_row(report) for report in reports], tsv=as_tsv)
 
 
 @app.command()
 def explain(
     name: Annotated[str, typer.Argument(help="Backend; auto: the one that a run would use.")] = "auto",
     as_json: AsJSON = False,
+    as_tsv: AsTSV = False,
 ) -> None:
     """Explain what a backend can do on this machine, and why it cannot do the rest."""
     with accelerators.stdout_to_stderr():  # a device's software may print while it is opened
@@ -50,7 +51,7 @@ def explain(
     if as_json:
         print_json(facts)
     else:
-        _print_facts(facts)
+        _print_facts(facts, as_tsv)
 
 
 @app.command()
@@ -60,6 +61,7 @@ def check(
         list[str] | None, typer.Option("--only", metavar="CHECK", help="Run only this check. Repeatable.")
     ] = None,
     as_json: AsJSON = False,
+    as_tsv: AsTSV = False,
 ) -> None:
     """Check that a backend keeps the promises of the accelerator interface, on this machine.
 
@@ -86,7 +88,7 @@ def check(
         print_json([asdict(result) for result in results])
     else:
         rows = [(row.check, row.result, f"{row.seconds:.1f}", row.title, row.reason) for row in results]
-        print_table(f"Conformance of {name}", ("check", "result", "seconds", "what", "reason"), rows)
+        print_table(f"Conformance of {name}", ("check", "result", "seconds", "what", "reason"), rows, tsv=as_tsv)
     if any(result.result == "failed" for result in results):
         raise typer.Exit(1)
 
@@ -175,7 +177,7 @@ def _candidates(accelerator: Accelerator, operation: str) -> list[dict[str, Any]
     return candidates
 
 
-def _print_facts(facts: dict[str, Any]) -> None:
+def _print_facts(facts: dict[str, Any], tsv: bool) -> None:
     device, memory, deepspeed = facts["device"], facts["memory"], facts["deepspeed"]
     peaks = ", ".join(f"{peak / 1e12:,.0f} TFLOP/s in {name}" for name, peak in device["peak_flops"].items())
     rows = [
@@ -193,15 +195,15 @@ def _print_facts(facts: dict[str, Any]) -> None:
             f"processes, trains in {', '.join(deepspeed['dtypes'])}",
         ),
     ]
-    print_table(facts["name"], ("property", "value"), rows)
+    print_table(facts["name"], ("property", "value"), rows, tsv=tsv)
     precisions = [
         (wish, precision["name"] if precision["ok"] else "no", precision["reason"])
         for wish, precision in facts["precisions"].items()
     ]
-    print_table("Precisions", ("requested", "used", "reason"), precisions)
+    print_table("Precisions", ("requested", "used", "reason"), precisions, tsv=tsv)
     operations = [
         (operation, candidate["name"], "yes" if candidate["used"] else "no", candidate["reason"])
         for operation, support in facts["operations"].items()
         for candidate in support["candidates"] or [support | {"name": "", "used": False}]
     ]
-    print_table("Operations", ("operation", "implementation", "used", "reason"), operations)
+    print_table("Operations", ("operation", "implementation", "used", "reason"), operations, tsv=tsv)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rlhf.cli import accelerators, chat, compare, evaluate, profile, recipe, sweep
+from rlhf.cli import accelerators, chat, compare, evaluate, profile, recipe, show, sweep
 from rlhf.cli.options import (
     RUN,
     Options,
@@ -40,30 +40,30 @@ app = typer.Typer(
 
 _EXAMPLES = {
     "rlhf": "train the embedded example",
-    "rlhf --config recipe.yaml --dry-run": "check files, data, settings and memory",
+    "rlhf --config recipe.yaml --dry-run": "check files, data, memory",
     "rlhf --config recipe.yaml --output runs/a": "train your recipe",
-    "rlhf sft --set sft.epochs=2 --set seed=1": "train one stage, with two keys changed",
-    "rlhf --output runs/a --resume": "resume with the run's settings",
-    "rlhf --stages sft,dpo --output runs/b": "train these stages, one after the other",
-    "rlhf dpo --output runs/a": "train with DPO, from the run's SFT model",
-    "rlhf ppo --output runs/a --ranks 2": "train in two processes",
-    "rlhf --nodes 2 --node-rank 0 --rendezvous a:29400": "start on the first of two machines",
+    "rlhf sft --set sft.epochs=2 --set seed=1": "train one stage",
+    "rlhf --stages sft,dpo --output runs/b": "train these stages",
+    "rlhf --output runs/a --resume": "resume a run",
+    "rlhf --output runs/a --ranks 2": "train in two processes",
+    "rlhf show runs/a": "see how a run went or goes",
     "rlhf chat runs/a": "talk to the trained model",
-    "rlhf compare runs/a/sft runs/a -R runs/a": "measure what PPO has changed",
-    "rlhf evaluate runs/a --pairs heldout": "measure accuracy and calibration of the reward model",
-    "rlhf data --config recipe.yaml": "show how your rows are read, with examples",
-    "rlhf plan --config recipe.yaml --memory 80GiB": "predict the memory, and what to change",
-    "rlhf profile --config recipe.yaml": "measure where the time of a PPO step goes",
-    "rlhf sweep grid.yaml": "train a recipe at every point of a grid",
-    "rlhf config > recipe.yaml": "print a recipe to edit: every key with its default",
-    "rlhf config --from-deepspeed-chat run_1.3b.sh": "translate a DeepSpeed-Chat script into a recipe",
-    "rlhf config --example": "print the embedded example's recipe",
+    "rlhf compare runs/a/sft runs/a -R runs/a": "measure what PPO changed",
+    "rlhf evaluate runs/a --pairs heldout": "measure the reward model",
+    "rlhf data --config recipe.yaml": "see how rows are read",
+    "rlhf plan --config recipe.yaml --memory 80GiB": "predict the memory",
+    "rlhf profile --config recipe.yaml": "see where the time goes",
+    "rlhf sweep grid.yaml": "train every point of a grid",
+    "rlhf config > recipe.yaml": "print a recipe to edit",
+    "rlhf config --from-deepspeed-chat run_1.3b.sh": "translate a script",
 }
+"""Commands and their purposes; a line must fit into 80 columns."""
+
 _HELP = """Train a language model with human feedback: SFT, then a reward model, then PPO.
 
 Without a command, these three stages run, or those of [bold]--stages[/]. Options may come before or after a command."""
 _EPILOG = "[bold]Examples[/]\n" + "\n".join(
-    f"  [cyan]{command:51}[/]{meaning}" for command, meaning in _EXAMPLES.items()
+    f"  [cyan]{command:47}[/]{meaning}" for command, meaning in _EXAMPLES.items()
 )
 _STAGES: dict[Stage, str] = {
     "sft": "Stage 1: supervised fine-tuning on demonstrations.",
@@ -199,6 +199,7 @@ def _report_end(outcome: ExitStatus | None, termination: RunTermination | None) 
 for _stage, _help in _STAGES.items():
     app.command(_stage, help=_help)(with_signature(partial(start, stages=(_stage,)), RUN))
 for _command in (
+    show.show,
     chat.chat,
     compare.compare,
     evaluate.evaluate,

@@ -35,7 +35,8 @@ def chat(
         str, typer.Argument(help="Folder of a run or of a model, or a hub name.", metavar="RUN_OR_MODEL")
     ],
     stage: Annotated[
-        Literal["sft", "dpo", "ppo"] | None, typer.Option(help="Stage of a run. Default: the last finished one.")
+        Literal["sft", "dpo", "ppo"] | None,
+        typer.Option(help="Stage of a run. Default: ppo, dpo or sft, the first that is finished."),
     ] = None,
     ema: Annotated[
         bool, typer.Option("--ema", metavar="", help="Use the moving average of the policy's weights (ppo.ema).")
@@ -64,6 +65,8 @@ def chat(
         title = f"{folder} on {model.writer.device.accelerator.name}"
         _converse(model, model.converses if memory is None else memory, title)
     else:
+        if str(folder) != run_or_model:
+            print(f"rlhf: note: the model is {folder}", file=sys.stderr)
         for line in sys.stdin:
             if line.strip():
                 _answer(model, [("user", line.strip())])

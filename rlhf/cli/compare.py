@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf.cli.options import Options, shared
-from rlhf.cli.tables import AsJSON, flatten, print_json, print_line, print_table, route_notes_to_stderr
+from rlhf.cli.tables import AsJSON, AsTSV, flatten, print_json, print_line, print_table, route_notes_to_stderr
 from rlhf.config.paths import is_path
 from rlhf.config.schema import Config, SamplingConfig, load_config
 from rlhf.config.trust import admit_code
@@ -129,6 +129,7 @@ def compare(
     ] = None,
     show: Annotated[int, typer.Option(min=0, help="Number of prompts to show with completions.", metavar="N")] = 3,
     as_json: AsJSON = False,
+    as_tsv: AsTSV = False,
 ) -> None:
     """Compare models: completions of the same prompts, with scores, win rates, KL and diversity.
 
@@ -154,7 +155,7 @@ def compare(
     if temperature is None:
         temperature = 1.0 if sizes else 0.0
     sampling = SamplingConfig(temperature=temperature, top_p=top_p)
-    with route_notes_to_stderr(as_json) as piped:
+    with route_notes_to_stderr(as_json or as_tsv):
         config = _load_config(options, prompts)
         rows = _read_rows(prompts, config) if prompts and prompts != HELDOUT else []
         device = EvaluationDevice.select(config, options.accelerator)
@@ -180,7 +181,7 @@ def compare(
     records = evaluation.list_records(comparison)
     if as_json:
         print_json(statistics)
-    elif piped:
+    elif as_tsv:
         _print_lines(statistics)
     else:
         _print_samples(records[:show])
@@ -285,7 +286,7 @@ def _print_lines(statistics: dict[str, Any]) -> None:
         best = {f"best_of_{row['best_of']}": row["reward"][model["model"]] for row in statistics.get("best_of", ())}
         lines.append(flatten(model | best))
     columns = list(dict.fromkeys(name for line in reversed(lines) for name in line))  # the first has fewer
-    print_table("", columns, [[_format_plain(line.get(name)) for name in columns] for line in lines])
+    print_table("", columns, [[_format_plain(line.get(name)) for name in columns] for line in lines], tsv=True)
 
 
 def _print_tables(statistics: dict[str, Any]) -> None:

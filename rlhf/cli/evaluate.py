@@ -14,7 +14,7 @@ import typer
 from rich.text import Text
 
 from rlhf.cli.options import Options, shared
-from rlhf.cli.tables import AsJSON, print_json, print_line, print_table
+from rlhf.cli.tables import AsJSON, AsTSV, print_json, print_line, print_table
 from rlhf.config.paths import is_path
 from rlhf.config.schema import Config
 from rlhf.errors import ConfigError, DataError
@@ -93,6 +93,7 @@ def evaluate(
     bins: Annotated[int, typer.Option(help="Confidence bins of the calibration.", min=1, metavar="N")] = 10,
     rows: Annotated[bool, typer.Option("--rows", metavar="", help="With --json: add the numbers of each row.")] = False,
     as_json: AsJSON = False,
+    as_tsv: AsTSV = False,
 ) -> None:
     """Measure finished models: reward models on pairs, language models on text.
 
@@ -141,19 +142,19 @@ def evaluate(
             else partial(measure_perplexity, batch_size=batch_size),
             is_pairs=bool(pairs),
             with_rows=rows,
-            show=console.is_terminal and not as_json,
+            show=console.is_terminal and not (as_json or as_tsv),
         )
         if as_json:
             print_json(report)
         else:
-            _print_measures(report)
+            _print_measures(report, as_tsv)
     elif prompt or not sys.stdin.isatty():
         reply_sets = list(_read_reply_sets(prompt, reply))
-        scores = _score(device, config, models, reply_sets, batch_size, console.is_terminal and not as_json)
+        scores = _score(device, config, models, reply_sets, batch_size, console.is_terminal and not (as_json or as_tsv))
         if as_json:
             print_json({"kind": "sentences", **_describe(device), "questions": _list_scores(reply_sets, scores)})
         else:
-            _print_scores(reply_sets, scores)
+            _print_scores(reply_sets, scores, tsv=as_tsv)
     else:
         _converse(device, config, models)
 
@@ -200,11 +201,11 @@ def _measure(
     return {"kind": "pairs" if is_pairs else "text", "source": source, **_describe(device), "models": measures}
 
 
-def _print_measures(report: dict[str, Any]) -> None:
+def _print_measures(report: dict[str, Any], tsv: bool) -> None:
     kind, models = report["kind"], report["models"]
     labels = _PAIRS if kind == "pairs" else _TEXT
     rows = [[label, *(_format_cell(model[key]) for model in models)] for key, label in labels.items()]
-    print_table(f"{report['source']}: {kind}", [kind, *(model["model"] for model in models)], rows)
+    print_table(f"{report['source']}: {kind}", [kind, *(model["model"] for model in models)], rows, tsv=tsv)
     for model in models:
         if bins := model.get("bins"):
             rows = [
@@ -213,7 +214,7 @@ def _print_measures(report: dict[str, Any]) -> None:
                 for row in bins
             ]
             columns = ("confidence", "pairs", "mean confidence", "accuracy")
-            print_table(f"{model['model']}: calibration", columns, rows)
+            print_table(f"{model['model']}: calibration", columns, rows, tsv=tsv)
 
 
 def _read_reply_sets(prompt: str | None, replies: Sequence[str] | None) -> Iterator[ReplySet]:
@@ -296,7 +297,7 @@ def _list_scores(reply_sets: Sequence[ReplySet], scores: dict[str, list[list[flo
     ]
 
 
-def _print_scores(reply_sets: Sequence[ReplySet], scores: dict[str, list[list[float]]]) -> None:
+def _print_scores(reply_sets: Sequence[ReplySet], scores: dict[str, list[list[float]]], *, tsv: bool = False) -> None:
     """Print a row for each reply, with the probability that it is the best if a prompt has several."""
     several = any(len(reply_set.replies) > 1 for reply_set in reply_sets)
     numbers = ["score", "P(best)"] if several else ["score"]
@@ -311,7 +312,7 @@ def _print_scores(reply_sets: Sequence[ReplySet], scores: dict[str, list[list[fl
                 row += [f"{model_scores[place][at]:.4f}"]
                 row += [f"{best:.3f}" if len(reply_set.replies) > 1 else "-"] if several else []
             rows.append(row)
-    print_table("scores", columns, rows)
+    print_table("scores", columns, rows, tsv=tsv)
 
 
 def _format_cell(value: Any) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlhf.cli.options import Options, shared, sort_stages
-from rlhf.cli.tables import print_json, print_line, print_table, route_notes_to_stderr
+from rlhf.cli.tables import AsTSV, print_json, print_line, print_table, route_notes_to_stderr
 from rlhf.config.schema import EVERY_STAGE, Config, Stage
 from rlhf.errors import ConfigError, RunError
 from rlhf.reporting.console import console
@@ -49,6 +49,7 @@ def profile(
         "trace.json.gz"
     ),
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print JSON, with every operator.")] = False,
+    as_tsv: AsTSV = False,
 ) -> None:
     """Run a few steps of a stage in one process and report where the time went: by phase and by operator.
 
@@ -70,12 +71,12 @@ def profile(
     config = options.with_run_recipe((name,)).load_for((name,))
     if options.accelerator:
         config = config.model_copy(update={"accelerator": options.accelerator})
-    with route_notes_to_stderr(as_json):
+    with route_notes_to_stderr(as_json or as_tsv):
         report = profile_stage(config, name, steps=steps, trace=trace)
     if as_json:
         print_json(report)
     else:
-        _print(report, config.title(name))
+        _print(report, config.title(name), as_tsv)
 
 
 def profile_stage(config: Config, stage: Stage, *, steps: int, trace: Path) -> Report:
@@ -222,7 +223,7 @@ def _measure_steps(trainer: Trainer, context: StageContext, count: int, trace: P
     }
 
 
-def _print(report: Report, title: str) -> None:
+def _print(report: Report, title: str, tsv: bool) -> None:
     seconds = report["step_seconds"]
     device = f"  one process on {report['accelerator']} ({report['device']}), {report['precision']}"
     console.print()
@@ -245,7 +246,7 @@ def _print(report: Report, title: str) -> None:
         )
         for phase in report["phases"]
     ]
-    print_table("time of a step by phase", ("phase", "time", "share", "TFLOP/s", "tokens/s"), rows)
+    print_table("time of a step by phase", ("phase", "time", "share", "TFLOP/s", "tokens/s"), rows, tsv=tsv)
     total, operators = report["traced_seconds"], report["operators"]
     others = operators[_OPERATORS_SHOWN:]
     rest = {"name": f"({len(others):,} others)", "phase": "", "seconds": sum(row["seconds"] for row in others)}
@@ -266,7 +267,7 @@ def _print(report: Report, title: str) -> None:
     ]
     kind = "kernel" if report["on_device"] else "operator"
     title = f"time of the recorded step ({_format_time(total)}) by {kind}"
-    print_table(title, (kind, "phase", "time", "share", "calls"), rows)
+    print_table(title, (kind, "phase", "time", "share", "calls"), rows, tsv=tsv)
     print_line(f"trace: {report['trace']} (open it in https://ui.perfetto.dev or chrome://tracing)")
 
 

@@ -13,7 +13,7 @@ import typer
 
 import accelerators
 from rlhf.cli.options import Options, shared, sort_stages
-from rlhf.cli.tables import AsJSON, print_json, print_line, print_table
+from rlhf.cli.tables import AsJSON, AsTSV, print_json, print_line, print_table
 from rlhf.config.dump import format_recipe
 from rlhf.config.schema import EMBEDDED_RECIPE, STAGES, Config
 from rlhf.data.report import find_remedy
@@ -209,6 +209,7 @@ def plan(
         int | None, typer.Option(help="Number of rows that a stage trains on, for hours.", min=1, metavar="N")
     ] = None,
     as_json: AsJSON = False,
+    as_tsv: AsTSV = False,
 ) -> None:
     """Predict the memory of a recipe, by phase, role and kind, and whether it fits, before anything is loaded.
 
@@ -250,21 +251,21 @@ def plan(
         print_json(reports)
     else:
         for report in reports:
-            _print_plan(report, config.title(report["stage"]))
+            _print_plan(report, config.title(report["stage"]), as_tsv)
     if not all(report["fits"] for report in reports):
         raise typer.Exit(1)
 
 
-def _print_plan(stage: dict[str, Any], title: str) -> None:
+def _print_plan(stage: dict[str, Any], title: str, tsv: bool) -> None:
     console.print()
     print_line((title, "bold"), (f"  {stage['verdict']}", "dim"))
     rows = [(phase["phase"], format_bytes(phase["device"]), format_bytes(phase["host"])) for phase in stage["phases"]]
-    print_table("memory in each phase", ("phase", "on each device", "on the host, per rank"), rows)
+    print_table("memory in each phase", ("phase", "on each device", "on the host, per rank"), rows, tsv=tsv)
     items = [
         (item["role"], item["kind"], format_bytes(item["bytes"]), "host" if item["host"] else "device")
         for item in stage["items"]
         if item["bytes"] >= 2**20
     ]
-    print_table(f"memory at the peak: {stage['fullest']}", ("role", "kind", "bytes", "where"), items)
+    print_table(f"memory at the peak: {stage['fullest']}", ("role", "kind", "bytes", "where"), items, tsv=tsv)
     for name, text in stage["advice"].items():
         print_line((f"{name:22}", "dim"), text)

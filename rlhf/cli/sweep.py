@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlhf.cli.options import Options, shared
-from rlhf.cli.tables import AsJSON, print_json, print_line, print_table
+from rlhf.cli.tables import AsJSON, AsTSV, print_json, print_line, print_table
 from rlhf.errors import ConfigError, RunError
 from rlhf.reporting.console import Terminal, console
 from rlhf.utils.file_lock import lock_folder
@@ -37,6 +37,7 @@ def sweep(
         typer.Option(help="Memory of each device, e.g. 80GiB: points that would not fit are refused.", metavar="SIZE"),
     ] = None,
     as_json: AsJSON = False,
+    as_tsv: AsTSV = False,
 ) -> None:
     """Train a recipe at every point of a grid, one run per point, and compare the points in a table and plots.
 
@@ -87,20 +88,20 @@ def sweep(
     if not report:
         folder.check(loaded)
     if options.dry_run:
-        _predict(loaded, folder, as_json)
+        _predict(loaded, folder, as_json, as_tsv)
         return
-    if as_json or not _has_terminal():
+    if as_json or as_tsv or not _has_terminal():
         console.stderr = True  # progress is not part of the result
     results = _update(loaded, folder) if report else _run(loaded, folder, retry=retry, debug=options.debug)
     if as_json:
         print_json(to_document(loaded, results))
     else:
-        _print_results(loaded, folder, results)
+        _print_results(loaded, folder, results, tsv=as_tsv)
     if any(result.status == "failed" for result in results):
         raise typer.Exit(1)
 
 
-def _predict(grid: Grid, folder: SweepDirectory, as_json: bool) -> None:
+def _predict(grid: Grid, folder: SweepDirectory, as_json: bool, as_tsv: bool) -> None:
     """Print what a sweep would do with each point."""
     from rlhf.contrib.sweep.results import collect_results, to_document
     from rlhf.contrib.sweep.runner import SweepRunner
@@ -113,13 +114,13 @@ def _predict(grid: Grid, folder: SweepDirectory, as_json: bool) -> None:
     if as_json:
         print_json(to_document(grid, results))
         return
-    header = ["point", "status", "sets", *([] if _has_terminal() else ["reason"])]
+    header = ["point", "status", "sets", *(["reason"] if as_tsv else [])]
     rows = []
     for result in results:
         sets = " ".join(f"{key}={value}" for key, value in result.keys.items())
         rows.append([result.name, result.status, sets, result.reason][: len(header)])
-    print_table(f"{grid.file}: {len(points)} points in {folder.path}", header, rows)
-    if _has_terminal():
+    print_table(f"{grid.file}: {len(points)} points in {folder.path}", header, rows, tsv=as_tsv)
+    if not as_tsv:
         _print_reasons(results)
 
 
@@ -161,13 +162,13 @@ def _update(grid: Grid, folder: SweepDirectory) -> list[PointResult]:
     return results
 
 
-def _print_results(grid: Grid, folder: SweepDirectory, results: list[PointResult]) -> None:
+def _print_results(grid: Grid, folder: SweepDirectory, results: list[PointResult], *, tsv: bool) -> None:
     from rlhf.contrib.sweep.results import describe_best, format_table
 
     files = [path for path in (folder.plot, folder.curves, folder.tradeoff, folder.table) if path.is_file()]
-    header, rows = format_table(grid, results, people=_has_terminal())
-    print_table(f"{grid.file}: {', '.join(grid.stages)}", header, rows)
-    if _has_terminal():
+    header, rows = format_table(grid, results, people=not tsv)
+    print_table(f"{grid.file}: {', '.join(grid.stages)}", header, rows, tsv=tsv)
+    if not tsv:
         _print_reasons(results)
     for line in (describe_best(grid, results), f"see {', '.join(map(str, files))}"):
         if line:

@@ -1,8 +1,9 @@
-"""Print the results of commands: tables on a terminal, tab-separated lines in a pipe, JSON on request."""
+"""Print the results of commands: tables for people; tab-separated lines or JSON for programs, on request."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -14,15 +15,18 @@ from rich.text import Text
 from rlhf.reporting.console import Terminal, console
 
 AsJSON = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON.")]
+AsTSV = Annotated[bool, typer.Option("--tsv", metavar="", help="Print tables as tab-separated lines.")]
+
+_WIDTH = 120  # columns of a table in a pipe or a file, unless COLUMNS is set
 
 
 @contextmanager
-def route_notes_to_stderr(as_json: bool) -> Iterator[bool]:
-    """Yield whether a program reads standard output, through a pipe or as JSON; if so, send notes to standard error."""
-    piped, before = as_json or not console.is_terminal, console.stderr
-    console.stderr = before or piped
+def route_notes_to_stderr(as_data: bool) -> Iterator[None]:
+    """Send notes to standard error if standard output is a pipe, or data (JSON, TSV)."""
+    before = console.stderr
+    console.stderr = before or as_data or not console.is_terminal
     try:
-        yield piped
+        yield
     finally:
         console.stderr = before
 
@@ -32,13 +36,15 @@ def print_line(*parts: str | tuple[str, str]) -> None:
     console.print(Text.assemble(*parts), soft_wrap=True)
 
 
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a titled table; in a pipe, the columns and rows with tabs between their cells."""
-    terminal = Terminal()
-    if not terminal.is_terminal:
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, tsv: bool = False) -> None:
+    """Print a titled table, or the columns and rows with tabs between their cells."""
+    if tsv:
         for row in (columns, *rows):
-            print("\t".join(row))
+            print("\t".join(" ".join(cell.split()) for cell in row))
         return
+    terminal = Terminal()
+    if not terminal.is_terminal and "COLUMNS" not in os.environ:
+        terminal = Terminal(width=_WIDTH)
     # Text: a reason in [brackets] is not markup.
     table = Table(title=Text(title, "table.title"), title_justify="left")
     for column in columns:

@@ -18,8 +18,7 @@ from rlhf.config.data import EVERY_STAGE, STAGES, ColumnsConfig, DataConfig, Dat
 from rlhf.config.loader import TrackedDict, apply_overrides, names_model_or_data, read_yaml
 from rlhf.config.ppo import PPOConfig, RewardFunctionConfig, SamplingConfig
 from rlhf.config.training import DPOConfig, EpochConfig, OptimizerConfig, RewardConfig, SFTConfig, TrainingConfig
-from rlhf.config.types import ConfigModel, Folder, OptionalPathOrHubId, format_validation_error, short_repr
-from rlhf.errors import ConfigError
+from rlhf.config.types import ConfigModel, Folder, OptionalPathOrHubId, explain_validation_error, short_repr
 
 __all__ = [  # the names that other packages import from here
     "EVERY_STAGE",
@@ -302,9 +301,9 @@ def build_config(values: Mapping[str, Any], *, source: str = "the configuration"
     """Build a `Config` from nested values.
 
     Raises:
-        ConfigError: one line about the first invalid value; it names the file line or option, else `source`.
+        InvalidValuesError: a line for each invalid value; it names the file line or option, else `source`.
     """
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(format_validation_error(error, Config, values, source)) from error
+        raise explain_validation_error(error, Config, values, source) from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, get_args
@@ -27,6 +27,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from rlhf.config import paths
 from rlhf.config.loader import TrackedStr, find_origin
+from rlhf.errors import InvalidValuesError
 
 _LARGEST = 2**53  # the largest whole number; floating-point numbers do not represent larger ones exactly
 _MAX_SHOWN = 60  # characters of a value in an error
@@ -148,10 +149,12 @@ def error_at(key: str, text: str) -> PydanticCustomError:
     return PydanticCustomError("at_key", "{text}", {"key": key, "text": text})
 
 
-def format_validation_error(error: ValidationError, schema: type[BaseModel], values: Any, source: str) -> str:
-    """Return one line about the first problem: where the value was written, the key's full path, what is wrong.
+def explain_validation_error(
+    error: ValidationError, schema: type[BaseModel], values: Any, source: str
+) -> InvalidValuesError:
+    """Return the error with one line for each problem: where the value was written, the key's path, what is wrong.
 
-    An unknown key comes with the closest known one.
+    An unknown key comes with the closest known ones.
 
     Args:
         error: pydantic's error.
@@ -159,7 +162,17 @@ def format_validation_error(error: ValidationError, schema: type[BaseModel], val
         values: the values, tracked if they come from a file or the command line.
         source: where the values come from, if their origin is not tracked.
     """
-    problem = error.errors()[0]
+    problems = error.errors()
+    locations = [problem["loc"] for problem in problems]
+    return InvalidValuesError(
+        _format_problem(problem, schema, values, source)
+        for place, problem in enumerate(problems)
+        # A list without a valid item counts as too short, too.
+        if not any(other[: len(problem["loc"])] == problem["loc"] for other in locations[:place])
+    )
+
+
+def _format_problem(problem: ErrorDetails, schema: type[BaseModel], values: Any, source: str) -> str:
     location = problem["loc"]
     if problem["type"] == "at_key":
         location += tuple(problem["ctx"]["key"].split("."))
@@ -185,8 +198,8 @@ def _describe_problem(problem: ErrorDetails, key: str, schema: type[BaseModel]) 
     kind, location, value = problem["type"], problem["loc"], problem["input"]
     if kind == "extra_forbidden":
         known = _known_keys(schema, location[:-1])
-        close = difflib.get_close_matches(str(location[-1]), known, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(known)}"
+        close = difflib.get_close_matches(str(location[-1]), known, n=1) or _find_elsewhere(str(location[-1]), schema)
+        hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"use one of {', '.join(known)}"
         return f"unknown key {key!r}; {hint}"
     if kind in ("value_error", "at_key"):
         return problem["msg"].removeprefix("Value error, ")
@@ -199,6 +212,21 @@ def _describe_problem(problem: ErrorDetails, key: str, schema: type[BaseModel]) 
     expected = _EXPECTED[kind].format(**problem.get("ctx", {})).replace("True", "true").replace("False", "false")
     quote = "; put it in quotes" if expected in ("text", "a path") and isinstance(value, bool | int | float) else ""
     return f"expected {expected}, got {short_repr(value)}{quote}"
+
+
+def _find_elsewhere(name: str, schema: type[BaseModel]) -> list[str]:
+    """Return the paths of up to three keys of any section whose name is like `name`."""
+    paths = list(_all_keys(schema))
+    names = difflib.get_close_matches(name, {path.rpartition(".")[2] for path in paths}, n=1, cutoff=0.8)
+    return [path for path in paths if path.rpartition(".")[2] in names][:3]
+
+
+def _all_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Yield the paths of all keys of a section, without those of items of lists."""
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        if isinstance(field.annotation, type(BaseModel)):
+            yield from _all_keys(field.annotation, f"{prefix}{name}.")
 
 
 def _known_keys(section: type[BaseModel], location: tuple[str | int, ...]) -> list[str]:

@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rlhf.config.schema import Config
-from rlhf.config.types import format_validation_error
+from rlhf.config.types import explain_validation_error
 from rlhf.engine import distributed
 from rlhf.errors import ConfigError
 from rlhf.reporting import verbosity
@@ -95,7 +95,7 @@ def check_deepspeed_keys(config: Config) -> None:
     try:
         _UserSettings.model_validate(settings)
     except ValidationError as error:
-        raise ConfigError(format_validation_error(error, _UserSettings, settings, "engine.deepspeed")) from error
+        raise explain_validation_error(error, _UserSettings, settings, "engine.deepspeed") from error
     for path in _pop_managed(_use_aliases(settings)):
         logger.warning(
             "engine.deepspeed.zero_optimization.%s: is managed by rlhf and ignored; set %s", path, _ZERO_KEYS[path]

@@ -20,7 +20,15 @@ from pathlib import Path
 from typer import TyperException
 
 from accelerators import PluginError, blame_plugin
-from rlhf.errors import USER_ERRORS, ConfigError, RemoteRankError, RunError, as_resource_error, summarize_error
+from rlhf.errors import (
+    USER_ERRORS,
+    ConfigError,
+    InvalidValuesError,
+    RemoteRankError,
+    RunError,
+    as_resource_error,
+    summarize_error,
+)
 from rlhf.utils.atomic_io import PARTIAL, open_no_link
 from rlhf.utils.process_info import STATUS_FOLDER_VARIABLE, ProcessInfo, current_process
 
@@ -87,7 +95,8 @@ class ExitStatus:
         # An error that follows from another rank's is never the root cause.
         known = math.inf if isinstance(error, RemoteRankError) else time.time()
         code: int = error.exit_code  # type: ignore[attr-defined]  # checked above: rlhf's, a plugin's or typer's errors
-        message = " ".join(str(error).split())
+        # All problems of a recipe are listed; any other error is one line.
+        message = str(error) if isinstance(error, InvalidValuesError) else " ".join(str(error).split())
         if isinstance(error, TyperException):
             command = getattr(getattr(error, "ctx", None), "command_path", "rlhf")
             message = f"{error.format_message().rstrip('.')}; see `{command} --help`"

@@ -9,7 +9,8 @@ import json
 import math
 import re
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rlhf.utils.atomic_io import atomic_file, open_no_link
@@ -69,7 +70,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._open = self._open or self._open_files()
         file, events = self._open
         record = {"stage": self._directory.name, "step": step, "time": round(time.time(), 3), **values}
-        file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+        file.write(_encode(record).decode())
         file.flush()
         return events
 
@@ -106,22 +107,30 @@ def metric_group(name: str) -> str:
     return "_speed" if _SPEED.fullmatch(name) else "_optim" if _OPTIMIZER.fullmatch(name) else ""
 
 
-def _read_records_until(directory: StageDirectory, step: int) -> list[bytes]:
-    """Return lines of the steps up to `step`, without evaluations at that step, which will be repeated.
-
-    A last line that a crash cut short is dropped, also if it ends within a character.
-    """
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a `metrics.jsonl`, without lines that a crash cut short; none if there is no file."""
+    records = []
     try:
-        lines = directory.metrics.read_bytes().split(b"\n")  # str.splitlines would split at other characters too
+        lines = path.read_bytes().split(b"\n")  # str.splitlines would split at other characters too
     except FileNotFoundError:
         return []
-    records = []
     for line in lines:
-        try:
+        with suppress(ValueError):
             record = json.loads(line)
-        except ValueError:
-            continue
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                records.append(record)
+    return records
+
+
+def _read_records_until(directory: StageDirectory, step: int) -> list[bytes]:
+    """Return lines of the steps up to `step`, without evaluations at that step, which will be repeated."""
+    lines = []
+    for record in read_records(directory.metrics):
         is_evaluation = any(key.startswith("heldout_") for key in (*record, record.get("tag", "")))
         if record["step"] < step or (record["step"] == step and not is_evaluation):
-            records.append(line + b"\n")
-    return records
+            lines.append(_encode(record))
+    return lines
+
+
+def _encode(record: dict[str, Any]) -> bytes:
+    return (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()

@@ -143,7 +143,7 @@ def test_cpu_passes_every_check_and_leaves_no_rows(check, tmp_path: Path):
 
 
 def test_table_shows_no_output_of_the_backend(forks, install):
-    only = ("--only", "memory", "--only", "shapes", "--only", "offload")
+    only = ("--tsv", "--only", "memory", "--only", "shapes", "--only", "offload")
     environment = {"PYTHONPATH": str(install("broken")), "RLHF_PLUGINS": ""}
     done = forks.run("accelerators", "check", "Loud", *only, timeout=60, environment=environment)
     assert done.returncode == 0, done.stderr

@@ -88,7 +88,7 @@ def test_broken_plugin_is_listed_with_reason(misbehaved, monkeypatch, capfd, cas
     entries = list_as_json(capfd)
     assert next(entry["available"] for entry in entries if entry["name"] == "cpu" and entry["distribution"] == "rlhf")
     assert reason in next(entry["reason"] for entry in entries if entry["broken"])
-    list_backends()
+    list_backends(as_tsv=True)
     lines = [line.split("\t") for line in capfd.readouterr().out.splitlines()]
     assert len(lines) == 1 + len(reports)
     assert {len(line) for line in lines} == {6}

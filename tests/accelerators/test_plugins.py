@@ -66,7 +66,9 @@ def test_auto_refuses_the_cpu_next_to_idle_gpus(refusal, rlhf, run_python, idle_
     assert line.endswith("; or select the CPU with --accelerator cpu\n")
     assert choice(run_python, "auto", env={**idle_gpus, "RLHF_ACCELERATOR": "cpu"}) == "cpu"
     assert choice(run_python, "auto", env={**idle_gpus, "CUDA_VISIBLE_DEVICES": ""}) == "cpu"  # the user's wish
-    (line,) = [line for line in rlhf("accelerators", "list", env=idle_gpus).stdout.splitlines() if "cuda" in line]
+    (line,) = [
+        line for line in rlhf("accelerators", "list", "--tsv", env=idle_gpus).stdout.splitlines() if "cuda" in line
+    ]
     columns = [part.strip() for part in line.split("\t")]
     assert columns[:3] == ["cuda", "not available", "2 x NVIDIA A100-SXM4-80GB"]
     assert columns[-1] == "present, but torch 2.13.0+cpu is built without CUDA; install a build of torch for CUDA 12"
@@ -115,7 +117,7 @@ def test_auto_refuses_the_cpu_next_to_a_broken_plugin(refusal, run_python):
 
 
 def test_plugin_that_imports_torch_works_with_a_warning(rlhf):
-    lines = rlhf("accelerators", "list", plugins=["early_torch", "good"]).stdout.splitlines()
+    lines = rlhf("accelerators", "list", "--tsv", plugins=["early_torch", "good"]).stdout.splitlines()
     (early,) = [line for line in lines if "early" in line]
     (good,) = [line for line in lines if "good" in line]
     assert "(warning: it imports torch when it is loaded" in early
@@ -128,7 +130,7 @@ def test_explain_shows_the_plugins_device_and_kernel(fork):
     assert [kernel["name"] for kernel in facts["operations"]["attention"]["candidates"]] == [
         *("good-attention", "sdpa", "eager")
     ]
-    done = fork("accelerators", "explain", "good", plugin="good")
+    done = fork("accelerators", "explain", "good", "--tsv", plugin="good")
     rows = [line.split("\t") for line in done.stdout.splitlines()]
     assert ["attention", "good-attention", "yes"] in [row[:3] for row in rows]
     assert not any("no trainer asks for it" in row[-1] for row in rows)

@@ -79,7 +79,7 @@ def test_run_gives_settings_and_models_and_is_only_read(rlhf, finished_run, tmp_
     before = {path: (finished_run / path).read_bytes() for path in files(finished_run)}
     trace = tmp_path / "trace.json"
     short = sets("data.max_completion_length=4", "ppo.ppo_epochs=1")
-    done = rlhf("profile", "--output", finished_run, "--steps", "1", "--trace", trace, *short, recipe=None)
+    done = rlhf("profile", "--output", finished_run, "--steps", "1", "--trace", trace, "--tsv", *short, recipe=None)
     assert {path: (finished_run / path).read_bytes() for path in files(finished_run)} == before
     assert f"ppo.actor: {finished_run / 'sft/model'}" in done.stderr and "one step of each" not in done.stderr
     lines = [line.split("\t") for line in done.stdout.splitlines()]

@@ -132,3 +132,19 @@ def test_invalid_value_from_python_names_the_key() -> None:
 def test_long_value_is_shortened() -> None:
     assert problem(None, f"seed='{'1' * 5000}'").count("1") < 200
     assert len(problem(None, f"accelerator=[{'a' * 1000}]")) < 250
+
+
+def test_all_wrong_values_of_a_recipe_are_reported_at_once() -> None:
+    Path("r.yaml").write_text("model: {learning_rate: 1}\ndata: {dataset: x}\nppo: {step: 3}\nseed: abc\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(Path("r.yaml"), ["ppo.gamma=2"])
+    heading, *lines = str(caught.value).splitlines()
+    assert heading == "5 values are wrong:"
+    starts = ["r.yaml:1", "r.yaml:2", "r.yaml:3", "r.yaml:4", "--set ppo.gamma=2"]
+    assert all(any(line.startswith(f"  {start}: ") for line in lines) for start in starts)
+    unknown = next(line for line in lines if "model.learning_rate" in line)
+    assert "did you mean 'lora.learning_rate' or 'sft.optimizer.learning_rate' or" in unknown
+
+
+def test_list_without_a_valid_item_is_one_problem() -> None:
+    assert "data.datasets.0.weight" in problem("data: {datasets: [{path: x, weight: []}]}")

@@ -284,10 +284,9 @@ def test_prompt_that_a_model_cannot_hold_is_left_out_for_all(run: Run, models: d
     assert f"note: 1 prompt left out: {reason} (first: {path}:2)" in done.stderr
 
 
-def test_standard_input_has_prompts_and_a_pipe_gets_tabs(run: Run, models: dict[str, Path]) -> None:
-    done = run(
-        models["a"], models["b"], "-R", models["judge"], "--best-of", 2, prompts="-", standard_input="moo\nwoof\n"
-    )
+def test_standard_input_has_prompts_and_tsv_has_all_numbers(run: Run, models: dict[str, Path]) -> None:
+    arguments = (models["a"], models["b"], "-R", models["judge"], "--best-of", 2)
+    done = run(*arguments, "--tsv", prompts="-", standard_input="moo\nwoof\n")
     assert done.exit_code == 0, done.exception
     columns, *lines = [line.split("\t") for line in done.stdout.splitlines()]
     first, second = (dict(zip(columns, line, strict=True)) for line in lines)
@@ -295,6 +294,15 @@ def test_standard_input_has_prompts_and_a_pipe_gets_tabs(run: Run, models: dict[
     assert {"reward.mean", "win_rate.low", "kl.per_token", "distinct_3", "best_of_2.mean"} <= set(columns)
     assert first["win_rate.mean"] == "" and 0 <= float(second["win_rate.mean"]) <= 1
     assert "reads what it wrote" in done.stderr
+
+
+def test_pipe_gets_the_table_and_the_completions(run: Run, models: dict[str, Path]) -> None:
+    shown = run(models["a"], models["b"], "-R", models["judge"], prompts="-", standard_input="moo\nwoof\n").stdout
+    assert [line.split() for line in shown.splitlines() if line.startswith("prompt")] == [
+        ["prompt", "moo"],
+        ["prompt", "woof"],
+    ]
+    assert "win rate" in shown and "┃" in shown and "\t" not in shown
 
 
 @pytest.mark.parametrize(

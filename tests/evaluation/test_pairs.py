@@ -94,7 +94,7 @@ def test_models_stand_side_by_side_and_a_pipe_gets_tabs(
     file = lines(tmp_path / "pairs.jsonl", ROWS)
     expected = [printed_json(evaluate(name, "--pairs", file, "--json"))["models"][0] for name in names]
     assert expected[0]["margin"] != expected[1]["margin"] and "each" not in expected[0]
-    printed = [line.split("\t") for line in evaluate(*names, "--pairs", file).stdout.splitlines()]
+    printed = [line.split("\t") for line in evaluate(*names, "--pairs", file, "--tsv").stdout.splitlines()]
     assert len(loaded) == 4
     assert printed[:2] == [["pairs", *map(str, names)], ["pairs", "6", "6"]]
     accuracies = [numbers["accuracy"] for numbers in expected]

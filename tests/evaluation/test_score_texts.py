@@ -77,18 +77,18 @@ def test_scores_are_those_of_transformers(
             assert [answer["best"][name] for answer in question["replies"]] == pytest.approx(best, abs=1e-4)
 
 
-def test_arguments_are_a_question_too_and_a_pipe_gets_tabs(
+def test_arguments_are_a_question_too_and_tsv_has_scores(
     evaluate: Evaluate, judge_folder: tuple[Path, Any], tokenizer: Any
 ) -> None:
     folder, model = judge_folder
     expected = [by_transformers(model, tokenizer, "cow", reply) for reply in ("moo", "no")]
-    head, *rows = evaluate(folder, "--prompt", "cow", "--reply", "moo", "--reply", "no").stdout.splitlines()
+    head, *rows = evaluate(folder, "--prompt", "cow", "--reply", "moo", "--reply", "no", "--tsv").stdout.splitlines()
     assert head.split("\t") == ["prompt", "reply", "score", "P(best)"]
     cells = [row.split("\t") for row in rows]
     assert [row[:2] for row in cells] == [["cow", "moo"], ["cow", "no"]]
     assert [float(row[2]) for row in cells] == pytest.approx(expected, abs=1e-3)
     assert float(cells[0][3]) == pytest.approx(1 / (1 + math.exp(expected[1] - expected[0])), abs=1e-3)
-    head, row = evaluate(folder, given="cow\tmoo\n").stdout.splitlines()
+    head, row = evaluate(folder, "--tsv", given="cow\tmoo\n").stdout.splitlines()
     assert head.split("\t") == ["prompt", "reply", "score"] and float(row.split("\t")[2]) == pytest.approx(
         expected[0], abs=1e-3
     )
@@ -125,6 +125,6 @@ def test_a_terminal_is_asked_for_prompts_and_replies(
     monkeypatch.setattr("builtins.input", answer)
     _converse(device, Config(), [str(judge_folder[0])])
     printed = capsys.readouterr().out
-    rows = [line.split("\t") for line in printed.splitlines() if "\t" in line]
-    assert [row[:2] for row in rows[1:3] + rows[4:]] == [["cow", "moo please"], ["cow", "go"], ["dog", "woof"]]
+    rows = [line.split("│")[1:3] for line in printed.splitlines() if line.startswith("│")]
+    assert [[cell.strip() for cell in row] for row in rows] == [["cow", "moo please"], ["cow", "go"], ["dog", "woof"]]
     assert "(prompt: prompt and reply have" in printed

@@ -27,7 +27,7 @@ from rlhf.config.loader import (
     read_yaml,
 )
 from rlhf.config.schema import EMBEDDED_RECIPE, EVERY_STAGE, STAGES, Config, Stage, build_config
-from rlhf.config.types import ConfigModel, Folder, format_validation_error, short_repr
+from rlhf.config.types import ConfigModel, Folder, explain_validation_error, short_repr
 from rlhf.errors import ConfigError
 from rlhf.memory.advice import apply_settings
 from rlhf.roles.lineage import base_models
@@ -201,7 +201,7 @@ def _validate(values: Mapping[str, Any], source: str) -> _GridFile:
     try:
         file = _GridFile.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(format_validation_error(error, _GridFile, values, source)) from error
+        raise explain_validation_error(error, _GridFile, values, source) from error
     if not file.grid and not file.points:
         raise ConfigError(f"{source}: grid: no axis; add a key with values, e.g. engine.zero_stage: [2, 3]")
     return file

@@ -36,7 +36,7 @@ POINTS = {
 
 
 def dry(forks: Forks, grid: Path, *arguments: str) -> dict[str, dict[str, str]]:
-    done = forks.run("sweep", str(grid), "--dry-run", *arguments, timeout=120)
+    done = forks.run("sweep", str(grid), "--dry-run", "--tsv", *arguments, timeout=120)
     assert done.returncode == 0, done.stderr
     return {row["point"]: row for row in csv.DictReader(done.stdout.splitlines(), delimiter="\t")}
 
@@ -73,7 +73,9 @@ def test_names_of_points_tell_zero_offload_and_lora() -> None:
 
 @pytest.mark.slow
 def test_world_sweep_runs_unchanged(forks: Forks, tmp_path: Path) -> None:
-    done = forks.run("sweep", str(toys.EXAMPLES / "sweeps/world.yaml"), "--output", str(tmp_path / "out"), timeout=900)
+    done = forks.run(
+        "sweep", str(toys.EXAMPLES / "sweeps/world.yaml"), "--output", str(tmp_path / "out"), "--tsv", timeout=900
+    )
     assert done.returncode == 0, done.stderr
     table = {row["point"]: row for row in csv.DictReader(done.stdout.splitlines(), delimiter="\t")}
     assert [row["status"] for row in table.values()] == [*["complete"] * 4, "refused"]
@@ -91,7 +93,9 @@ def test_step_sweep_runs_at_toy_size_on_two_ranks(step: str, forks: Forks, toy_f
     short = [f"{key}={value}" for key, value in SHORT.items()]
     wishes = [*toys.overrides(recipe, toy_folder), *(part for wish in short for part in ("--set", wish))]
     grid = toys.EXAMPLES / f"sweeps/{step}.yaml"
-    done = forks.run("sweep", str(grid), "--output", str(tmp_path / "out"), "--ranks", "2", *wishes, timeout=1800)
+    done = forks.run(
+        "sweep", str(grid), "--output", str(tmp_path / "out"), "--ranks", "2", "--tsv", *wishes, timeout=1800
+    )
     table = {row["point"]: row for row in csv.DictReader(done.stdout.splitlines(), delimiter="\t")}
     assert done.returncode == 0, done.stdout + done.stderr
     for name, row in table.items():

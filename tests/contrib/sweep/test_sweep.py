@@ -53,7 +53,7 @@ def error_of(done: subprocess.CompletedProcess[str], code: int = 2) -> str:
 
 
 def shown(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str]]:
-    """The table in a pipe: its rows by point."""
+    """The rows of `--tsv`, by point."""
     return {row["point"]: row for row in csv.DictReader(done.stdout.splitlines(), delimiter="\t")}
 
 
@@ -61,7 +61,7 @@ def shown(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str]]:
 def swept(rlhf: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """Return a grid whose points ended in every way, and the finished command."""
     path = written(tmp_path_factory.mktemp("sweep"), rlhf.recipe)
-    return path, rlhf("sweep", path, recipe=None, check=False)
+    return path, rlhf("sweep", path, "--tsv", recipe=None, check=False)
 
 
 def test_points_are_runs_and_table_and_plots_have_their_numbers(swept: Any) -> None:
@@ -121,7 +121,7 @@ def test_refused_and_failed_points_are_recorded_and_stop_none(swept: Any) -> Non
 def test_second_sweep_trains_nothing_and_report_is_the_same(rlhf: Any, swept: Any) -> None:
     path, first = swept
     before = [contents(path.parent / "out" / name) for name in ("shared", *NAMES)]
-    again = rlhf("sweep", path, recipe=None, check=False)
+    again = rlhf("sweep", path, "--tsv", recipe=None, check=False)
     assert (again.stdout, again.returncode) == (first.stdout, 1)
     assert "point " not in again.stderr
     for name in ("sweep.csv", "sweep.png"):
@@ -136,7 +136,7 @@ def test_report_works_while_the_sweep_runs(rlhf: Any, swept: Any) -> None:
     path, first = swept
     before = contents(path.parent / "out")
     with lock_folder(path.parent / "out"), lock_folder(path.parent / "out/center0"):
-        assert rlhf("sweep", path, "--report", recipe=None, check=False).stdout == first.stdout
+        assert rlhf("sweep", path, "--report", "--tsv", recipe=None, check=False).stdout == first.stdout
         line = error_of(rlhf("sweep", path, recipe=None, check=False))
     assert f"out/center0: process {os.getpid()} on " in line and "is writing to this folder; let it end" in line
     assert contents(path.parent / "out") == before
@@ -146,10 +146,10 @@ def test_refused_points_are_retried_on_request_or_if_changed(rlhf: Any, swept: A
     path, _ = swept
     shutil.copytree(path.parent / "out/shared/sft/model", path.parent / "absent/model")
     path.write_text(path.read_text().replace("engine.frozen: int8", "engine.frozen: auto"))
-    changed = rlhf("sweep", path, recipe=None, check=False)
+    changed = rlhf("sweep", path, "--tsv", recipe=None, check=False)
     assert re.findall(r"^point .*", changed.stderr, re.MULTILINE) == ["point 3 of 5: int8-at-zero3"]
     assert [row["status"] for row in shown(changed).values()] == [*["complete"] * 3, "refused", "failed"]
-    retried = rlhf("sweep", path, "--retry", recipe=None, check=False)
+    retried = rlhf("sweep", path, "--retry", "--tsv", recipe=None, check=False)
     assert re.findall(r"^point .*", retried.stderr, re.MULTILINE) == ["point 4 of 5: elsewhere", "point 5 of 5: wild"]
     assert [row["status"] for row in shown(retried).values()] == [*["complete"] * 4, "failed"]
 
@@ -188,7 +188,7 @@ def test_points_of_a_replaced_shared_stage_are_refused(rlhf: Any, tmp_path: Path
 def test_dry_run_lists_points_and_refusals_and_writes_nothing(rlhf: Any, tmp_path: Path) -> None:
     path = written(tmp_path, rlhf.recipe)
     before = contents(tmp_path)
-    table = shown(rlhf("sweep", path, "--dry-run", recipe=None))
+    table = shown(rlhf("sweep", path, "--dry-run", "--tsv", recipe=None))
     assert [row["status"] for row in table.values()] == ["waiting", "waiting", "refused", "refused", "waiting"]
     assert table["center0.5"]["sets"] == "reward.center=0.5"
     assert table["int8-at-zero3"]["reason"].startswith("engine.frozen: int8: ")
