@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from rlhf.cli.app import app
 from rlhf.cli.show import draw_curve
+from rlhf.utils.printable import make_printable
 
 
 def show(*arguments: object):
@@ -27,7 +28,7 @@ def test_show_of_finished_run_has_curves_results_and_texts(finished_run: Path) -
     assert row[2] == draw_curve(rewards)
     assert "supervised fine-tuning  complete" in done.stdout
     last = [record["text"] for record in records if record.get("tag") == "heldout_0"][-1]
-    assert last.split()[-1] in done.stdout
+    assert make_printable(last).split()[0] in done.stdout
 
 
 def test_show_of_run_in_progress_reads_up_to_cut_line(finished_run: Path, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def toy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda path: path.stem)
-def test_grid_has_its_points_and_refuses_only_int8_at_zero3(grid: Path, forks: Forks, tmp_path: Path) -> None:
+def test_grid_has_its_points_and_refuses_only_int8_in_full(grid: Path, forks: Forks, tmp_path: Path) -> None:
     sweep = load_grid(grid)
     assert list(sweep.stages) == STAGES[grid.stem]
     assert sweep.output.resolve() == toys.ROOT / "runs" / f"sweep-{grid.stem}"
@@ -56,7 +56,7 @@ def test_grid_has_its_points_and_refuses_only_int8_at_zero3(grid: Path, forks: F
         assert "-".join(filter(None, parts)) in names
     table = dry(forks, grid, "--output", str(tmp_path / "out"))
     refused = {name for name, row in table.items() if row["status"] == "refused"}
-    assert refused == {name for name in names if name.endswith("zero3-int8")}
+    assert refused == {name for name in names if name.endswith("int8-full")}
     assert all(row["status"] in ("waiting", "refused") for row in table.values())
     assert not (tmp_path / "out").exists()
 

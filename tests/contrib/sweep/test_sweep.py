@@ -33,11 +33,11 @@ grid:
   reward.center: [0, 0.5]
 names: {{reward.center: center}}
 points:
-  int8-at-zero3: {{lora.rank: 4, engine.zero_stage: 3, engine.frozen: int8}}
+  offload-at-zero2: {{lora.rank: 4, engine.zero_stage: 2, engine.offload: parameters}}
   elsewhere: {{reward.model: ./absent/model}}
   wild: {{reward.optimizer: {{learning_rate: 1.0e+30, max_grad_norm: 1.0e+30}}}}
 """
-NAMES = ["center0", "center0.5", "int8-at-zero3", "elsewhere", "wild"]
+NAMES = ["center0", "center0.5", "offload-at-zero2", "elsewhere", "wild"]
 
 
 def written(folder: Path, recipe: Path, text: str = GRID) -> Path:
@@ -107,8 +107,10 @@ def test_refused_and_failed_points_are_recorded_and_stop_none(swept: Any) -> Non
     path, done = swept
     assert done.returncode == 1
     table = shown(done)
-    assert table["int8-at-zero3"]["status"] == table["elsewhere"]["status"] == "refused"
-    assert table["int8-at-zero3"]["reason"].startswith("engine.frozen: int8: quantized weights cannot be sharded")
+    assert table["offload-at-zero2"]["status"] == table["elsewhere"]["status"] == "refused"
+    assert table["offload-at-zero2"]["reason"].startswith(
+        "engine.offload: parameters: offloading trained weights needs"
+    )
     assert table["elsewhere"]["reason"].startswith(f"{path.parent}/absent/model: no such model folder")
     assert table["wild"]["status"] == "failed" and "loss became nan at step 2" in table["wild"]["reason"]
     assert not any(table[name]["reward accuracy"] or table[name]["seconds"] for name in NAMES[2:])
@@ -145,9 +147,9 @@ def test_report_works_while_the_sweep_runs(rlhf: Any, swept: Any) -> None:
 def test_refused_points_are_retried_on_request_or_if_changed(rlhf: Any, swept: Any) -> None:
     path, _ = swept
     shutil.copytree(path.parent / "out/shared/sft/model", path.parent / "absent/model")
-    path.write_text(path.read_text().replace("engine.frozen: int8", "engine.frozen: auto"))
+    path.write_text(path.read_text().replace("engine.offload: parameters", "engine.offload: none"))
     changed = rlhf("sweep", path, "--tsv", recipe=None, check=False)
-    assert re.findall(r"^point .*", changed.stderr, re.MULTILINE) == ["point 3 of 5: int8-at-zero3"]
+    assert re.findall(r"^point .*", changed.stderr, re.MULTILINE) == ["point 3 of 5: offload-at-zero2"]
     assert [row["status"] for row in shown(changed).values()] == [*["complete"] * 3, "refused", "failed"]
     retried = rlhf("sweep", path, "--retry", "--tsv", recipe=None, check=False)
     assert re.findall(r"^point .*", retried.stderr, re.MULTILINE) == ["point 4 of 5: elsewhere", "point 5 of 5: wild"]
@@ -191,7 +193,7 @@ def test_dry_run_lists_points_and_refusals_and_writes_nothing(rlhf: Any, tmp_pat
     table = shown(rlhf("sweep", path, "--dry-run", "--tsv", recipe=None))
     assert [row["status"] for row in table.values()] == ["waiting", "waiting", "refused", "refused", "waiting"]
     assert table["center0.5"]["sets"] == "reward.center=0.5"
-    assert table["int8-at-zero3"]["reason"].startswith("engine.frozen: int8: ")
+    assert table["offload-at-zero2"]["reason"].startswith("engine.offload: parameters: ")
     assert contents(tmp_path) == before and not (tmp_path / "out").exists()
 
 
@@ -204,7 +206,7 @@ def test_dry_run_refuses_points_that_exceed_the_memory(rlhf: Any, tmp_path: Path
     assert small["status"] == "waiting"
     assert large["status"] == "refused"
     assert (
-        large["reason"].startswith("sft does not fit: peak about ") and " of 23.5 GiB on each device" in large["reason"]
+        large["reason"].startswith("sft does not fit: peak about ") and " of 24.0 GiB on each device" in large["reason"]
     )
 
 
