@@ -10,11 +10,11 @@ import pytest
 
 from accelerators import ShapePolicy
 from rlhf.config.loader import parse_yaml
-from rlhf.config.schema import ConfigError, DataConfig, Stage, build_config
+from rlhf.config.schema import DataConfig, Stage, build_config
 from rlhf.data.batches import collate_reward
 from rlhf.data.load_sources import read_sources
 from rlhf.data.records import Row
-from rlhf.errors import DataError
+from rlhf.errors import ConfigError, DataError
 from tests.data.rows import load, parse, prompt_of, write_jsonl
 
 
