@@ -246,7 +246,8 @@ class ModelMemory:
         if self.placement.zero_stage < 3 or self.environment.ranks == 1:
             return []
         if not self.placement.engine.zero_persistence_threshold:
-            return [self._item("gathered layers", max(self._layer_bytes(), width * self.shape.tokens), width)]
+            gathered = self._item("gathered layers", max(self._layer_bytes(), width * self.shape.tokens), width)
+            return [gathered, *self._unpacked()]
         # DeepSpeed counts a byte of packed weights like a number.
         counted = self.parameters - self._quantized + self._bytes(self._quantized, self._quantized)
         whole = self._bytes(self.parameters, self._quantized)
@@ -254,7 +255,7 @@ class ModelMemory:
         # gloo gathers into another buffer, in two threads at a time.
         prefetched = whole * min(counted, _PREFETCH) // counted * (3 if self.environment.unified_memory else 1)
         live = self._item("gathered layers", whole * min(counted, _MAX_LIVE) // counted, width)
-        return [live, block_item(self.role, "gathered layers", prefetched)]
+        return [live, block_item(self.role, "gathered layers", prefetched), *self._unpacked()]
 
     def generating(self, config: Config) -> list[MemoryItem]:
         """Return the additional memory of rollouts: whole weights at ZeRO-3, and the copy with merged adapters."""
@@ -266,6 +267,7 @@ class ModelMemory:
             elif mode == "tensor_parallel":  # of unpacked weights
                 size = width * self.parameters // (config.ppo.tensor_parallel or self.environment.ranks)
             items.append(MemoryItem(self.role, "gathered layers", size))
+            items += self._unpacked()
         copied = self.shape.in_linears * width
         can_merge = self.placement.lora.rank and self.placement.engine.frozen == "auto"  # not into quantized weights
         if can_merge and config.lora.merges(copied, self.environment.device_memory):
@@ -297,6 +299,19 @@ class ModelMemory:
     def saving(self) -> list[MemoryItem]:
         """Return the additional memory of exports and checkpoints: one whole parameter at a time, on the host."""
         return [block_item(self.role, "saving", 4 * self.shape.largest, host=self._on_host(True))]
+
+    def _unpacked(self) -> list[MemoryItem]:
+        """Return the largest quantized matrix, unpacked for its product, and what unpacking it uses temporarily.
+
+        Per number, as `accelerators.quantized` does it: `int8` in two steps of the compute precision; `int4` in a byte,
+        a float32 and, if that is narrower, the compute precision.
+        """
+        if not self._quantized:
+            return []
+        width = self.environment.width
+        bytes_each = 2 * width if self.placement.engine.frozen == "int8" else 5 + (width if width < 4 else 0)
+        largest = max(linear.inputs * linear.outputs for linear in self.shape.linears)
+        return [block_item(self.role, "gathered layers", bytes_each * largest)]
 
     @property
     def _quantized(self) -> int:

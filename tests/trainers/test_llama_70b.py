@@ -34,16 +34,18 @@ def configuration(frozen: str, **ppo: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("frozen", "bytes_of_linears"), [("auto", 2 * LINEARS), ("int8", LINEARS), ("int4", LINEARS * 9 // 16)]
+    ("frozen", "bytes_of_linears", "unpacking"),
+    [("auto", 2 * LINEARS, 0), ("int8", LINEARS, 2 + 2), ("int4", LINEARS * 9 // 16, 1 + 4 + 2)],
 )
-def test_each_device_has_an_eighth_of_the_weights(frozen: str, bytes_of_linears: int) -> None:
+def test_each_device_has_an_eighth_of_the_weights(frozen: str, bytes_of_linears: int, unpacking: int) -> None:
     environment = describe_environment(build_config({"precision": "bf16"}), 8, 40 * 10**9, None)
     actor = build_models(configuration(frozen), "ppo", environment)["actor"]
     whole = bytes_of_linears + 2 * (2 * EMBEDDINGS + NORMS + ADAPTERS)
     assert actor.weights() == whole // 8
-    # One layer's weights are gathered at a time.
-    (gathered,) = actor.gathered()
-    assert gathered.size == max(bytes_of_linears // 80 + 2 * 2 * 8192, 2 * EMBEDDINGS)
+    # One layer's weights are gathered at a time, and one matrix is unpacked for its product.
+    gathered, *unpacked = (item.size for item in actor.gathered())
+    assert gathered == max(bytes_of_linears // 80 + 2 * 2 * 8192, 2 * EMBEDDINGS)
+    assert sum(unpacked) == unpacking * 8192 * 28672
 
 
 def test_quantized_base_of_four_models_fits() -> None:
