@@ -18,6 +18,7 @@ FRAGMENTS = [
     "Z=2; if [ $Z -eq 1 ]; then Z=a; elif [ $Z -ge 2 ]; then Z=b; else Z=c; fi; deepspeed $Z",
     'O=true; if [ "$O" == true ]\nthen\n  O="--offload"\nelse\n  O=""\nfi\ndeepspeed x $O y',
     'N=2; if [ "$N" -ne "1" -a -f "$NOWHERE" ]; then N=9; fi; deepspeed $N',
+    "N=2; if [ $N -ne 1 -a $N -lt 3 ]; then N=9; fi; if [ $N -le 8 -o $N -gt 9 ]; then N=0; fi; deepspeed $N",
     'A=1; [ -z "$A" ] && A=2; [ -n "$A" ] && B=3; [ a = b ] || C=4; deepspeed $A $B $C',
     "if ! [ a == b ]; then deepspeed yes; fi; if [[ ab =~ ^a && 1 -lt 2 ]]; then deepspeed both; fi",
     'L=" --dim 8 \\\n   --scope x. "\nCMD="main.py \\\n  ${L} \\\n --end"\ndeepspeed --num_gpus 2 \\\n  $CMD',

@@ -319,6 +319,8 @@ def test_devices_are_the_launchers_or_the_options_or_one() -> None:
     alone = text(f"deepspeed {script}")
     assert flat(parse_yaml(alone))["sft.batch_size"] == 4
     assert "1 is assumed here" in alone
+    both = translate_commands([f"deepspeed {MAIN['sft']}", f"deepspeed {MAIN['reward']}"], {})
+    assert [note[:16] for note in both.notes if "1 is assumed here" in note] == ["step 1, step 2: "]
     assert "--nodes 2 --node-rank R" in text(f"deepspeed --num_gpus 8 --num_nodes 2 {script}")
 
 
