@@ -12,6 +12,7 @@ from accelerators.errors import AcceleratorError, CaptureError, PluginError, des
 from accelerators.hookspecs import hookimpl, hookspec
 from accelerators.host import redirect_fd, stdout_to_stderr
 from accelerators.kernels import KernelSet
+from accelerators.known_devices import DevicePrice, KnownDevice, known_device, known_device_names
 from accelerators.portable import missing_features, register_attention
 from accelerators.registry import Selection, select, verify_agreement
 from accelerators.shapes import ShapePolicy
@@ -44,8 +45,10 @@ __all__ = [
     "DeepSpeedDevice",
     "DeepSpeedView",
     "DeviceInfo",
+    "DevicePrice",
     "KernelImpl",
     "KernelSet",
+    "KnownDevice",
     "Memory",
     "PluginError",
     "Precision",
@@ -62,6 +65,8 @@ __all__ = [
     "find_out_of_memory",
     "hookimpl",
     "hookspec",
+    "known_device",
+    "known_device_names",
     "missing_features",
     "redirect_fd",
     "register_attention",

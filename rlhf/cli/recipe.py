@@ -188,7 +188,18 @@ def _format_border(prompt: Sequence[str], completion: Sequence[str]) -> str:
 @shared("config", "overrides", "precision", "accelerator", "trust", "debug")
 def plan(
     options: Options,
-    devices: Annotated[int, typer.Option(help="Number of devices, each with one rank.", min=1, metavar="N")] = 1,
+    machine: Annotated[
+        str | None,
+        typer.Option(
+            "--on",
+            help="Number and name of devices whose memory, speed and price are known (estimates, with their sources), "
+            f"such as 8xa100-80: {', '.join(accelerators.known_device_names())}.",
+            metavar="MACHINE",
+        ),
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option(help="Number of devices, each with one rank. Default: 1.", min=1, metavar="N")
+    ] = None,
     memory: Annotated[
         str | None,
         typer.Option(help="Memory of each device, e.g. 80GiB. Default: that of the accelerator here.", metavar="SIZE"),
@@ -204,7 +215,9 @@ def plan(
         float | None,
         typer.Option(help="Predict hours from this speed of one device, in TFLOP/s.", min=0.001, metavar="X"),
     ] = None,
-    price: Annotated[float | None, typer.Option(help="Price of one device for an hour.", min=0, metavar="X")] = None,
+    price: Annotated[
+        float | None, typer.Option(help="Price of one device for an hour, for the cost.", min=0, metavar="X")
+    ] = None,
     rows: Annotated[
         int | None, typer.Option(help="Number of rows that a stage trains on, for hours.", min=1, metavar="N")
     ] = None,
@@ -213,9 +226,11 @@ def plan(
 ) -> None:
     """Predict the memory of a recipe, by phase, role and kind, and whether it fits, before anything is loaded.
 
-    Models are known by their config.json, or by name: opt-125m ... opt-66b, bloom-7b1, llama-2-7b, pythia-1b and more.
+    Models are known by their config.json, or by name: opt-125m ... opt-175b, bloom-7b1, llama-2-7b, pythia-1b and more.
     If a stage does not fit, the report names the cheapest change that makes it fit, the smallest number of devices and
     the largest micro-batch. For [bold]engine.zero_stage=auto[/] it shows the value that a run would choose.
+
+    [bold]rlhf plan --config recipe.yaml --on 8xa100-80 --rows 30000[/]      [dim]# memory, hours and dollars[/]
 
     [bold]rlhf plan --config recipe.yaml --devices 8 --memory 80GiB[/]
 
@@ -223,10 +238,11 @@ def plan(
 
     [bold]rlhf plan --config recipe.yaml --accelerator NAME --measured runs/mine --price 4.13[/]
 
-    Memory is that of one rank, on its device and on the host. Nothing is loaded or written. Exit code 0: all stages
+    Memory is that of one rank, on its device and on the host. Hours and cost are estimates: docs/memory.md compares
+    them with published ones. Nothing is loaded or written. Exit code 0: all stages
     fit; 1: a stage does not fit; 2: an error that you can fix.
     """
-    from rlhf.memory.environment import describe_environment, detect_environment
+    from rlhf.memory.environment import describe_environment, describe_machine, detect_environment, parse_machine
     from rlhf.memory.report import report_stage
 
     stages = sort_stages(stage or STAGES, "--stage")
@@ -236,15 +252,23 @@ def plan(
         raise ConfigError(
             "--memory and --accelerator: the first describes a device, the second queries one; give one of them"
         )
-    if memory:
-        environment = describe_environment(config, devices, parse_bytes(memory, "--memory"), host_bytes)
+    device = None
+    if machine:
+        for option, value in (("--devices", devices), ("--memory", memory), ("--accelerator", options.accelerator)):
+            if value is not None:
+                raise ConfigError(f"--on and {option}: each describes the devices; give one of them")
+        count, device = parse_machine(machine)
+        environment = describe_machine(config, count, device, host_bytes)
+    elif memory:
+        environment = describe_environment(config, devices or 1, parse_bytes(memory, "--memory"), host_bytes)
     else:
+        devices = devices or 1
         with accelerators.stdout_to_stderr():  # a device's software may print at any time
             accelerator = select_accelerator(config, options.accelerator).create()
             accelerator.bind(0)
             environment = detect_environment(accelerator, config, devices, local=devices)
     reports = [
-        report_stage(config, name, environment, measured=measured, tflops=tflops, price=price, rows=rows)
+        report_stage(config, name, environment, device=device, measured=measured, tflops=tflops, price=price, rows=rows)
         for name in stages
     ]
     if as_json:

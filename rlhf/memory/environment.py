@@ -1,12 +1,16 @@
-"""The devices that a plan assumes: described by number and memory, or detected from an accelerator."""
+"""The devices that a plan assumes: described by number and memory or by name, or detected from an accelerator."""
 
 from __future__ import annotations
 
+import difflib
+import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from accelerators import KnownDevice, known_device, known_device_names
 from rlhf.config.schema import Config
+from rlhf.errors import ConfigError
 from rlhf.utils.process_info import current_process
 
 if TYPE_CHECKING:
@@ -73,6 +77,40 @@ def describe_environment(config: Config, devices: int, memory: int, host: int | 
         reserved=_RUNTIME,
         host_limit=host and host // devices,
     )
+
+
+def parse_machine(text: str) -> tuple[int, KnownDevice]:
+    """Return the number of devices and the device that `8xa100-80` names.
+
+    Raises:
+        ConfigError: no device has this name.
+    """
+    names = known_device_names()
+    count, name = re.fullmatch(r"(?:(\d+)\s*x\s*)?(.*)", text.strip().lower(), re.DOTALL).groups()  # type: ignore[union-attr]
+    written = re.sub(r"[\s_-]+", "-", name)
+    matching = [known for known in names if known.replace("-", "") == written.replace("-", "")]
+    if not matching or count == "0":
+        close = [known for known in names if known.startswith(written)]
+        close = close or difflib.get_close_matches(written, names, n=2, cutoff=0.5)
+        hint = f"did you mean {' or '.join(close)}? " if close and not matching else ""
+        raise ConfigError(
+            f"--on: must be a number and a known device, such as 8x{names[0]}, got {text}; {hint}known are "
+            f"{', '.join(names)}; for others give --devices, --memory, --tflops and --price"
+        )
+    return int(count or 1), known_device(matching[0])
+
+
+def describe_machine(config: Config, devices: int, device: KnownDevice, host: int | None) -> Environment:
+    """Return an environment of `devices` of a known kind, in a host with `host` bytes.
+
+    Raises:
+        ConfigError: the device does not compute in the precision of the run.
+    """
+    best = device.precisions[0]
+    if config.precision not in ("auto", *device.precisions):
+        raise ConfigError(f"precision: {device.name} does not have {config.precision}; set it to auto, which is {best}")
+    precision = best if config.precision == "auto" else config.precision
+    return replace(describe_environment(config, devices, device.memory, host), precision=precision)
 
 
 def detect_environment(

@@ -1,11 +1,10 @@
 """Reports of a plan for people and programs: the output of `rlhf plan`, and the lines that a run prints.
 
-They include duration and price, from a stage's arithmetic and a throughput, or from the speed of an earlier run.
+They include duration and price (`rlhf.memory.duration`).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,16 +22,16 @@ from rlhf.memory.advice import (
     plan_stages,
     resolve_auto,
 )
+from rlhf.memory.duration import estimate_duration, find_speed, measure_duration
 from rlhf.memory.environment import Environment, detect_environment
-from rlhf.memory.model_state import ModelMemory
-from rlhf.memory.stage import MemoryPlan, Models, Shapes, build_models, plan_stage
+from rlhf.memory.stage import MemoryPlan, Shapes, plan_stage
 from rlhf.models.shape import shape_of
 from rlhf.roles.lineage import ResolvedBaseModel, resolve_base_model
 from rlhf.roles.roles import check_placements
 from rlhf.utils.units import format_bytes
 
 if TYPE_CHECKING:
-    from accelerators import Accelerator
+    from accelerators import Accelerator, KnownDevice
 
 RESOLVED_KEYS = ("zero_stage", "offload")
 """Keys of `engine` for which the plan resolves `auto`."""
@@ -133,12 +132,20 @@ def report_stage(
     stage: Stage,
     environment: Environment,
     *,
+    device: KnownDevice | None = None,
     measured: Path | None = None,
     tflops: float | None = None,
     price: float | None = None,
     rows: int | None = None,
 ) -> dict[str, Any]:
     """Return what `rlhf plan` prints about a stage.
+
+    Args:
+        device: the device that the environment was described from; its speed and price are used if no others are given.
+        measured: the folder of a run, for its speed.
+        tflops: 10^12 operations per second of a device.
+        price: price of a device for an hour.
+        rows: rows of the stage in one epoch.
 
     Raises:
         ConfigError: as `plan_stages`; or the run would be refused; or `measured` is not a run's folder.
@@ -161,19 +168,7 @@ def report_stage(
     advice["fewest devices"] = f"{devices:,} of these" if devices else "with these settings no number is enough"
     most = find_largest_micro_batch(resolved, stage, environment)
     advice["largest micro-batch"] = f"{most} rows at a time" if most else "with these settings not even one row fits"
-    duration = _estimate_duration(resolved, stage, environment, measured, tflops, rows)
-    times: dict[str, Any] = {}
-    if duration:
-        steps, seconds = duration
-        hours = steps * seconds / 3600
-        times = {"hours": hours, "steps": steps}
-        duration_text = f"{hours:,.2f} hours" if hours >= 1 else f"{60 * hours:,.1f} minutes"
-        advice["time"] = f"{duration_text} ({steps:,} steps of {seconds:,.2f} s)"
-        if price is not None:
-            times["cost"] = cost = hours * price * environment.ranks
-            advice["time"] += f", cost {cost:,.2f}"
-    elif measured or tflops:
-        advice["time"] = "not known: give the number of rows with --rows, or measure this stage"
+    times, texts = _estimate_times(resolved, stage, environment, device, measured, tflops, price, rows)
     return {
         "stage": stage,
         "fits": fits,
@@ -185,7 +180,7 @@ def report_stage(
         "phases": [{"phase": phase.name, "device": phase.device, "host": phase.host} for phase in plan.phases],
         "fullest": plan.fullest.name,
         "items": _list_items(plan),
-        "advice": advice,
+        "advice": advice | texts,
         **times,
     }
 
@@ -205,75 +200,48 @@ def format_changes(changes: Sequence[Change]) -> str:
     return f"--set {Change(settings, costs)} ({costs})" if changes else ""
 
 
-def count_steps(config: Config, stage: Stage, rows: int | None) -> int | None:
-    """Return the optimizer steps of a stage, in PPO its rollouts; None if they depend on `rows`, which is None."""
-    if rows is not None:
-        return config.total_steps(stage, rows)
-    if stage == "ppo":
-        return None if config.ppo.epochs else config.ppo.steps
-    return config.supervised(stage).max_steps
-
-
-def count_operations(config: Config, stage: Stage, models: Models) -> float:
-    """Return the floating-point operations of one step, over all ranks, with rows of maximum length.
-
-    Only matrix products with weights are counted, at two operations for each weight and token: forward once, backward
-    twice, and once more for a recomputed layer. Products of attention are not counted.
-    """
-    if stage != "ppo":
-        model = next(iter(models.values()))
-        rows = config.supervised(stage).batch_size * (1 if stage == "sft" else 2)
-        operations = _update_operations(model)
-        if stage == "dpo":  # the reference's forward pass: in every step, or once for all epochs
-            operations += 2 * model.parameters / (1 if config.dpo.reference == "beside" else config.dpo.epochs)
-        return rows * config.data.max_length * operations
-    tokens, actor = config.ppo.batch_size * config.data.max_length, models["actor"]
-    scored = sum(2 * model.parameters for model in models.values())
-    scored += 0 if "reference" in models else 2 * actor.parameters  # the actor once more
-    trained = sum(_update_operations(model) for model in models.values() if model.placement.role.trained)
-    return tokens * (2 * actor.parameters + scored + config.ppo.ppo_epochs * trained)
-
-
-def _update_operations(model: ModelMemory) -> float:
-    """Return the operations of an update per token; frozen weights have no gradient."""
-    backward = 2 if model.placement.lora.rank else 4
-    recomputed = 2 if model.placement.gradient_checkpointing else 0
-    return (2 + backward + recomputed) * model.parameters
-
-
-def _estimate_duration(
+def _estimate_times(
     config: Config,
     stage: Stage,
     environment: Environment,
+    device: KnownDevice | None,
     measured: Path | None,
     tflops: float | None,
+    price: float | None,
     rows: int | None,
-) -> tuple[int, float] | None:
-    """Return (steps of a stage, seconds of each); None if neither source says how long the stage takes.
-
-    Args:
-        measured: the folder of a run, for its speed.
-        tflops: 10^12 operations per second of a device.
-        rows: rows of the stage in one epoch.
-
-    Raises:
-        ConfigError: `measured` is not a run's folder.
-    """
-    steps = count_steps(config, stage, rows)
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return a stage's hours, steps and cost, and lines about them; the arguments are those of `report_stage`."""
+    duration, source = None, ""
     if measured:
-        if not (measured / "run.json").is_file():
-            raise ConfigError(f"--measured {measured}: holds no run; name a run's folder, the value of its --output")
-        try:
-            summary = json.loads((measured / stage / "stage.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
-        if not summary.get("steps"):
-            return None
-        return steps or summary["steps"], summary["seconds"] / summary["steps"]
-    if not (tflops and steps):
-        return None
-    operations = count_operations(config, stage, build_models(config, stage, environment))
-    return steps, operations / (tflops * 1e12 * environment.ranks)
+        duration, source = measure_duration(config, stage, measured, rows), f"the speed of {measured}"
+    elif speed := find_speed(environment, device, tflops):
+        duration, source = estimate_duration(config, stage, environment, speed, rows), speed.source
+    elif device:
+        return {}, {"time": f"not known: no speed in {environment.precision} is known; give --tflops, or --measured"}
+    if not (measured or tflops or device):
+        return {}, {}
+    if duration is None:
+        return {}, {"time": "not known: give the number of rows with --rows, or measure this stage"}
+    hours = duration.steps * duration.seconds / 3600
+    times: dict[str, Any] = {"hours": hours, "steps": duration.steps}
+    length = f"{hours:,.2f} hours" if hours >= 1 else f"{60 * hours:,.1f} minutes"
+    details = f"{duration.steps:,} steps of {duration.seconds:,.2f} s"
+    if device and duration.generation:
+        times["generation_share"] = duration.generation
+        details += f", {100 * duration.generation:.0f} % of it generation"
+    text = f"{length} ({details})"
+    listed = device.price if device and price is None else None
+    price = listed.dollars if listed else price
+    if price is not None:
+        times["cost"] = cost = hours * price * environment.ranks
+        text += f", cost {cost:,.2f}"
+    if not device:
+        return times, {"time": text}
+    if listed:
+        source += f"; {listed.dollars:.2f} dollars per device-hour ({listed.source}, {listed.date})"
+    elif price is None:
+        source += "; no price is known, give --price"
+    return times, {"time": f"about {text}", "estimated from": source}
 
 
 def _list_items(plan: MemoryPlan) -> list[dict[str, Any]]:

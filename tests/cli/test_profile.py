@@ -14,7 +14,7 @@ from torch.autograd import DeviceType
 from rlhf.cli.profile import ensure_steps
 from rlhf.config.schema import Config
 from rlhf.memory.advice import apply_settings
-from rlhf.memory.report import count_steps
+from rlhf.memory.duration import count_steps
 from rlhf.reporting.timers import profile_operators
 from tests.helpers import sets
 

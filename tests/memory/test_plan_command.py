@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from accelerators import known_device, known_device_names
 from tests.forks import Forks
 from tests.helpers import user_environment
 
@@ -105,6 +106,58 @@ def test_verdict_names_the_whole_memory_and_what_is_reserved(forks: Forks) -> No
     assert report["memory"] == 100 * 2**30 - 2**29
 
 
+def plan_on(forks: Forks, machine: str, *arguments: str) -> dict[str, Any]:
+    common = ("--set", "lora.rank=8", "--set", "ppo.micro_batch_size=1", "--stage", "ppo")
+    (report,) = plan_reports(forks, "--on", machine, *common, *arguments)
+    return report
+
+
+def test_machine_by_name_gives_memory_hours_and_cost(forks: Forks) -> None:
+    report = plan_on(forks, "8xA100-80")
+    device = known_device("a100-80")
+    assert report["fits"] and report["devices"] == 8 and report["precision"] == "bf16"
+    assert report["memory"] == device.memory - 2**29
+    # 100 steps of 32 rows of 512 tokens. Generation: one pass of the actor. The rest: three scores, the actor's again,
+    # and two updates of four operations a number.
+    actor, critic, reward = (report["parameters"][role]["all"] for role in ("actor", "critic", "reward"))
+    tokens, peak = 100 * 32 * 512, 8 * 312e12
+    generation = tokens * 2 * actor / (device.generation_share * peak)
+    rest = tokens * (2 * (2 * actor + critic + reward) + 4 * (actor + critic)) / (device.training_share * peak)
+    assert report["hours"] == pytest.approx((generation + rest) / 3600)
+    assert report["generation_share"] == pytest.approx(generation / (generation + rest))
+    assert device.price and report["cost"] == pytest.approx(report["hours"] * 8 * device.price.dollars)
+    advice = report["advice"]
+    assert advice["time"].startswith("about ") and "of it generation), cost " in advice["time"]
+    assert "12 % and training at 28 % of 312 TFLOP/s" in advice["estimated from"]
+    assert advice["estimated from"].endswith(f"({device.price.source}, {device.price.date})")
+
+
+def test_given_speed_and_price_replace_those_of_the_machine(forks: Forks) -> None:
+    known, given = plan_on(forks, "a100_80"), plan_on(forks, "a100 80", "--tflops", "10", "--price", "5")
+    again = plan_on(forks, "1 x a100-80", "--tflops", "20", "--price", "5")
+    assert known["devices"] == 1 and known["memory"] == given["memory"]
+    assert given["hours"] == pytest.approx(2 * again["hours"]) and given["hours"] > known["hours"]
+    assert given["cost"] == pytest.approx(5 * given["hours"])
+    assert given["advice"]["estimated from"] == "10 TFLOP/s (--tflops)"
+
+
+def test_machine_decides_the_precision_that_a_run_would_take(forks: Forks) -> None:
+    report = plan_on(forks, "v100-32")
+    assert report["precision"] == "fp16" and "cost" not in report
+    assert report["advice"]["estimated from"].endswith("; no price is known, give --price")
+
+
+def test_speed_that_is_not_known_is_said(forks: Forks) -> None:
+    report = plan_on(forks, "gaudi3", "--precision", "fp32")
+    assert report["fits"] and "hours" not in report
+    assert report["advice"]["time"] == "not known: no speed in fp32 is known; give --tflops, or --measured"
+
+
+def test_help_lists_every_known_device(forks: Forks) -> None:
+    words = forks.run("plan", "--help", timeout=60).stdout.replace("\u2502", " ").split()
+    assert set(known_device_names()) <= {word.strip(",.:") for word in words}
+
+
 def test_measured_run_gives_its_pace(forks: Forks, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
     (tmp_path / "ppo").mkdir()
@@ -123,6 +176,23 @@ def test_measured_run_gives_its_pace(forks: Forks, tmp_path: Path) -> None:
         (["--memory", "1TB", "--accelerator", "cpu"], "--memory and --accelerator: "),
         (["--memory", "1TB", "--stage", "kto"], "--stage: no stage 'kto'"),
         (["--memory", "1TB", "--devices", "3"], "sft.batch_size: 32 rows cannot be divided among 3 ranks"),
+        (
+            ["--on", "8xa100"],
+            "--on: must be a number and a known device, such as 8xa100-40, got 8xa100; "
+            "did you mean a100-40 or a100-80\\? known are ",
+        ),
+        (
+            ["--on", "b200"],
+            "--on: .*got b200; did you mean h200 or h100\\? known are a100-40, .*gaudi3; for others give --dev",
+        ),
+        (["--on", "0xh100"], "--on: .*got 0xh100; known are "),
+        (["--on", "h100", "--devices", "2"], "--on and --devices: each describes the devices; give one of them"),
+        (["--on", "h100", "--memory", "2GiB"], "--on and --memory: "),
+        (["--on", "h100", "--accelerator", "cpu"], "--on and --accelerator: "),
+        (
+            ["--on", "v100-16", "--precision", "bf16"],
+            "precision: NVIDIA V100 16 GB .* does not have bf16; set it to auto, which is fp16",
+        ),
         (["--memory", "1TB", "--measured", "absent"], "--measured absent: holds no run"),
     ],
 )

@@ -12,8 +12,8 @@ import pytest
 from rlhf.config.schema import build_config
 from rlhf.data.toy_world import build_world_tokenizer
 from rlhf.memory.advice import advise, find_changes, list_changes, plan_stages
+from rlhf.memory.duration import count_operations
 from rlhf.memory.environment import Environment
-from rlhf.memory.report import count_operations
 from rlhf.memory.stage import build_models
 from rlhf.models.loading import build_llama_on_meta
 from rlhf.models.lora import _find_also_trained
@@ -171,7 +171,7 @@ def test_reference_pass_counts_once_or_with_every_step() -> None:
     def passes(**dpo: Any) -> float:
         config = dpo_config(batch_size=1, micro_batch_size=1, **dpo)
         models = build_models(config, "dpo", ENVIRONMENT)
-        return count_operations(config, "dpo", models) / (2 * 512 * 2 * models["dpo"].parameters)
+        return sum(count_operations(config, "dpo", models)) / (2 * 512 * 2 * models["dpo"].parameters)
 
     assert passes() == pytest.approx(4)  # forward, backward for inputs and weights, and the reference's
     assert passes(epochs=4) == pytest.approx(3.25)
