@@ -141,6 +141,30 @@ def test_the_conformance_kit_passes(python: Run) -> None:
     assert done.returncode == 0
 
 
+DESCRIBED_BY_ITS_BACKEND = """
+from accelerators import DeepSpeedDevice
+from accelerators.backends.hpu.backend import HPU
+from accelerators.testing import processes, worker
+
+HPU.deepspeed_accelerator = lambda self: DeepSpeedDevice(self)
+reports = []
+worker.deepspeed(reports.append, "hpu")
+for stage in range(4):
+    processes.check_deepspeed_step(processes.Outcome(reports[-1]), stage)
+from deepspeed.accelerator import get_accelerator
+
+print(type(get_accelerator()).__name__, [len(losses) for losses in reports[-1]["losses"].values()])
+"""
+
+
+@pytest.mark.slow
+def test_deepspeed_trains_on_a_device_that_only_its_backend_describes(python: Run) -> None:
+    """Streams, events and generators are those of `torch.hpu`; DeepSpeed's own HPU accelerator is not used."""
+    done = python("-c", DESCRIBED_BY_ITS_BACKEND, strict=False, fresh=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("DeepSpeedDevice [")
+
+
 @pytest.mark.parametrize("option", ["--pairs", pytest.param("--text", marks=pytest.mark.slow)])
 def test_evaluate_is_one_graph_and_has_the_cpus_numbers(
     python: Run, finished: Runs, tmp_path: Path, option: str
