@@ -116,6 +116,7 @@ def build_models(
         shape = (shapes or {}).get(path)
         if shape is None:
             shape = shape_of(path) if path else shape_from(EMBEDDED, "the embedded model")
+        shape = shape.rounded(config.model.vocabulary_multiple)
         models[name] = ModelMemory(
             placement,
             shape,

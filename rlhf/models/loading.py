@@ -24,7 +24,7 @@ from rlhf.errors import ModelError
 from rlhf.models import lazy_tensors
 from rlhf.models.compatibility import check_model_folder, check_support
 from rlhf.models.hub import check_available, load_error
-from rlhf.models.shape import EMBEDDED
+from rlhf.models.shape import EMBEDDED, round_up
 from rlhf.models.tokenizers import find_end_tokens, load_tokenizer
 from rlhf.models.transformers_patches import forget_key_mapping
 from rlhf.models.weight_loading import (
@@ -85,7 +85,8 @@ def load_causal_lm(
     Raises:
         ModelError: the folder is incomplete, transformers cannot load it, or its architecture is not supported.
     """
-    model = _fit_to_tokenizer(_load(path or _require_path(config), config, attention)[0], tokenizer)
+    model = _load(path or _require_path(config), config, attention)[0]
+    model = _fit_to_tokenizer(model, tokenizer, config.vocabulary_multiple)
     return fill_parameters(model, put or place_in_memory(torch.float32))
 
 
@@ -130,7 +131,8 @@ def load_scalar_head(
     if seed is None and report["deepspeed_chat"] and model.config.model_type != "llama":
         model.config.unread_token = tokenizer.eos_token_id
         say(f"note: {path}: is a reward model of DeepSpeed-Chat; replies are scored at the token before their end")
-    return fill_parameters(_fit_to_tokenizer(model, tokenizer), put or place_in_memory(torch.float32))
+    model = _fit_to_tokenizer(model, tokenizer, config.vocabulary_multiple)
+    return fill_parameters(model, put or place_in_memory(torch.float32))
 
 
 def build_on_meta(model_config: Any, config: ModelConfig, *, attention: str, scalar_head: bool) -> PreTrainedModel:
@@ -325,10 +327,14 @@ def _check_whole(path: str, report: dict[str, Any], kind: str, prefix: str, *, t
         raise ModelError(f"{path}: its weights lack {', '.join(missing[:3])}; name {wanted}")
 
 
-def _fit_to_tokenizer(model: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Match the model's embedding rows, pad and EOS ids to the tokenizer, and switch its cache off for training."""
-    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-        extend_embeddings(model, len(tokenizer))
+def _fit_to_tokenizer(model: Any, tokenizer: PreTrainedTokenizerBase, multiple: int = 1) -> Any:
+    """Match the model's embedding rows, pad and EOS ids to the tokenizer, and switch its cache off for training.
+
+    Rows are rounded up to a multiple of `multiple`.
+    """
+    rows = model.get_input_embeddings().num_embeddings
+    if (needed := round_up(max(rows, len(tokenizer)), multiple)) > rows:
+        extend_embeddings(model, needed)
     for part in (model.config, model.config.get_text_config(decoder=True)):  # two in a composite model
         part.pad_token_id = tokenizer.pad_token_id
     model.config.use_cache = False
@@ -347,16 +353,18 @@ def build_llama_on_meta(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
         return build_llama(tokenizer, attention="sdpa", seed=0, max_length=0)
 
 
-def build_llama(tokenizer: PreTrainedTokenizerBase, *, attention: str, seed: int, max_length: int) -> PreTrainedModel:
+def build_llama(
+    tokenizer: PreTrainedTokenizerBase, *, attention: str, seed: int, max_length: int, multiple: int = 1
+) -> PreTrainedModel:
     """Build the embedded model: a Llama of about two million parameters with the tokenizer's vocabulary.
 
-    `seed` determines its weights.
+    `seed` determines its weights; the rows of its embeddings are rounded up to a multiple of `multiple`.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
     config = LlamaConfig(
-        **EMBEDDED | {"vocab_size": len(tokenizer)},
+        **EMBEDDED | {"vocab_size": round_up(len(tokenizer), multiple)},
         max_position_embeddings=max(128, max_length),
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,

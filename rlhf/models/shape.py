@@ -16,7 +16,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -137,10 +137,21 @@ class Shape:
             size += 0 if "embeddings" in names else head_bias
         return size
 
+    def rounded(self, multiple: int) -> Shape:
+        """Return the shape with the rows of its embeddings rounded up to a multiple (`model.vocabulary_multiple`)."""
+        rows = round_up(self.vocabulary, multiple)
+        head, bias = (numbers // self.vocabulary * rows for numbers in (self.head, self.head_bias))
+        return replace(self, vocabulary=rows, head=head, head_bias=bias)
+
     @property
     def cached(self) -> int:
         """Elements of the key-value cache per token."""
         return 2 * self.layers * self.kv_heads * self.head_dim
+
+
+def round_up(rows: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is not below `rows`."""
+    return -(-rows // multiple) * multiple
 
 
 def shape_of(model: str) -> Shape:

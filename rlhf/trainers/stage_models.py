@@ -72,7 +72,13 @@ class ModelFactory:
         if donor := self._sharing.donors.get(role):
             return build_on_base(context.bases[donor], config.model, attention=attention)
         if path is None:
-            return build_llama(self.tokenizer, attention=attention, seed=config.seed, max_length=config.data.max_length)
+            return build_llama(
+                self.tokenizer,
+                attention=attention,
+                seed=config.seed,
+                max_length=config.data.max_length,
+                multiple=config.model.vocabulary_multiple,
+            )
         put = self._parameter_maker(placement)
         return load_causal_lm(config.model, self.tokenizer, attention=attention, path=path, put=put)
 

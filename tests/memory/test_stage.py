@@ -167,6 +167,14 @@ def test_precomputed_reference_is_advised_if_a_live_one_is_kept() -> None:
     assert "dpo.reference=precomputed" not in advised(alone)
 
 
+def test_plan_counts_a_rounded_vocabulary() -> None:
+    def actor(**model: Any) -> int:
+        config = build_config({"model": {"path": "tinyllama-1.1b", **model}})
+        return build_models(config, "ppo", ENVIRONMENT)["actor"].parameters
+
+    assert actor(vocabulary_multiple=2**15) - actor() == 2 * 2048 * (2**15 - 32_000)
+
+
 def test_reference_pass_counts_once_or_with_every_step() -> None:
     def passes(**dpo: Any) -> float:
         config = dpo_config(batch_size=1, micro_batch_size=1, **dpo)

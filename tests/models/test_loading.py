@@ -262,3 +262,23 @@ def test_gguf_weights_can_be_trained_and_saved(tmp_path):
     loaded(input_ids=torch.tensor([[1, 2, 3]])).logits.sum().backward()
     loaded.save_pretrained(tmp_path / "saved")
     torch.testing.assert_close(loaded.model.norm.weight, model.model.norm.weight)
+
+
+@pytest.mark.parametrize(("multiple", "rows"), [(1, 301), (7, 301), (8, 304), (64, 320)])
+@pytest.mark.parametrize("tied", [True, False])
+def test_vocabulary_is_rounded_up_without_other_changes(tmp_path, multiple, rows, tied):
+    torch.manual_seed(0)
+    before = llama(301, tie_word_embeddings=tied)
+    before.save_pretrained(tmp_path / "before")
+    config = ModelConfig(path=str(tmp_path / "before"), vocabulary_multiple=multiple)
+    model = load_causal_lm(config, build_tokenizer(), attention="eager")
+    reward = load_scalar_head(config, build_tokenizer(), attention="eager", path=str(tmp_path / "before"), seed=1)
+    for layer in (model.get_input_embeddings(), model.get_output_embeddings(), reward.get_input_embeddings()):
+        assert layer.weight.shape[0] == rows
+        torch.testing.assert_close(layer.weight[301:], layer.weight[:301].mean(0).expand(rows - 301, -1))
+    texts = torch.tensor([[5, 6, 7, 300]])
+    torch.testing.assert_close(model(texts).logits[..., :301], before(texts).logits)
+    model.save_pretrained(tmp_path / "after")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "after", dtype=torch.float32)
+    assert again.config.vocab_size == rows
+    torch.testing.assert_close(again(texts).logits, model(texts).logits)

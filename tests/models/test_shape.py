@@ -119,3 +119,12 @@ def test_shape_of_unusable_config_is_refused(tmp_path: Path, values: Any, words:
     (tmp_path / "config.json").write_text("" if values is None else json.dumps(values))
     with pytest.raises(ConfigError, match=words):
         shape_of(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["opt-125m", "llama-3.2-1b", "tinyllama-1.1b", "phi-2"])
+def test_rounded_shape_equals_that_of_a_larger_vocabulary(name: str) -> None:
+    """Tied embeddings, separate ones, and an output layer with a bias."""
+    key = "vocab_size"
+    rows = -(-KNOWN[name][key] // 3000) * 3000
+    assert shape_of(name).rounded(3000) == shape_from(KNOWN[name] | {key: rows}, name)
+    assert shape_of(name).rounded(8) == shape_of(name) != shape_of(name).rounded(3000)
