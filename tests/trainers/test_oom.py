@@ -45,7 +45,7 @@ CHECKPOINTING = "model.gradient_checkpointing=true"
         ([], {"phase": "evaluation"}, ["sft.micro_batch_size=12", LORA, LENGTH]),
         (["lora.rank=4"], {"phase": "evaluation"}, ["sft.micro_batch_size=12", INT8, LENGTH]),
         (["lora.rank=4", "engine.frozen=int4"], {"phase": "set-up", "ranks": 2}, []),
-        (["lora.rank=4", "engine.zero_stage=3"], {"phase": "set-up", "ranks": 2}, []),
+        (["lora.rank=4", "engine.zero_stage=3"], {"phase": "set-up", "ranks": 2}, [INT8]),
         (["lora.rank=4"], {"phase": "set-up", "ranks": 2}, [INT8]),
         (["engine.zero_stage=2"], {"phase": "set-up", "ranks": 2}, [ZERO, LORA]),
         (["engine.zero_stage=3"], {"phase": "set-up", "ranks": 2}, [LORA]),
