@@ -1,7 +1,7 @@
 """Run every benchmark that has a target, one after the other, and print one table of the results.
 
     bash ci/bench/setup_trl.sh                    once: create TRL's environment
-    python ci/bench/all.py                        all rows of a CPU, about half an hour on two cores
+    python ci/bench/all.py                        all rows of a CPU
     python ci/bench/all.py --seconds 500          stop after 500 seconds; the same command resumes
     python ci/bench/all.py --only rollout 64      only rows whose commands contain all of these words
     python ci/bench/all.py --accelerator cuda     the rows of a GPU
