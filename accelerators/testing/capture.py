@@ -47,7 +47,7 @@ def check_capture(accelerator: Accelerator) -> None:
         copies, results = [], []
         for x in inputs:
             result = captured(x)
-            copies.append(pytree.tree_map(torch.clone, result))
+            copies.append(pytree.tree_map_only(Tensor, torch.clone, result))
             results.append(result)
     for call in range(CALLS):
         for name in expected[call]:

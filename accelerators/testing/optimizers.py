@@ -71,7 +71,8 @@ def _pinned(tensor: Tensor) -> Tensor:
         pinned = tensor.pin_memory()
     except Exception as error:
         raise AssertionError(f"{what} ({type(error).__name__}: {error})") from error
-    assert pinned.is_pinned(), what
+    what = f"pin_memory() of a {tensor.dtype} on {tensor.device}"
+    assert pinned.is_pinned(), f"{what} gives a tensor that is not page-locked"
     return pinned
 
 

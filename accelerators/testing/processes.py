@@ -267,5 +267,5 @@ def _entry_point(name: str) -> EntryPoint:
 
 
 def _value(outcome: Outcome) -> Any:
-    assert outcome.error is None, outcome.error
+    assert outcome.error is None, f"the check's process failed: {outcome.error}"
     return outcome.value

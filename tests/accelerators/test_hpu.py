@@ -214,6 +214,7 @@ def test_the_cards_generator_is_seeded_and_survives_a_checkpoint(machine, tmp_pa
     expected = torch.rand(3, generator=hpu.bridge.generator), torch.rand(3)
     hpu.seed(7)
     assert torch.equal(first, torch.rand(3, generator=hpu.bridge.generator))
+    torch.rand(2, generator=hpu.bridge.generator), torch.rand(2)  # elsewhere than in the saved state
     hpu.set_rng_state(torch.load(tmp_path / "rng.pt", weights_only=True))
     assert torch.equal(expected[0], torch.rand(3, generator=hpu.bridge.generator))
     assert torch.equal(expected[1], torch.rand(3))
