@@ -128,7 +128,11 @@ def test_model_that_does_not_exist_is_named(tiny_model: Path, tmp_path: Path) ->
 def test_reply_arrives_in_pieces_and_drops_old_turns(model: ChatModel) -> None:
     pieces: list[str] = []
     assert model.reply([("user", "hello")], pieces.append) == "".join(pieces)
-    model.reply([("user", "hello"), ("assistant", "moo")] * 10 + [("user", "hive")], pieces.append)
+    turns = [("user", "hello"), ("assistant", "moo")] * 10 + [("user", "hive")]
+    model.reply(turns, pieces.append)
+    # 4 of the 16 tokens are kept for the reply; each message takes 3, the last speaker's name 2.
+    words = model.writer.tokenizer.decode(model._prompt(turns)).split()
+    assert len(words) == 11 and [word for word in words if word != "<unk>"] == ["hello", "moo", "hive"]
     with pytest.raises(ModelError, match=r"too long for this model \(16\)"):
         model.reply([("user", "hello " * 40)], pieces.append)
 

@@ -168,6 +168,13 @@ def test_key_depends_on_every_input(tokenizer: Any, tmp_path: Path, rows: str, m
     assert os.stat(rows).st_size == before.st_size
     keys.append(make_cache(tokenizer, rows).key)
     assert len(set(keys)) == len(keys)
+    (tmp_path / "folder").mkdir()
+    for last in (9, 10):  # only the second file changes
+        files = {"a": ROWS[:9], "b": ROWS[1:last]}
+        for name, file_rows in files.items():
+            write_jsonl(tmp_path / "folder" / f"{name}.jsonl", file_rows)
+        keys.append(make_cache(tokenizer, str(tmp_path / "folder")).key)
+    assert len(set(keys)) == len(keys)
     Path(rows).write_text(text)
     for name in ("a", "b"):
         tokenizer.save_pretrained(tmp_path / name)

@@ -124,6 +124,18 @@ def test_bf16_frozen_model_computes_what_the_trained_one_does(accelerator, monke
     assert {p.dtype for p in frozen.parameters()} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_step_boundary_follows_the_update(accelerator, monkeypatch, zero_stage):
+    """Lazy devices run at `*/step` what was recorded before it: the optimizer's step must not wait for the next one."""
+    engine = build(accelerator, zero_stage)
+    weights = {}
+    monkeypatch.setattr(accelerator, "step_boundary", lambda tag: weights.update({tag: masters(engine)}))
+    engine.step([IDS], loss)
+    for name, tensor in weights["test/step"].items():
+        assert not torch.equal(tensor, weights["test/backward"][name])
+        assert torch.equal(tensor, masters(engine)[name])
+
+
 def test_whole_weights_are_sharded_again_after_the_block(accelerator):
     engine = build(accelerator, 3)
     with engine.whole_weights() as module:

@@ -12,7 +12,7 @@ from rlhf.engine.engine import synchronized_step
 from rlhf.errors import DivergedError
 from rlhf.trainers import loop
 from rlhf.trainers.ppo.trainer import PPOTrainer
-from tests.engine.engines import IDS, accepted_fp16, build, loss, masters, scaled, weights_of
+from tests.engine.engines import FP16, IDS, accepted_fp16, build, loss, masters, scaled, weights_of
 from tests.helpers import llama
 from tests.in_process import OPTIMIZER, StubTrainer, ppo_models, scalar_llama, stage_context
 from tests.optimum import language
@@ -76,6 +76,24 @@ def test_steps_without_overflow_are_those_of_each_alone(accelerator, zero_stage)
         assert changed(state(alone), engine) == set()
         assert engine.loss_scale() == alone.loss_scale() == SCALE and engine.skipped == 0
         assert engine.grad_norm() == alone.grad_norm()
+
+
+class LowerFP16(FP16):
+    def deepspeed_config(self):
+        return {"fp16": super().deepspeed_config()["fp16"] | {"initial_scale_power": 9}}
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_step_after_overflow_equals_one_with_the_lower_scale(accelerator, zero_stage):
+    with accepted_fp16() as precision:
+        engine = build(accelerator, zero_stage, precision)
+        engine.step([IDS], HUGE)
+        assert (engine.skipped, engine.loss_scale()) == (1, SCALE / 2)
+        lower = build(accelerator, zero_stage, LowerFP16(torch.float16, "fp16", "a test's", loss_scaling=True))
+        for trained in (engine, lower):
+            trained.step([IDS], loss)
+    assert changed(state(lower), engine) == set()
+    assert (engine.grad_norm(), engine.loss_scale()) == (lower.grad_norm(), lower.loss_scale())
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])

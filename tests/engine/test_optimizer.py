@@ -4,11 +4,16 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf.config.schema import LoraConfig, OptimizerConfig, build_config
+from rlhf.config.schema import LoraConfig, ModelConfig, OptimizerConfig, build_config
+from rlhf.engine.deepspeed_config import build_deepspeed_config
 from rlhf.engine.engine import TrainingEngine, compute_adapter_factor, compute_learning_rate, group_parameters
+from rlhf.models.loading import load_causal_lm
 from rlhf.models.lora import add_adapters
+from rlhf.models.weight_loading import is_sharded, place_in_memory, place_sharded
 from rlhf.roles.roles import model_placements
 from tests.engine.engines import weights_of
+from tests.helpers import build_tokenizer, llama
+from tests.in_process import make_placement
 
 
 def rates(**settings):
@@ -60,6 +65,23 @@ def test_biases_norms_and_frozen_weights_do_not_decay():
     decayed, plain = group_parameters(model, 0.1)
     assert decayed["weight_decay"] == 0.1 and [p.shape for p in decayed["params"]] == [(3, 2)]
     assert plain["weight_decay"] == 0.0 and len(plain["params"]) == 3
+
+
+def test_sharded_weights_are_grouped_as_whole_ones(accelerator, tmp_path):
+    """A model loaded in shards has flat, empty parameters; DeepSpeed gives whole models' their shapes later."""
+    llama(60).save_pretrained(tmp_path)
+    sharded = build_deepspeed_config(make_placement(3), accelerator, accelerator.precision("fp32"), 1, 1)
+    groups = []
+    for put in (place_in_memory(torch.float32), place_sharded(sharded, torch.float32)):
+        where = {"attention": "eager", "path": str(tmp_path), "put": put}
+        model = load_causal_lm(ModelConfig(), build_tokenizer(), **where)
+        assert put.__qualname__.startswith("place_sharded") == all(map(is_sharded, model.parameters()))
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        group_names = [
+            {names[id(parameter)] for parameter in group["params"]} for group in group_parameters(model, 0.1)
+        ]
+        groups.append(group_names)
+    assert groups[0] == groups[1] and len(groups[0]) == 2
 
 
 def test_adapters_step_at_a_rate_of_their_own():

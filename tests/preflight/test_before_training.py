@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from rlhf.config.schema import STAGES, load_config
+from rlhf.errors import DataError
+from rlhf.trainers import preflight
 from tests.helpers import assert_same_weights, start, wait_for
 from tests.preflight.mistakes import MISTAKES, Bench, make_mistake, settings
 
@@ -14,6 +17,21 @@ from tests.preflight.mistakes import MISTAKES, Bench, make_mistake, settings
 @pytest.fixture
 def bench(tmp_path: Path, model_folder: Path, data_file: Path, finished_run: Path) -> Bench:
     return Bench(tmp_path, model_folder, data_file, finished_run)
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        "[{path: PATH}, {path: absent.jsonl}]",
+        "[{path: PATH}, {path: PATH, heldout: absent.jsonl}]",
+        "[{path: PATH}, {path: absent.jsonl, stages: [reward]}]",
+    ],
+)
+def test_launcher_finds_a_missing_later_source(bench: Bench, sources: str) -> None:
+    """`check` runs in the launcher, before it starts any rank."""
+    config = load_config(None, [f"output={bench.output}", f"data.datasets={sources.replace('PATH', str(bench.rows))}"])
+    with pytest.raises(DataError, match=r"absent\.jsonl: no such file"):
+        preflight.check(config, STAGES, ranks=2)
 
 
 def files(folder: Path) -> list[Path]:

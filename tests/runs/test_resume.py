@@ -1,10 +1,12 @@
 """A run records its settings and rows: a resumed run reads them there, and others are refused."""
 
+import copy
 import json
 import re
 import shlex
 import shutil
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,11 @@ from typing import Any
 import pytest
 
 from rlhf.cli.options import Options
-from rlhf.config.schema import STAGES, Config, Stage, load_config
+from rlhf.config.schema import EVERY_STAGE, STAGES, Config, RolesConfig, Stage, load_config
 from rlhf.errors import ConfigError, RunError
 from rlhf.launchers.exit_status import Interrupted
 from rlhf.runs.directory import RunDirectory
-from rlhf.runs.resume import find_first_difference
+from rlhf.runs.resume import find_differences, find_first_difference
 from rlhf.trainers import run as launch
 from rlhf.utils.file_lock import LOCK
 from tests.run_folders import accelerator, check, config_in, contents, record, run_stages
@@ -168,6 +170,47 @@ def test_stage_resumes_with_settings_that_change_no_result(
         context = nullcontext() if allowed else pytest.raises(RunError, match=override.split("=")[0])
         with context:
             check(config_in(run, "ppo.ema=0.9", override), stages=("ppo",), resume=True)
+
+
+HARMLESS = {
+    *("output", "accelerator", "precision", "model.gradient_checkpointing", "data.datasets.0.prefer.nothing"),
+    *("lora.share_base", "lora.merge", "lora.save", "engine.offload", "engine.kernels", "engine.timeout"),
+    *(f"roles.{role}.{key}" for role in RolesConfig.model_fields for key in ("offload", "gradient_checkpointing")),
+    *(f"{stage}.{key}" for stage in EVERY_STAGE for key in ("micro_batch_size", "log_every", "epochs")),
+    *(f"{stage}.{key}" for stage in EVERY_STAGE for key in ("checkpoint_every", "eval_every")),
+    *("sft.max_steps", "reward.max_steps", "dpo.max_steps", "ppo.steps"),
+    *("ppo.reward_timeout", "ppo.save_critic", "ppo.samples_every", "ppo.samples", "ppo.generation_batch_size"),
+    *("ppo.generation_weights", "ppo.tensor_parallel", "ppo.reuse_forward", "ppo.ema_on_host"),
+}
+"""Keys that a resumed stage may change, because they change no row, no gradient and no step; `precision` is compared
+once `auto` is resolved. Before you add one: does it change anything that is learned?"""
+
+
+def find_leaves(value: Any, *path: str | int) -> Iterator[tuple[str | int, ...]]:
+    """Yield the path of each setting in a dumped configuration."""
+    if isinstance(value, dict) and value:
+        for key, below in value.items():
+            yield from find_leaves(below, *path, key)
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        for index, below in enumerate(value):
+            yield from find_leaves(below, *path, index)
+    else:
+        yield path
+
+
+def test_only_harmless_keys_may_differ_on_resume() -> None:
+    config = load_config(None, ["data.datasets=[{path: a.jsonl}]", "data.pretraining=[{path: texts.txt}]"])
+    values = config.model_dump(mode="json")
+    silent = set()
+    for path in find_leaves(values):
+        recorded = copy.deepcopy(values)
+        section: Any = recorded
+        for key in path[:-1]:
+            section = section[key]
+        section[path[-1]] = "another"
+        if not find_differences({"config": recorded}, config, EVERY_STAGE):
+            silent.add(".".join(map(str, path)))
+    assert silent == HARMLESS
 
 
 @pytest.mark.parametrize("finish", [False, True])
