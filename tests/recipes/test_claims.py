@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rlhf.config.data import DatasetConfig
 from rlhf.config.loader import parse_yaml
 from rlhf.config.paths import is_path
-from rlhf.config.schema import EVERY_STAGE, STAGES, load_config
+from rlhf.config.schema import EVERY_STAGE, STAGES, DataConfig, Stage, load_config
 from rlhf.data.formats import find_known_dataset
 from rlhf.data.stage_dataset import select_by_weight
 from rlhf.memory.environment import describe_environment
@@ -49,19 +52,24 @@ def test_a_recipe_is_valid_and_says_what_it_is(recipe: Path) -> None:
     assert toys.EXAMPLES.parent / "runs" == config.output.resolve().parent
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=toys.name_of)
-def test_a_batch_is_what_its_comment_multiplies(recipe: Path) -> None:
-    text = recipe.read_text(encoding="utf-8")
-    sections = {name: text.partition(f"\n{name}:")[2] for name in EVERY_STAGE if f"\n{name}:" in text}
-    config = load_config(recipe)
-    for name, section in sections.items():
-        match = BATCH.search(re.split(r"\n(?=\S)", section)[0])
-        if recipe in OF_OPT or match:
-            assert match, name
-            batch, rows, accumulated, devices = map(int, match.groups())
-            stage = getattr(config, name)
-            assert (stage.batch_size, stage.micro_batch_size) == (batch, rows) and batch == rows * accumulated * devices
-            assert devices in dict(machines(recipe))
+def batch_comments() -> Iterator[Any]:
+    """Yield (recipe, stage, match of the comment on its batch) of all of OPT's, and of the others that have one."""
+    for recipe in RECIPES:
+        text = recipe.read_text(encoding="utf-8")
+        for name in EVERY_STAGE:
+            section = re.split(r"\n(?=\S)", text.partition(f"\n{name}:")[2])[0]
+            match = BATCH.search(section)
+            if match or (section and recipe in OF_OPT):
+                yield pytest.param(recipe, name, match, id=f"{toys.name_of(recipe)} {name}")
+
+
+@pytest.mark.parametrize(("recipe", "name", "match"), batch_comments())
+def test_a_batch_is_what_its_comment_multiplies(recipe: Path, name: str, match: re.Match[str] | None) -> None:
+    assert match, "no comment says how the batch is divided"
+    batch, rows, accumulated, devices = map(int, match.groups())
+    stage = getattr(load_config(recipe), name)
+    assert (stage.batch_size, stage.micro_batch_size) == (batch, rows) and batch == rows * accumulated * devices
+    assert devices in dict(machines(recipe))
 
 
 @pytest.mark.parametrize("recipe", OF_OPT, ids=toys.name_of)
@@ -106,17 +114,25 @@ def test_opt_has_the_data_rates_and_lengths_of_deepspeed_chat(recipe: Path) -> N
         assert (optimizer.schedule, optimizer.min_lr_ratio) == ("cosine", 0)
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=toys.name_of)
-def test_blending_leaves_no_rows_of_the_published_sets_out(recipe: Path) -> None:
-    config = load_config(recipe)
-    for stage in STAGES:
-        sources = [source for source in config.data.datasets if stage in source.stages]
-        if len(sources) > 1 and all(source.path in ROWS for source in sources):
-            split = dict(zip(STAGES, config.data.stage_split, strict=True))
-            parts = [split[stage] / sum(split[name] for name in source.stages) for source in sources]
-            counts = [int(ROWS[source.path] * part) for source, part in zip(sources, parts, strict=True)]
-            selected = select_by_weight(counts, [source.weight for source in sources], seed=0)
-            assert sum(map(len, selected)) > 0.98 * sum(counts), stage
+def blends() -> Iterator[Any]:
+    """Yield (data settings, stage, its sources) of each stage of a recipe that blends published sets."""
+    for recipe in RECIPES:
+        data = load_config(recipe).data
+        for stage in STAGES:
+            sources = [source for source in data.datasets if stage in source.stages]
+            if len(sources) > 1 and all(source.path in ROWS for source in sources):
+                yield pytest.param(data, stage, sources, id=f"{toys.name_of(recipe)} {stage}")
+
+
+@pytest.mark.parametrize(("data", "stage", "sources"), blends())
+def test_blending_leaves_no_rows_of_the_published_sets_out(
+    data: DataConfig, stage: Stage, sources: list[DatasetConfig]
+) -> None:
+    split = dict(zip(STAGES, data.stage_split, strict=True))
+    parts = [split[stage] / sum(split[name] for name in source.stages) for source in sources]
+    counts = [int(ROWS[source.path] * part) for source, part in zip(sources, parts, strict=True)]
+    selected = select_by_weight(counts, [source.weight for source in sources], seed=0)
+    assert sum(map(len, selected)) > 0.98 * sum(counts)
 
 
 def test_the_pages_list_every_recipe_of_their_folder() -> None:
