@@ -17,6 +17,7 @@ from torch import Tensor
 from accelerators import Accelerator, ShapePolicy
 from rlhf.config.schema import Config
 from rlhf.data import pretraining
+from rlhf.data.stage_dataset import StageData
 from rlhf.engine import distributed
 from rlhf.engine.engine import TrainingEngine
 from rlhf.models import loading
@@ -100,6 +101,34 @@ def reinforced(
         rollouts,
         heldout,
     )
+
+
+def evaluated(
+    accelerator: Accelerator, config: Config, models: Models, rows: StageData, folder: Path
+) -> tuple[list[tuple[str, str]], dict[tuple[int, ...], list[int]]]:
+    """PPO's evaluation before training: the (prompt, completion) pairs that it judges, and this rank's completions."""
+    judged: list[tuple[str, str]] = []
+    generated: dict[tuple[int, ...], list[int]] = {}
+
+    class Watched(PPOTrainer):
+        def generate(self, prompts: Any) -> Any:
+            completions = super().generate(prompts)
+            ends, columns = set(self.decoder.eos_ids.tolist()), completions.completion_length
+            for row in completions.input_ids.tolist():
+                prompt = tuple(token for token in row[:-columns] if token != Tokenizer.pad_token_id)
+                generated.setdefault(prompt, _cut(row[-columns:], ends))  # later rows only fill the batch
+            return completions
+
+    def judge(prompt: str, completion: str) -> bool:
+        judged.append((prompt, completion))
+        return True
+
+    context = _context(accelerator, config, "ppo", folder)
+    names = ("actor", "reference", "critic", "reward")
+    four = ppo_models(*(_loaded(getattr(models, name), config) for name in names))
+    with context.recorder:
+        Watched(context, four, Tokenizer(), rows, judge).evaluate("before")
+    return judged, generated
 
 
 def _loaded(model: Any, config: Config) -> Any:

@@ -180,6 +180,7 @@ RESUMED = {
     "no critic": "REINFORCE++",
     ENDED_EARLY: ENDED_EARLY,
     "RLOO": "RLOO, three rollouts",
+    "raw text": "one update of four micro-batches, ZeRO 2, LoRA, checkpoints, entropy, raw text",
 }
 
 

@@ -29,7 +29,8 @@ def outcome(request: pytest.FixtureRequest, forks: Forks, tmp_path_factory: pyte
     """(name, rank) -> what a run left, of the runs whose tests were selected."""
     folder = tmp_path_factory.mktemp("two-ranks")
     items = [item for item in request.session.items if item.path == request.path]
-    names = [item.callspec.params["name"] for item in items]
+    selected = [item.callspec.params["name"] for item in items if hasattr(item, "callspec")]
+    names = list(dict.fromkeys([two_ranks.RESUMED, *selected]))
     forks.ranks(2, f"from tests.reference import two_ranks; two_ranks.main({str(folder)!r}, {names!r})")
     return lambda name, rank=0: torch.load(folder / f"{name}, rank {rank}", weights_only=False)
 
@@ -60,6 +61,24 @@ def test_ppo_steps_are_those_of_the_reference_on_both_ranks(outcome, name):
     cases.assert_same(actual, wanted)
     for model, weights in actual.weights.items():
         assert_close_weights(other.weights[model], weights, atol=0)
+
+
+def test_resumed_run_takes_the_later_steps_on_both_ranks(outcome):
+    for rank in (0, 1):
+        whole, resumed = outcome(two_ranks.RESUMED, rank), outcome("resumed", rank)
+        assert resumed.rollouts == whole.rollouts[1:]
+        for model, weights in whole.weights.items():
+            assert_close_weights(resumed.weights[model], weights, atol=0)
+
+
+def test_evaluation_judges_completions_of_each_ranks_prompts(outcome):
+    """Rank 0 has the first four rows of each batch of eight, rank 1 the others; both sample for themselves."""
+    judged, *generated = outcome("evaluated")[0], *(outcome("evaluated", rank)[1] for rank in (0, 1))
+    prompts = [tuple(row.prompt_ids) for row in two_ranks.heldout()]
+    completions = [generated[number % 8 // 4][prompt] for number, prompt in enumerate(prompts)]
+    expected = [(row.row.text, " ".join(map(str, ids))) for row, ids in zip(two_ranks.heldout(), completions)]
+    assert judged == outcome("evaluated", 1)[0] == expected
+    assert prompts[:4] == prompts[4:8] and completions[:4] != completions[4:8]
 
 
 def add_rounding(saved: cases.Weights, model: Any, rounded: Any) -> None:

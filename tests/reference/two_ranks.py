@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import accelerators
+from rlhf.data.stage_dataset import StageData
 from rlhf.engine import distributed
 from tests.reference import cases, real
 
@@ -94,8 +98,13 @@ CHANGES = {
 """Settings of a stage, named first, that differ from those of `cases`."""
 
 
+RESUMED = "ppo, with all that it may be told"
+"""The run that is also stopped after its first step and resumed."""
+
+
 def main(folder: str, names: Sequence[str]) -> None:
     with distributed.start_process_group(accelerators.select("cpu", environ={})) as accelerator:
+        rank = distributed.world().rank
         for name in names:
             stage = name.partition(",")[0]
             config, output = cases.configuration(stage, **CHANGES[name]), Path(folder) / name
@@ -104,7 +113,24 @@ def main(folder: str, names: Sequence[str]) -> None:
                 outcome = real.reinforced(accelerator, config, models, ROWS[stage], output)
             else:
                 outcome = real.supervised(stage, accelerator, config, model(stage), ROWS[stage], output)
-            torch.save(outcome, Path(folder) / f"{name}, rank {distributed.world().rank}")
+            torch.save(outcome, Path(folder) / f"{name}, rank {rank}")
+            if name == RESUMED:
+                resumed = output.with_name("resumed")
+                with contextlib.suppress(real.StopError):
+                    real.reinforced(accelerator, config, models, ROWS[stage], resumed, stop_before=1)
+                outcome = real.reinforced(accelerator, config, models, ROWS[stage], resumed)
+                torch.save(outcome, Path(folder) / f"resumed, rank {rank}")
+        config = cases.configuration("ppo", micro_batch_size=1, eval_rows=len(heldout()))
+        rows = StageData(cases.data("ppo", ROWS["ppo"]).train, heldout(), [])
+        evaluation = real.evaluated(accelerator, config, cases.Models.build(), rows, Path(folder) / "evaluated")
+        torch.save(evaluation, Path(folder) / f"evaluated, rank {rank}")
+
+
+def heldout() -> list[Any]:
+    """Return more rows than one batch of 8; the second rank's prompts of the first batch are those of the first."""
+    rows = cases.examples("ppo", 11)
+    same = [replace(row, prompt_ids=first.prompt_ids) for first, row in zip(rows[:4], rows[4:8])]
+    return [*rows[:4], *same, *rows[8:]]
 
 
 def model(stage: str) -> torch.nn.Module:
