@@ -27,7 +27,7 @@ def print_summary(summaries: Sequence[dict[str, Any]], console: Console) -> None
     """Print the closing table and, if a stage has `samples`, prompts with their answers.
 
     Warnings follow. Each summary is `{"stage", "title", "before": {measure: number}, "after": {measure: number},
-    "seconds", "peak_memory" (bytes), "steps", "phases": {name: seconds}, "tflops", "peak_share",
+    "seconds", "set_up_seconds", "peak_memory" (bytes), "steps", "phases": {name: seconds}, "tflops", "peak_share",
     "samples": [{"prompt", "before", "after"}], "warnings": [line]}`; a measure may be missing on one side.
     """
     console.print()
@@ -70,8 +70,10 @@ def summary_table(summaries: Sequence[dict[str, Any]]) -> Table:
 
 
 def _costs(summary: dict[str, Any]) -> list[str]:
-    """Return the shares of the phases, if there are several, and the steps, time, memory and speed."""
+    """Return the set-up and the shares of the phases, if there are several; and the steps, time, memory and speed."""
     lines, phases = [], summary.get("phases", {})
+    if "set_up_seconds" in summary:
+        lines.append(f"{format_seconds(summary['set_up_seconds'])} of set-up")
     if len(phases) > 1:
         shares = {name: round(100 * seconds / sum(phases.values())) for name, seconds in phases.items()}
         lines.append(", ".join(f"{name} {share} %" for name, share in shares.items() if share))

@@ -57,7 +57,7 @@ def run(config: Config, accelerator: Accelerator, directory: RunDirectory, stage
         if not directory.stage(stage).done:
             with stage_context(stage, config, accelerator, directory) as context, translate_stage_errors(context):
                 plan = log_plan(context)
-                summary = loop.fit(build_trainer(context), context)
+                summary = train(context)
                 release_models(context)  # the next stage needs the memory
                 finish(context, summary | plan)
 
@@ -137,6 +137,13 @@ def log_plan(context: StageContext) -> dict[str, Any]:
         context.say(f"{stage}: {line}")
     plan = start.plan
     return {"planned_memory": plan.fullest.device, "planned_phase": plan.fullest.name} if plan else {}
+
+
+def train(context: StageContext) -> dict[str, Any]:
+    """Set a stage up, take its steps, and return its summary."""
+    trainer = build_trainer(context)
+    set_up = context.clock.seconds()
+    return {**loop.fit(trainer, context), "set_up_seconds": set_up}
 
 
 def build_trainer(context: StageContext) -> Trainer:

@@ -28,6 +28,7 @@ SUMMARIES: list[dict[str, Any]] = [
         "before": {"reward": -0.5},
         "after": {"reward": 1.75, "kl": 4.2},
         "seconds": 75.0,
+        "set_up_seconds": 8.0,
         "peak_memory": 3 * 2**30,
         "phases": {"generation": 21.0, "scoring": 9.0, "training": 29.8, "other": 0.2},
         "tflops": 0.4123,
@@ -56,7 +57,7 @@ def test_summary_shows_every_figure_at_any_width(width: int) -> None:
 def test_summary_shows_values_phases_speed_and_texts() -> None:
     lines = [line.strip() for line in shown(80).splitlines()]
     assert ["kl", "4.2"] in [line.split() for line in lines], "a value without one before"
-    assert "generation 35 %, scoring 15 %, training 50 %" in lines
+    assert "8.0 s of set-up" in lines and "generation 35 %, scoring 15 %, training 50 %" in lines
     assert "1:15 · 3.0 GiB peak memory · 0.41 TFLOP/s (41 % of peak)" in lines
     assert lines.index("ppo warning  step 4: the policy [has] left its reference") == len(lines) - 2
     assert lines[-1].startswith("docs/reading-a-run.md") and "GRPO" in lines
