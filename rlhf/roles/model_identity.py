@@ -89,11 +89,16 @@ def check_model_files(model: str | Path, *, whole: bool = True) -> None:
 
 
 def describe_change(then: Identity, now: Identity) -> str | None:
-    """Return which parts of a model differ; None if none does."""
+    """Return which parts of a model differ; None if none does.
+
+    Models of one commit are equal: the files that one of them lacks had not been downloaded yet.
+    """
+    commits = then.get("commit"), now.get("commit")
+    if all(commits) and commits[0] == commits[1]:
+        return None
     digests = [part for part in _PARTS if then.get(part) != now.get(part)]
     if not digests:
         return None
-    commits = then.get("commit"), now.get("commit")
     suffix = f": commit {commits[0]} there, {commits[1]} now" if all(commits) else ""
     return f"other {' and '.join(digests)}{suffix}"
 

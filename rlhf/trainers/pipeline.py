@@ -6,7 +6,7 @@ SFT, reward model and PPO, or SFT and DPO: `build_trainer` makes each stage's tr
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -28,6 +28,7 @@ from rlhf.reporting import verbosity
 from rlhf.reporting.console import console, copy_console_to
 from rlhf.reporting.recorder import Recorder
 from rlhf.roles.base_sharing import identify_bases
+from rlhf.roles.model_identity import StartModel, describe_change
 from rlhf.runs.stage_directory import parse_step
 from rlhf.trainers import loop
 from rlhf.trainers.context import StageContext
@@ -102,13 +103,22 @@ def record_models(context: StageContext) -> None:
     views = [view for view, _ in gathered if view is not None]
     for _, digests in gathered:
         manifest.add_known_digests(digests)  # other ranks on a machine need not read the files
-    for key, model in views[0].items():
-        if any(view[key] != model for view in views[1:]):
-            raise ModelError(f"{model.path}: its files differ between machines; give all machines the same")
+    compare_machines(views)
     with distributed.on_main("comparing the models") as main:
         if main:  # an earlier stage may have taken days
             context.run.check_models(config, {stage: views[0]})
             context.run.record_models(stage, views[0])
+
+
+def compare_machines(views: Sequence[Mapping[str, StartModel]]) -> None:
+    """Raise `ModelError` if the machines, each with a view of the models by key, have different ones.
+
+    A machine that has not downloaded a model yet does not list it.
+    """
+    for key, model in views[0].items():
+        changes = [describe_change(model.identity, view[key].identity) for view in views[1:] if key in view]
+        if change := next(filter(None, changes), None):
+            raise ModelError(f"{model.path}: differs between machines ({change}); give all machines the same files")
 
 
 def log_plan(context: StageContext) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 import hashlib
 import json
+from contextlib import nullcontext
 
 import pytest
 
 from rlhf.config.schema import load_config
+from rlhf.errors import ModelError
 from rlhf.roles.model_identity import StartModel, describe_change, identify_model
 from rlhf.runs.resume import find_changed_models
 
@@ -40,6 +42,37 @@ def test_hub_name_is_identified_by_content_and_commit(hub):
     hub("c3", b"first")  # another commit with the same files
     assert describe_change(identities[0], identify_model("me/model")) is None
     assert identify_model("me/absent") == {} and identify_model("/absent/model") == {}
+
+
+def test_download_of_missing_files_is_no_change(hub):
+    """A run that downloads its model records it before the weights have arrived."""
+    folder = hub("a1", b"first")
+    whole = identify_model("me/model")
+    (folder / "model.safetensors").unlink()
+    partial = identify_model("me/model")
+    assert "weights" not in partial
+    assert describe_change(partial, whole) is None and describe_change(whole, partial) is None
+
+
+@pytest.mark.parametrize(
+    ("there", "message"),
+    [
+        ({"weights": "1", "commit": "a"}, None),
+        ({"commit": "a"}, None),  # not downloaded yet
+        ({"weights": "2", "commit": "b"}, "me/model: differs between machines .other weights: commit a there, b now.;"),
+        (None, None),
+    ],
+)
+def test_machines_are_compared_by_content(there, message):
+    from rlhf.trainers.pipeline import compare_machines
+
+    here = {"weights": "1", "commit": "a"}
+    views = [
+        {"model.path": StartModel("me/model", here)},
+        {"model.path": StartModel("me/model", there)} if there else {},
+    ]
+    with pytest.raises(ModelError, match=message) if message else nullcontext():
+        compare_machines(views)
 
 
 @pytest.mark.parametrize(
