@@ -134,12 +134,11 @@ def resume_or_seed(trainer: Trainer, context: StageContext) -> int:
         context.accelerator.seed(_rank_seed(context))
         return 0
     done, state = restored
-    if "health" in state:  # checkpoints of earlier versions have none
-        context.health.load_state_dict(state["health"])
+    context.health.load_state_dict(state["health"])
     trainer.load_state_dict(state["stage"])
     _restore_generators(context, state["rng"], done)
     context.clock.earlier += state["seconds"]
-    context.phases.totals.update(state.get("phases", {}))  # checkpoints of earlier versions have none
+    context.phases.totals.update(state["phases"])
     context.say(f"{context.directory.name}: resumed after step {done:,}")
     return done
 
@@ -260,7 +259,7 @@ def _last_checkpoint(context: StageContext) -> str:
 
 
 def record_evaluation(context: StageContext, step: int, result: EvalResult) -> None:
-    """Record the result of the evaluation after `step` steps, and say what is wrong with it."""
+    """Record the result of the evaluation after `step` steps, and warn if a health rule holds."""
     context.recorder.log(step, {f"heldout_{key}": value for key, value in result.numbers.items()})
     for position, sample in enumerate(result.samples):
         context.recorder.text(f"heldout_{position}", step, f"{sample['prompt']}\n{sample['completion']}")
@@ -321,7 +320,7 @@ class EvaluationSchedule:
         if step is None:
             self.trainer.save(directory.path)
             if self._metric:
-                self.context.say(f"{directory.name}: no evaluated model is sound, so it keeps the last one")
+                self.context.say(f"{directory.name}: no evaluated model is worth keeping, so the last one is saved")
         else:
             metric, value = str(self._metric), self._results[step].numbers[str(self._metric)]
             kept |= {"metric": metric, "value": value}
@@ -355,17 +354,17 @@ class EvaluationSchedule:
     def _best(self, until: int) -> int | None:
         """Return the step of the best model up to step `until`, the earliest in case of a tie.
 
-        None if the settings keep the last model, or no model is eligible: its number is finite, and no rule says that
-        it is ruined (`rlhf.reporting.health`). The model before training does not count.
+        None if the settings keep the last model, or no model is eligible: one with a finite number that no rule calls
+        ruined (`rlhf.reporting.health`). The model before training does not count.
         """
         if self._metric is None:
             return None
         values = {step: result.numbers[self._metric] for step, result in self._results.items() if 0 < step <= until}
-        before, is_ruined = self._results[0].numbers, self.context.health.is_ruined
+        is_ruined = self.context.health.is_ruined
         eligible = [
             step
             for step in sorted(values)
-            if math.isfinite(values[step]) and not is_ruined(before, self._results[step].numbers)
+            if math.isfinite(values[step]) and not is_ruined(self._results[0].numbers, self._results[step].numbers)
         ]
         best: int | None = self.settings.better[self._metric](eligible, key=values.__getitem__, default=None)
         return best

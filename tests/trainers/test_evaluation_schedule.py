@@ -14,7 +14,7 @@ import torch
 
 from rlhf.reporting.timers import is_machine_dependent
 from rlhf.runs.directory import RunDirectory
-from rlhf.trainers.loop import EvalResult, fit
+from rlhf.trainers.loop import EvalResult, EvaluationSchedule, fit
 from rlhf.trainers.supervised import SFTTrainer
 from tests.forks import Forks
 from tests.helpers import assert_same_weights, sets, weights
@@ -139,7 +139,15 @@ def test_stage_without_a_sound_model_keeps_the_last(accelerator, tmp_path, capsy
         evaluate=lambda when: EvalResult(dict(zip(("reward", "kl"), next(rows))) | {"response_length": 10.0}),
     )
     assert fit(trainer, context)["kept"] == {"step": 2}
-    assert "no evaluated model is sound, so it keeps the last one" in capsys.readouterr().out
+    assert "no evaluated model is worth keeping, so the last one is saved" in capsys.readouterr().out
+
+
+def test_best_models_of_a_process_without_checkpoint_are_deleted(accelerator, tmp_path):
+    """It was killed after an evaluation and before its first checkpoint."""
+    context = stage_context(accelerator, tmp_path, "reward", {"reward": {"eval_every": 1, "keep": "best(accuracy)"}})
+    (context.directory.best / "step-00000001" / "model").mkdir(parents=True)
+    EvaluationSchedule(StubTrainer(context.config.reward, total_steps=2), context)
+    assert not list(context.directory.best.iterdir())
 
 
 def test_diverging_stage_says_so_once(accelerator, tmp_path, capsys):
