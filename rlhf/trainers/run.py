@@ -22,7 +22,7 @@ from rlhf.config.schema import STAGES, Config, Stage
 from rlhf.data.examples import max_completion_tokens
 from rlhf.data.preview import decode_median_row, describe_prompt_format, list_loss_parts, summarize_lengths
 from rlhf.engine.select import choose_kernels, select_accelerator
-from rlhf.errors import ConfigError, RunError
+from rlhf.errors import ConfigError, OutOfMemory, RunError
 from rlhf.models import hub
 from rlhf.reporting.console import console
 from rlhf.reporting.health import describe_rates
@@ -205,10 +205,15 @@ def _check_shared(directory: RunDirectory) -> None:
 
 
 def _print_plans(config: Config, findings: preflight.Findings, accelerator: Accelerator) -> None:
-    """Print what each stage would do in a dry run."""
+    """Print what each stage would do in a dry run.
+
+    Raises:
+        OutOfMemory: a stage would be refused for lack of memory.
+    """
     from rlhf.memory.report import plan_next_stage
 
     fused = all(choice.name != "eager" for choice in findings.attention.values())
+    refusals = []
     for plan in findings.plans:
         start = plan_next_stage(
             config,
@@ -218,7 +223,10 @@ def _print_plans(config: Config, findings: preflight.Findings, accelerator: Acce
             ranks=current_process().size,
             fused_attention=fused,
         )
-        print_stage(plan, config, [*start.lines], console)
+        print_stage(plan, config, start.lines, console)
+        refusals += [start.refusal] if start.refusal else []
+    if refusals:
+        raise OutOfMemory(refusals[0])
     console.print("\nnothing found that would stop this run; nothing was written", markup=False)
 
 

@@ -9,8 +9,10 @@ from rich.console import Console
 
 from rlhf.config.schema import STAGES, Stage, load_config
 from rlhf.data.stage_dataset import load_stage
-from rlhf.trainers.preflight import StagePlan
-from rlhf.trainers.run import format_base_models, print_stage
+from rlhf.errors import OutOfMemory
+from rlhf.memory.report import StartPlan
+from rlhf.trainers.preflight import Findings, StagePlan
+from rlhf.trainers.run import _print_plans, format_base_models, print_stage
 
 WORLD = "embedded tiny Llama, from scratch"
 AT = "model.path=gpt2"
@@ -48,3 +50,16 @@ def test_text_without_a_prompt_may_fill_both_limits(tmp_path: Path, tokenizer: A
     shown = StringIO()
     print_stage(StagePlan("sft", (), None, tokenizer, data), config, [], Console(width=120, file=shown))
     assert "(at most 47)" in shown.getvalue() and "(at most 17)" not in shown.getvalue()
+
+
+def test_dry_run_fails_if_the_run_would_be_refused(
+    monkeypatch: pytest.MonkeyPatch, accelerator: Any, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config(None, ())
+    plan = StagePlan("sft", (), None, tokenizer, load_stage(config.data, "sft", tokenizer, seed=0))
+    start = StartPlan(lines=["sft: plan: will hardly fit"], refusal="sft: too little memory")
+    monkeypatch.setattr("rlhf.memory.report.plan_next_stage", lambda *args, **options: start)
+    with pytest.raises(OutOfMemory, match="too little memory"):
+        _print_plans(config, Findings((plan,), {}, {}, {}), accelerator)
+    shown = capsys.readouterr().out
+    assert "will hardly fit" in shown and "nothing found" not in shown
