@@ -23,7 +23,7 @@ from rlhf.utils.process_info import current_process
 
 
 def admit_code(config: Config, recipe: Path | None, stages: Sequence[Stage], *, trust: bool = False) -> None:
-    """Say which code of the settings `stages` will run, before it does.
+    """Print which code of the settings `stages` will run, and refuse code of other users without consent.
 
     Args:
         recipe: the file that the settings come from; None without one.
@@ -36,7 +36,7 @@ def admit_code(config: Config, recipe: Path | None, stages: Sequence[Stage], *, 
     code = list(_describe_code(config, stages))
     if not code:
         return
-    owner = recipe and _find_other_owner(recipe)
+    process, owner = current_process(), recipe and _find_other_owner(recipe)
     if recipe and owner:
         digest, path = _digest(config), str(recipe.resolve())
         if not trust and _read_consents().get(path) != digest:
@@ -44,11 +44,10 @@ def admit_code(config: Config, recipe: Path | None, stages: Sequence[Stage], *, 
                 f"{recipe}: belongs to {owner} and runs {' and '.join(code)}; "
                 "read that code, then repeat the command with --trust"
             )
-        if trust:
+        if trust and process.local_rank == 0:  # ranks of one machine would write one file
             _record_consent(path, digest)
-    process = current_process()
-    if process.rank == 0 and process.launcher != "rlhf":  # our launcher has said so
-        _say(f"rlhf: note: runs {' and '.join(code)}, named in {recipe or 'options'}")
+    if process.rank == 0 and process.launcher != "rlhf":  # our launcher has printed it
+        _print_once(f"rlhf: note: runs {' and '.join(code)}, named in {recipe or 'options'}")
 
 
 def consents_path() -> Path:
@@ -58,7 +57,7 @@ def consents_path() -> Path:
 
 
 @cache  # the points of a sweep run the same code
-def _say(line: str) -> None:
+def _print_once(line: str) -> None:
     print(line, file=sys.stderr)
 
 
@@ -92,10 +91,11 @@ def _digest(config: Config) -> str:
     names = sorted(set(_texts(config.model_dump(mode="json"))))
     digest = hashlib.sha256(json.dumps(names).encode())
     for name in names:
-        path = Path(name.rpartition(":")[0] if ".py:" in name else name)
-        for file in sorted(path.glob("*.py")) if path.is_dir() else [path] if path.suffix == ".py" else []:
-            if file.is_file():
-                digest.update(f"{file}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
+        path = name.rpartition(":")[0] if ".py:" in name else name
+        # In contrast to Path.is_dir, os.path.isdir accepts any text, such as a long template.
+        for file in sorted(Path(path).glob("*.py")) if os.path.isdir(path) else [path] if path.endswith(".py") else []:
+            if os.path.isfile(file):
+                digest.update(f"{file}\0".encode() + hashlib.sha256(Path(file).read_bytes()).digest())
     return digest.hexdigest()
 
 

@@ -16,7 +16,7 @@ from rlhf.errors import ConfigError
 @pytest.fixture
 def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
-    trust._say.cache_clear()
+    trust._print_once.cache_clear()
     folder = tmp_path / "theirs"
     folder.mkdir()
     (folder / "rewards.py").write_text("def f(prompt, completion, row):\n    return 1.0\n")
@@ -75,6 +75,26 @@ def test_consent_ends_if_the_code_changes(change: str, theirs: Path, monkeypatch
         (model / "code.py" if change == "model" else theirs.parent / "rewards.py").write_text("2\n")
     with pytest.raises(ConfigError, match="and code that comes with models"):
         admit(theirs)
+
+
+def test_settings_may_hold_long_texts(theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template is no path, and too long for the name of a file."""
+    theirs.write_text(
+        theirs.read_text() + f"data: {{datasets: [{{path: a.jsonl, template: '{'x' * 300}{{prompt}}'}}]}}\n"
+    )
+    give_away(monkeypatch, theirs)
+    admit(theirs, trust=True)
+    admit(theirs)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_of_a_machine_records_consent(rank: int, theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    give_away(monkeypatch, theirs)
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
+    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, **address}.items():
+        monkeypatch.setenv(name, str(value))
+    admit(theirs, trust=True)
+    assert consents_path().exists() == (rank == 0)
 
 
 def test_numbers_may_change(theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
