@@ -13,7 +13,7 @@ from rich.text import Text
 
 from rlhf.cli.options import Options, shared
 from rlhf.cli.tables import AsJSON, print_json, print_line
-from rlhf.config.schema import Config, build_config
+from rlhf.config.schema import Config, Stage, build_config
 from rlhf.errors import RunError
 from rlhf.reporting.console import console
 from rlhf.reporting.recorder import read_records
@@ -71,7 +71,7 @@ def _read_stages(run: Path) -> list[dict[str, Any]]:
 
 
 def _read_stage(stage: StageDirectory, config: Config) -> dict[str, Any]:
-    """Return the state of a stage, its curves as (step, value) pairs, and its texts by prompt as (step, text) pairs."""
+    """Return the state of a stage, its curves as (step, value) pairs, and its texts by tag as (step, text) pairs."""
     records = read_records(stage.metrics)
     curves = {
         name: points
@@ -87,11 +87,18 @@ def _read_stage(stage: StageDirectory, config: Config) -> dict[str, Any]:
         "title": config.title(stage.name),
         "summary": stage.summary() if stage.done else None,
         "step": max((record["step"] for record in records), default=None),
-        "steps": config.ppo.steps if stage.name == "ppo" else config.supervised(stage.name).max_steps,
+        "steps": _count_planned_steps(config, stage.name),
         "age": time.time() - records[-1]["time"] if records else None,
         "curves": curves,
         "texts": texts,
     }
+
+
+def _count_planned_steps(config: Config, stage: Stage) -> int | None:
+    """Return the steps of a stage, in PPO its rollouts; None if they depend on the number of rows."""
+    if stage == "ppo":
+        return None if config.ppo.epochs else config.ppo.steps
+    return config.supervised(stage).max_steps
 
 
 def _print_stage(stage: dict[str, Any], samples: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -44,6 +45,16 @@ def test_show_of_run_in_progress_reads_up_to_cut_line(finished_run: Path, tmp_pa
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     document = json.loads(show(run, "--json").stdout)
     assert [stage["stage"] for stage in document["stages"] if stage["summary"]] == ["sft", "reward"]
+
+
+def test_show_of_epochs_states_no_total(finished_run: Path, tmp_path: Path) -> None:
+    """The rollouts of an epoch depend on the number of prompts."""
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    (run / "ppo/stage.json").unlink()
+    record = json.loads((run / "run.json").read_text())
+    record["config"]["ppo"] |= {"epochs": 1}
+    (run / "run.json").write_text(json.dumps(record))
+    assert re.search(r"PPO  not complete, step \d+, last record", show(run).stdout)
 
 
 def test_show_of_folder_without_run_is_an_error(tmp_path: Path) -> None:
