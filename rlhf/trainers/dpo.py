@@ -213,12 +213,14 @@ def _compute_table(context: StageContext, policy: TrainingEngine, ranges: Sequen
 def _read_table(context: StageContext, numbers: Sequence[int], pairs: int) -> Tensor | None:
     """Read the table of an earlier process; None if the stage does not resume, or the table lacks some `numbers`.
 
-    A damaged table counts as none.
+    None also for a damaged table, with a line.
     """
     path, table = context.directory.path / FILE, None
     with distributed.on_main(f"reading {path}") as main:
         if main and context.directory.latest_checkpoint and path.is_file():
             table = _load_table(path)
+            if table is None:
+                context.say(f"note: {path} is damaged; the reference's log-probabilities are computed again")
             # The stage may be trained for longer now.
             if table is not None and (table.shape[0] != pairs or table[numbers].isnan().any()):
                 table = None
