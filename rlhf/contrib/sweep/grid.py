@@ -322,13 +322,13 @@ def _check_keys(file: _GridFile, path: Path, keys: set[str]) -> None:
 
 
 def _check_rows(path: Path, point: Point, shared: Point) -> None:
-    """Check that a point divides the rows as the shared stages do: else they are trained on rows that it holds out."""
+    """Check that a point divides the rows as the shared stages do; otherwise it holds out rows that they train on."""
     for key, there, here in find_row_differences(shared.config, point.config, shared.stages):
         stages = " and ".join(shared.stages)
         remedy = "set data.seed in `base`, which seeds the rows alone" if key == "seed" else "set it in `base`"
         raise ConfigError(
-            f"{path}: {key}: decides which rows or which model each stage gets, so no point may differ in it from the "
-            f"shared {stages}, got {short_repr(here)} in {point.name}, {short_repr(there)} there; {remedy}, or remove "
+            f"{path}: {key}: decides which rows or which model each stage gets, so all points must have the value "
+            f"of the shared {stages}, {short_repr(there)}, got {short_repr(here)} in {point.name}; {remedy}, or remove "
             f"{stages} from `share`"
         )
 

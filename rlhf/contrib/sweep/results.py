@@ -220,9 +220,6 @@ _HEADLINES: dict[Stage, tuple[str, ...]] = {
 """The held-out metrics after training that the table and the plots show, by stage."""
 
 
-_LOWER_IS_BETTER = {"sft perplexity"}
-
-
 @dataclass(frozen=True)
 class PointResult:
     """A point's status and numbers.
@@ -327,7 +324,9 @@ def format_table(grid: Grid, results: Sequence[PointResult], *, people: bool) ->
 
 def describe_best(grid: Grid, results: Sequence[PointResult]) -> str:
     """Return the best complete point by the first metric of the last stage, on one line; empty without one."""
-    column = f"{grid.stages[-1]} {_HEADLINES[grid.stages[-1]][0]}"
+    stage = grid.stages[-1]
+    metric = _HEADLINES[stage][0]
+    column = f"{stage} {metric}"
     values = {
         result.name: value
         for result in results
@@ -335,8 +334,7 @@ def describe_best(grid: Grid, results: Sequence[PointResult]) -> str:
     }
     if not values:
         return ""
-    choose = min if column in _LOWER_IS_BETTER else max
-    name = choose(values, key=values.__getitem__)
+    name = getattr(grid.points[0].config, stage).better[metric](values, key=values.__getitem__)
     return f"best {column}: {name} ({_format_for_people(column, values[name])})"
 
 

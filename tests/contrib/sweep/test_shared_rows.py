@@ -188,7 +188,7 @@ def test_seed_over_shared_stages_is_refused_until_rows_have_a_seed(points: str) 
         grid(points)
     message = str(error.value)
     assert message.startswith("grid.yaml: seed: decides which rows") and "\n" not in message
-    assert "from the shared sft and reward, got 1 in " in message
+    assert "the value of the shared sft and reward, 0, got 1 in " in message
     assert message.endswith(
         "; set data.seed in `base`, which seeds the rows alone, or remove sft and reward from `share`"
     )
