@@ -215,8 +215,8 @@ class PPOConfig(TrainingConfig):
     score_clip: float | None = Field(
         None,
         gt=0,
-        description="scores (weighted sums) are clipped to plus or minus this value; empty: 5 (as in DeepSpeed-Chat) "
-        "if the reward model alone scores, no clip if Python functions do, with a reward model or without",
+        description="scores (weighted sums) are clipped to plus or minus this value; empty: 5, as in "
+        "DeepSpeed-Chat, if only a reward model scores; no clip if Python functions score",
     )
     missing_eos_penalty: float | None = Field(
         None,

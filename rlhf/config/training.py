@@ -64,8 +64,8 @@ class TrainingConfig(ConfigModel):
     )
     keep: str = Field(
         "last",
-        description="model to save: last, or best(METRIC), the one with the best evaluation during training, without "
-        "those of a ruined run, such as a KL above 1 nat per token (docs/reading-a-run.md)",
+        description="model to save: last, or best(METRIC), the one with the best evaluation during training. Ruined "
+        "models do not count, such as those with a KL above 1 nat per token (docs/reading-a-run.md)",
     )
     log_every: int = Field(1, ge=1, description="steps between records in metrics.jsonl and TensorBoard")
     checkpoint_every: int = Field(

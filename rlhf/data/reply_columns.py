@@ -1,6 +1,6 @@
 """Columns that look like two replies, or like the choice between them, in a source that names neither.
 
-Training on one of them would imitate losing replies, so it is refused; the error has the lines that read them.
+Training on one of them would imitate losing replies, so it is refused; the error shows the settings to use instead.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def check_reply_columns(columns: ColumnMapping, records: Sequence[Mapping[str, A
     if columns.response and choice:
         raise DataError(
             f'{source}: column "{choice}" looks as if it chooses between replies but would be ignored, and '
-            f'"{columns.response}" would be learned whatever it says; name both replies in columns.first and '
+            f'SFT would imitate every "{columns.response}", losing ones too; name both replies in columns.first and '
             "columns.second and the choice in prefer, or set prefer: none"
         )
 
@@ -93,11 +93,11 @@ def _describe_pair(
 def _match_labels(pair: tuple[str, str], labels: Sequence[str]) -> tuple[str, str]:
     """Return the labels of the two replies, or dots if that is not certain (1 and 0 may mean either)."""
     parts = [[part.lower() for part in _WORD.findall(name)] for name in pair]
-    first, second = next((one, other) for one, other in zip(*parts, strict=True) if one != other)
+    first, second = next(pair for pair in zip(*parts, strict=True) if pair[0] != pair[1])
     endings = {label: [part.lower() for part in _WORD.findall(label)][-1:] for label in labels}
-    found = [[label for label in labels if endings[label] == [part]] for part in (first, second)]
-    if [len(matches) for matches in found] == [1, 1]:
-        return found[0][0], found[1][0]
+    matches = [[label for label in labels if endings[label] == [part]] for part in (first, second)]
+    if [len(group) for group in matches] == [1, 1]:
+        return matches[0][0], matches[1][0]
     return "...", "..."
 
 

@@ -53,8 +53,7 @@ REMEDIES = {
     NO_PREFERENCE: "remove reward from this source's data.datasets.*.stages, or give chosen and rejected",
     EQUAL_SCORES: "remove reward from this source's data.datasets.*.stages, or give scores that differ",
     UNUSABLE_SCORE: "write both scores as numbers, or name other columns in data.datasets.*.prefer.scores",
-    UNUSABLE_LABEL: "leave ties out like this; if other labels are meant, correct data.datasets.*.prefer.first and "
-    "prefer.second",
+    UNUSABLE_LABEL: "nothing, if these are ties; otherwise correct data.datasets.*.prefer.first and prefer.second",
     UNUSABLE_MARGIN: "write the margins as numbers, or remove data.datasets.*.columns.margin",
     EMPTY_TEXT: "fill in the texts, or name their column in data.datasets.*.columns.text",
     EMPTY_RESPONSE: "fill in the replies, or name their columns in data.datasets.*.columns",

@@ -1,4 +1,4 @@
-"""The terminal, and a copy of its output in a file, as plain lines; neither executes control characters of its text.
+"""The terminal, and a copy of its output in a file, as plain lines; control characters in texts are made visible.
 
 A run prints everything through `console`. While a block of `copy_console_to` runs, the output goes to a file too, and
 so do the notes that this package logs; progress bars print lines to the copy (`rlhf.reporting.progress`).

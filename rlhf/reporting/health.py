@@ -1,7 +1,7 @@
-"""Rules that say when a stage goes wrong: the numbers that show it, and the keys to change.
+"""Rules that detect when a stage goes wrong: the numbers that show it, and the keys to change.
 
-`RULES` is the whole table. Each rule is said once in a stage, when it first holds. Limits leave a wide margin to
-healthy runs; docs/reading-a-run.md states them and what was measured.
+`RULES` is the whole table. Each rule warns once in a stage, when it first holds. Limits leave a wide margin to healthy
+runs; docs/reading-a-run.md states them and what was measured.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Rule(NamedTuple):
     """A sign that a stage goes wrong.
 
     Attributes:
-        name: identifies the rule; it is said once in a stage.
+        name: identifies the rule, which warns once in a stage.
         when: what it judges.
         needs: numbers without which it is not judged.
         describe: returns the state as text if the rule holds.
@@ -123,7 +123,8 @@ def _equal_scores(reading: Reading) -> str | None:
 def _clipped_scores(reading: Reading) -> str | None:
     if reading.now["score_clip_fraction"] < 1:
         return None
-    return "all scores of a rollout are clipped, so better completions earn no more than worse ones"
+    limit = reading.config.ppo.score_limit or reading.config.ppo.score_clip
+    return f"all scores of a rollout are clipped to ±{limit:g}, so better completions earn no more than worse ones"
 
 
 def _critic(reading: Reading) -> str | None:
@@ -231,7 +232,7 @@ RULES = (
         ("step",),
         ("score_clip_fraction",),
         _clipped_scores,
-        "raise {ppo.score_clip}, or set ppo.normalize_scores=running",
+        "set ppo.score_clip to a higher value, or ppo.normalize_scores=running",
     ),
     Rule(
         "critic",
@@ -289,10 +290,10 @@ RULES = (
 
 
 class HealthMonitor:
-    """The rules of one stage, each said once; its state belongs to checkpoints.
+    """The rules of one stage, each of which warns once; checkpoints contain its state.
 
     Attributes:
-        lines: what was said so far.
+        lines: the warnings so far, by rule.
         heldout_rows, vocabulary: see `Reading`.
     """
 
@@ -381,7 +382,7 @@ def describe_rates(config: Config, stages: Sequence[Stage]) -> list[str]:
             value = getattr(value, part)
         if (rate := getattr(value, name)) and rate >= _MAX_RATE:
             lines.append(
-                f"{key}: {rate:g} moves weights by as much as their usual size in a few steps, so the model will "
-                "probably not survive; set less than 0.01 (usual are 1e-6 to 1e-3)"
+                f"{key}: {rate:g} changes weights by about their own size in a few steps, which ruins most models; set "
+                "a rate below 0.01 (usual are 1e-6 to 1e-3)"
             )
     return lines

@@ -17,9 +17,9 @@ from rich.text import Text
 
 from rlhf.utils.units import format_bytes, format_number, format_seconds
 
-_GUIDE = "docs/reading-a-run.md says which numbers are healthy, and what to change"
+_GUIDE = "docs/reading-a-run.md lists healthy values, and what to change"
 _NOTES = {"drift": "drift (below 0: away from the data's replies)"}
-"""Labels of measures whose name does not say what is good."""
+"""Labels of measures whose names do not show which values are good."""
 _SHARES = ("accuracy", "share", "fraction")  # endings of names that are shown as percentages
 
 

@@ -61,7 +61,7 @@ def check_reward_functions(config: Config, ranks: int, *, run_code: bool = True)
         try:
             ast.parse(file.read_bytes())
         except (SyntaxError, ValueError) as error:
-            raise RewardError(f"ppo.reward_functions: {file}: is not valid Python ({error})") from error
+            raise RewardError(f"ppo.reward_functions: {file}: is not valid Python ({error}); correct it") from error
     if run_code:
         RewardProcess(settings.reward_functions, settings.reward_timeout).close()
 

@@ -96,7 +96,7 @@ class StageContext:
 
     @cached_property
     def health(self) -> HealthMonitor:
-        """The rules that say when the stage goes wrong."""
+        """The rules that detect when the stage goes wrong."""
         return HealthMonitor(self.config, self.directory.name)
 
     def configuration(self, name: RoleName) -> Any:

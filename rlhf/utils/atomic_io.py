@@ -21,7 +21,7 @@ CONSOLE = "console.log"
 
 
 def refuse_link(path: Path) -> None:
-    """Raise `RunError` if `path` is a link: who made it may have chosen a file that is not the run's."""
+    """Raise `RunError` if `path` is a link, which may lead to a file that is not the run's."""
     if path.is_symlink():
         raise RunError(f"{path}: is a link to {os.readlink(path)}, and runs do not write through links; remove it")
 
@@ -101,7 +101,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
 def atomic_directory(path: Path, *, manifest: bool = False) -> Iterator[Path]:
     """Yield a temporary folder that becomes `path` when the block ends, and is deleted if it fails.
 
-    With `manifest` its last file is that of `rlhf.utils.manifest`.
+    With `manifest`, the last file written to it is its manifest (`rlhf.utils.manifest`).
     """
     temporary = path.with_name(path.name + PARTIAL)
     refuse_link(temporary)

@@ -224,7 +224,7 @@ def test_pasted_lines_train_on_winners_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["winner", "labels", "safer_response_id", "preferred"])
 def test_choice_next_to_a_single_reply_is_an_error(tmp_path: Path, name: str) -> None:
     rows = [{"prompt": "p", "text": "r", name: "x"}]
-    with pytest.raises(DataError, match=f'column "{name}" looks as if it chooses .* "text" would be learned'):
+    with pytest.raises(DataError, match=f'column "{name}" looks as if it chooses .* SFT would imitate every "text"'):
         read(tmp_path, rows, columns={"response": "text"})
     assert [row.response for row in read(tmp_path, rows, columns={"response": "text"}, prefer="none")] == ["r"]
 

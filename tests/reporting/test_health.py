@@ -31,7 +31,7 @@ STEPS: dict[str, Any] = {
     "entropy": ("ppo", {"entropy": 0.101}, {"entropy": 0.099}, 1, "ppo.optimizer.learning_rate (now 1e-05)"),
     "truncation": ("ppo", {"truncated_share": 0.5}, {"truncated_share": 0.51}, 1, "missing_eos_penalty (now empty)"),
     "equal scores": ("ppo", {"reward_std": 0.01}, {"reward_std": 0.0}, 3, "ppo.reward_functions"),
-    "clipped scores": ("ppo", {"score_clip_fraction": 0.99}, {"score_clip_fraction": 1.0}, 1, "ppo.score_clip (now"),
+    "clipped scores": ("ppo", {"score_clip_fraction": 0.99}, {"score_clip_fraction": 1.0}, 1, "are clipped to ±5, so"),
     "critic": ("ppo", {"explained_variance": -0.9}, {"explained_variance": -1.1}, 10, "ppo.critic_optimizer."),
     "gradient": ("ppo", {"grad_norm": 1e-4}, {"grad_norm": 1e-6}, 3, "ppo.optimizer.learning_rate"),
     "gradient of fp16": ("sft", {"grad_norm": 9.0}, {"grad_norm": float("inf")}, 10, "sft.optimizer.learning_rate"),
