@@ -69,7 +69,8 @@ def save(document: dict[str, Any]) -> None:
 
 def dump(document: dict[str, Any]) -> str:
     """Return the contents of `figures.yaml`, without its comment."""
-    return yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
+    text: str = yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
+    return text
 
 
 def read_result(entry: dict[str, Any]) -> dict[str, Any] | None:
