@@ -1,5 +1,7 @@
 """Backends of the CPU with one fault each, which the conformance kit must report."""
 
+# Long: one table, with a case for each assertion of the conformance kit
+
 from __future__ import annotations
 
 import contextlib
