@@ -49,7 +49,10 @@ def main(recipe: str, output: str, *faults: str) -> None:
         from rlhf.trainers import pipeline, supervised
 
         supervised.negative_log_likelihood = spoil(supervised.negative_log_likelihood, list(faults))
-        pipeline.run(config, accelerator, RunDirectory(Path(output)), ["sft"])
+        directory = RunDirectory(Path(output))
+        directory.path.mkdir()
+        directory.description.write_text('{"stages": {"sft": {}}}', encoding="utf-8")  # a run would write all of it
+        pipeline.run(config, accelerator, directory, ["sft"])
 
 
 if __name__ == "__main__":
