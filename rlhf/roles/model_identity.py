@@ -1,10 +1,11 @@
-"""Identify a model by the content of its files, not by its path; check the files that rlhf wrote.
+"""Identify a model by the content of its files, not by its path; check the files that rlhf wrote or the hub sent.
 
 A model is a folder, or a hub name that was downloaded to this machine before. Needs no torch.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -31,7 +32,9 @@ _PARTS = {
 
 # Keys of a configuration that no model reads: they say where and with what it was saved.
 _NOTES = {"_name_or_path", "transformers_version", "use_cache"}
-_BLOB = re.compile(r"blobs/([0-9a-f]{64})$")  # the hub's cache names large files by their SHA-256
+# The hub's cache names a large file by its SHA-256, and another by git's digest of it.
+_BLOB = re.compile(r"blobs/([0-9a-f]{64}|[0-9a-f]{40})$")
+_SHA256_DIGITS = 64
 
 Identity = dict[str, str]
 """Digests of a model's parts by name; of a hub name also its `commit`."""
@@ -74,24 +77,31 @@ def fingerprint_model(model: str) -> str | None:
 
 
 def check_model_files(model: str | Path, *, whole: bool = True) -> None:
-    """Raise `ModelError` if a folder that rlhf wrote differs from its manifest; other folders and hub names pass.
+    """Raise `ModelError` if a folder that rlhf wrote differs from its manifest, or one of the hub's cache from the hub.
 
-    `whole` compares all contents; False compares those of small files, and only the sizes of weights.
+    Other folders pass. `whole` compares all contents; False compares those of small files, and of weights only the
+    sizes.
     """
-    folder = Path(model)
-    if not (folder / MANIFEST).is_file():
+    folder = _find_folder(str(model))
+    if folder is None:
         return
     select: Callable[[str], bool] = (lambda name: True) if whole else lambda name: not _is_weight_file(name)
-    if damage := find_damage(folder, select):
+    if (folder / MANIFEST).is_file() and (damage := find_damage(folder, select)):
         raise ModelError(
             f"{folder}: is damaged: {damage}; restore it, or delete {folder / MANIFEST} if the change is intended"
+        )
+    if changed := _find_changed_blob([path for path in sorted(folder.iterdir()) if select(path.name)]):
+        raise ModelError(
+            f"{changed}: has other content than on the hub; delete {os.path.realpath(changed)} to have it downloaded "
+            "again, or name a copy of the folder if the change is intended"
         )
 
 
 def describe_change(then: Identity, now: Identity) -> str | None:
     """Return which parts of a model differ; None if none does.
 
-    Models of one commit are equal: the files that one of them lacks had not been downloaded yet.
+    Models of one commit are equal, since `check_model_files` compares files with the hub's digests: the files that one
+    of them lacks had not been downloaded yet.
     """
     commits = then.get("commit"), now.get("commit")
     if all(commits) and commits[0] == commits[1]:
@@ -122,13 +132,29 @@ def _find_folder(model: str) -> Path | None:
 
 def _hash_contents(paths: list[Path]) -> list[str]:
     """Return a digest of the content of each file, in order."""
-    digests = {path: _read_settings(path) or _find_blob(path) for path in paths}
+    names = {path: _find_blob(path) or "" for path in paths}
+    known = {path: name for path, name in names.items() if len(name) == _SHA256_DIGITS}
+    digests = {path: _read_settings(path) or known.get(path) for path in paths}
     unknown = [path for path, digest in digests.items() if digest is None]
     digests |= dict(zip(unknown, hash_files(unknown)))
     return [str(digests[path]) for path in paths]
 
 
+def _find_changed_blob(paths: list[Path]) -> Path | None:
+    """Return the first of the files that does not have the content by which the hub's cache names it."""
+    names = {path: name for path in paths if path.is_file() and (name := _find_blob(path))}
+    large = [path for path, name in names.items() if len(name) == _SHA256_DIGITS]
+    digests = dict(zip(large, hash_files(large)))
+    return next((path for path, name in names.items() if (digests.get(path) or _hash_as_git(path)) != name), None)
+
+
+def _hash_as_git(path: Path) -> str:
+    content = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+
+
 def _find_blob(path: Path) -> str | None:
+    """Return the digest by which the hub's cache names a file; None if the file is elsewhere."""
     match = _BLOB.search(os.path.realpath(path)) if path.is_symlink() else None
     return match[1] if match else None
 

@@ -8,8 +8,11 @@ import pytest
 
 from rlhf.config.schema import load_config
 from rlhf.errors import ModelError
-from rlhf.roles.model_identity import StartModel, describe_change, identify_model
+from rlhf.roles.model_identity import StartModel, check_model_files, describe_change, identify_model
 from rlhf.runs.resume import find_changed_models
+
+GIT_DIGEST = "d670460b4b4aece5915caf5c68d12f560a9fe3e4"
+"""The digest of `test content` in the book on git (`git hash-object`)."""
 
 
 @pytest.fixture
@@ -27,6 +30,8 @@ def hub(tmp_path, monkeypatch):
         (folder / "blobs" / digest).write_bytes(weights)
         (folder / "snapshots" / name / "model.safetensors").symlink_to(folder / "blobs" / digest)
         (folder / "snapshots" / name / "config.json").write_text(json.dumps({"hidden_size": 64}))
+        (folder / "blobs" / GIT_DIGEST).write_bytes(b"test content\n")
+        (folder / "snapshots" / name / "merges.txt").symlink_to(folder / "blobs" / GIT_DIGEST)
         return folder / "snapshots" / name
 
     return commit
@@ -35,13 +40,34 @@ def hub(tmp_path, monkeypatch):
 def test_hub_name_is_identified_by_content_and_commit(hub):
     folder = hub("a1", b"first")
     identities = [identify_model("me/model"), identify_model(str(folder))]
-    assert identities[0] == identities[1] | {"commit": "a1"} and set(identities[1]) == {"weights", "configuration"}
+    assert identities[0] == identities[1] | {"commit": "a1"} and set(identities[1]) == {
+        "weights",
+        "configuration",
+        "tokenizer",
+    }
     hub("b2", b"second")
     change = describe_change(identities[0], identify_model("me/model"))
     assert change == "other weights: commit a1 there, b2 now"
     hub("c3", b"first")  # another commit with the same files
     assert describe_change(identities[0], identify_model("me/model")) is None
     assert identify_model("me/absent") == {} and identify_model("/absent/model") == {}
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "merges.txt"])
+@pytest.mark.parametrize("by_name", [True, False])
+def test_changed_file_of_the_hub_cache_is_refused(hub, name, by_name):
+    """Within one commit, the digests that name the files are all that tells."""
+    folder = hub("a1", b"first")
+    model = "me/model" if by_name else folder
+    check_model_files(model)
+    blob = (folder / name).resolve()
+    blob.write_bytes(blob.read_bytes()[:-1] + b"?")
+    with pytest.raises(ModelError) as caught:
+        check_model_files(model)
+    assert str(caught.value) == (
+        f"{folder / name}: has other content than on the hub; delete {blob} to have it downloaded again, or name a "
+        "copy of the folder if the change is intended"
+    )
 
 
 def test_download_of_missing_files_is_no_change(hub):
