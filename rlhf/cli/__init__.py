@@ -17,6 +17,7 @@ def main() -> None:
     from rlhf.cli.app import app
     from rlhf.launchers.exit_status import ExitStatus
     from rlhf.reporting import verbosity
+    from rlhf.reporting.progress import show_hashing
     from rlhf.utils.printable import make_output_printable
     from rlhf.utils.process_info import set_command_line, strip_local_rank
 
@@ -24,7 +25,7 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     debug = "--debug" in sys.argv
     verbosity.configure_logging(debug=debug)
-    with make_output_printable():
+    with make_output_printable(), show_hashing():
         try:
             arguments = strip_local_rank(sys.argv[1:])
             set_command_line(arguments)

@@ -6,9 +6,11 @@ a bar. A copy of the terminal gets the plain lines (`rlhf.reporting.console`).
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -17,7 +19,8 @@ from rich.table import Column
 from rich.text import Text
 
 from rlhf.reporting.console import console
-from rlhf.utils import signals
+from rlhf.utils import manifest, signals
+from rlhf.utils.process_info import current_process
 from rlhf.utils.units import format_number, format_seconds
 
 _SECONDS_BETWEEN_LINES = 10.0
@@ -38,6 +41,25 @@ def progress(total: int, description: str, *, unit: str = "rows", enabled: bool 
         bar = Bar(total, description, unit, lines if enabled else None, display)
         yield bar
         bar.finish()
+
+
+@contextmanager
+def show_hashing() -> Iterator[None]:
+    """Show the progress of hashing large files (`rlhf.utils.manifest`) while the block runs."""
+
+    @contextmanager
+    def show(folder: Path, mebibytes: int) -> Iterator[Callable[[], None]]:
+        enabled, lock = current_process().rank == 0, threading.Lock()
+        with progress(mebibytes, f"hashing {folder}", unit="MiB", enabled=enabled) as bar:
+
+            def advance() -> None:
+                with lock:
+                    bar.advance()
+
+            yield advance
+
+    with manifest.observe_hashing(show):
+        yield
 
 
 class Bar:

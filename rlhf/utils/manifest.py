@@ -10,8 +10,10 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +23,7 @@ MANIFEST = "manifest.json"
 _FOR_PEOPLE = "README.md"  # no program reads it, so its changes are no damage
 _CHUNK = 2**20
 _THREADS = 8
+_LONG = 2**11  # chunks that take a second or more
 
 
 class FileDigest(NamedTuple):
@@ -34,26 +37,53 @@ _known: dict[tuple[int, ...], str] = {}  # state of a file -> SHA-256
 _SECONDS_TO_SETTLE = 1.0  # a file that changed later may change again without another time of change
 
 
-def hash_file(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes."""
+Observer = Callable[[Path, int], AbstractContextManager[Callable[[], object]]]
+"""Called with a folder and the MiB to be read there; what it yields is called after each MiB, in any thread."""
+
+_observer: ContextVar[Observer | None] = ContextVar("_observer", default=None)
+
+
+@contextmanager
+def observe_hashing(observer: Observer) -> Iterator[None]:
+    """Show `observer` what `hash_files` reads while the block runs, if it takes long."""
+    token = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
+
+
+def hash_file(path: Path, advance: Callable[[], object] = lambda: None) -> str:
+    """Return the SHA-256 of a file's bytes; call `advance` after each MiB."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
+            advance()
     return digest.hexdigest()
 
 
 def hash_files(paths: Iterable[Path]) -> list[str]:
     """Return the SHA-256 of each file, in order; a file is read once in a process, unless it changes."""
-    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
-        return list(threads.map(_hash_once, paths))
+    paths, observer = list(paths), _observer.get()
+    unknown = [path.stat().st_size for path in paths if _state(path.stat()) not in _known]
+    chunks = sum(-(-size // _CHUNK) for size in unknown)
+    with (
+        observer(paths[0].parent, chunks) if observer and chunks >= _LONG else nullcontext(lambda: None) as advance,
+        ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads,
+    ):
+        return list(threads.map(lambda path: _hash_once(path, advance), paths))
 
 
-def _hash_once(path: Path) -> str:
+def _state(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _hash_once(path: Path, advance: Callable[[], object]) -> str:
     status = path.stat()
-    state = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    state = _state(status)
     if state not in _known:
-        digest = hash_file(path)
+        digest = hash_file(path, advance)
         if time.time() - max(status.st_mtime, status.st_ctime) < _SECONDS_TO_SETTLE:
             return digest
         _known[state] = digest

@@ -1,14 +1,20 @@
 """Progress: a live line on a terminal, few plain lines elsewhere, silence on other ranks."""
 
+import hashlib
 import io
+import os
 import re
+import signal
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from rlhf.reporting import progress as module
 from rlhf.reporting.console import Terminal
-from rlhf.reporting.progress import progress
+from rlhf.reporting.progress import progress, show_hashing
+from rlhf.utils import manifest, signals
 
 
 class Clock:
@@ -96,3 +102,27 @@ def test_bars_nest_and_keep_printed_lines(terminal: io.StringIO) -> None:
     assert "another line" in lines
     assert "outer" in lines[-1]
     assert "inner" not in lines[-1]
+
+
+def test_hashing_is_shown_if_it_takes_long(plain: io.StringIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "_SECONDS_TO_SETTLE", 0.0)
+    contents = {"large": b"a" * (5 * 2**19), "small": b"b" * 2**20}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    paths = [tmp_path / name for name in contents]
+    with show_hashing():
+        manifest.hash_files(paths[1:])
+        assert not plain.getvalue()
+        monkeypatch.setattr(manifest, "_LONG", 3)
+        digests = [manifest.hash_files(paths) for _ in range(2)]  # the second time, nothing is read
+    first, last = plain.getvalue().splitlines()
+    assert first == f"hashing {tmp_path}: 3 MiB" and last.startswith(f"hashing {tmp_path}: 3/3 MiB  100%")
+    assert digests[0] == digests[1] == [hashlib.sha256(content).hexdigest() for content in contents.values()]
+
+
+def test_bar_ends_work_if_a_signal_was_swallowed(plain: io.StringIO) -> None:
+    with signals.interrupt_on_signals():
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt), progress(3, "reading") as bar:
+            bar.advance()
