@@ -6,7 +6,7 @@ import re
 import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -159,6 +159,22 @@ def test_run_restores_environment_and_signal_handlers(monkeypatch: pytest.Monkey
     with ThreadPoolExecutor(1) as threads:  # no handler can be set there
         threads.submit(launch.run, config, dry_run=True).result()
     assert (dict(os.environ), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_signal_swallowed_while_a_run_opens_ends_it_before_its_stages(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """pyarrow swallows the exception in its import of pandas, while rows are read."""
+
+    def opened(*_: object) -> AbstractContextManager[object]:
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return nullcontext((None, None))
+
+    monkeypatch.setattr(launch, "_open", opened)
+    config = load_config(None, [f"output='{tmp_path / 'run'}'", "accelerator=cpu"])
+    with pytest.raises(Interrupted):
+        launch.run(config, dry_run=True)
 
 
 @pytest.mark.parametrize(

@@ -72,19 +72,34 @@ def test_tensorboard_events_have_the_names_of_the_records(folder_of):
         assert [event.step for event in events.Scalars(f"{stage}_optim/learning_rate")] == [1, 2, 3]
 
 
-def test_tensorboard_groups_hold_what_is_read_together():
-    groups = {}
-    for stage, key, _ in table(*RECORDS):
-        groups.setdefault(stage + metric_group(key), set()).add(key)
-    learned = {"reward", "reward_model", "reward/<name>", "reward_ema", "reward_std", "kl", "entropy", "returns"}
-    learned |= {"response_length", "truncated_share", "score_clip_fraction", "explained_variance"}
-    assert groups["ppo"] - {"stage", "step", "time", "tag", "text"} == learned
-    assert groups["sft"] - {"stage", "step", "time", "tag", "text"} == {"loss"}
-    assert groups["sft_optim"] == {
-        "learning_rate",
-        "lora_learning_rate",
-        "grad_norm",
-        "model_loss_scale",
-        "skipped_steps",
-    }
-    assert all(key.startswith("heldout_") for key in groups["ppo_heldout"])
+GROUPS = {
+    "": {
+        *("loss", "accuracy", "margin", "drift", "entropy", "explained_variance", "kl", "returns"),
+        *(f"{reply}_{number}" for reply in ("chosen", "rejected") for number in ("score", "reward", "log_prob")),
+        *("reward", "reward_model", "reward/<name>", "reward_ema", "reward_std", "score_clip_fraction"),
+        *("response_length", "truncated_share"),
+    },
+    "_optim": {
+        *("learning_rate", "lora_learning_rate", "grad_norm", "critic_grad_norm", "skipped_steps", "updates"),
+        *("model_loss_scale", "actor_loss_scale", "critic_loss_scale", "kl_coef", "approx_kl"),
+        *("policy_loss", "value_loss", "kl_loss", "ptx_loss", "clip_fraction", "value_clip_fraction"),
+    },
+    "_speed": {
+        *("seconds", "tflops", "peak_share", "peak_memory", "padding_share", "compilations"),
+        *("tokens", "pairs", "tokens_per_second", "pairs_per_second", "other_seconds", "other_share"),
+        *(
+            f"{phase}_{number}"
+            for phase in ("generation", "scoring", "training")
+            for number in ("seconds", "share", "tflops", "tokens_per_second")
+        ),
+    },
+}
+"""The TensorBoard group of each metric of a training step; a new metric needs a place here."""
+
+
+def test_every_metric_is_in_its_tensorboard_group():
+    metrics = {key for _, key, _ in table("Numbers of a training step")}
+    grouped = [key for keys in GROUPS.values() for key in keys]
+    assert metrics == set(grouped) and len(grouped) == len(set(grouped))
+    assert {group: {key for key in metrics if metric_group(key) == group} for group in GROUPS} == GROUPS
+    assert {metric_group(key) for _, key, _ in table("Held-out numbers")} == {"_heldout"}

@@ -9,8 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rlhf.config.schema import load_config
 from rlhf.errors import ModelError
 from rlhf.evaluation.models import check_reward_folder, find_base_model
+from rlhf.roles.base_sharing import identify_bases
+from rlhf.roles.lineage import REWARD_MODEL, ResolvedBaseModel
 from rlhf.utils.manifest import write_manifest
 from tests.helpers import kill_at, sets
 
@@ -76,6 +79,19 @@ def test_commands_refuse_damaged_weights(rlhf, finished_run, data_file, tmp_path
         assert line.startswith(f"rlhf: error: {folder}: is damaged: model.safetensors has other content than"), line
         assert line.endswith(f"restore it, or delete {folder / 'manifest.json'} if the change is intended")
     assert not (run / "ppo" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("damaged", ["reward/model", "reward/adapter"])
+def test_damage_during_a_run_is_noticed_by_its_later_stages(adapted, tmp_path, damaged):
+    """A stage identifies its models when it begins, maybe days after the run has checked everything."""
+    run = Path(shutil.copytree(adapted, tmp_path / "reward")).parent
+    model = run / "reward" / "model"
+    bases = [ResolvedBaseModel(REWARD_MODEL, str(model))]
+    assert identify_bases(load_config(None, []), "ppo", bases)["ppo.reward_model"].path == str(model)
+    (file,) = (run / damaged).glob("*.safetensors")
+    file.write_bytes(damages(file.read_bytes())[0])
+    with pytest.raises(ModelError, match=rf"{run / damaged}: is damaged: {file.name}"):
+        identify_bases(load_config(None, []), "ppo", bases)
 
 
 def change_weights(folder):
