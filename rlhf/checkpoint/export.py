@@ -22,6 +22,7 @@ from torch import Tensor
 from rlhf.checkpoint.safetensors_writer import SafetensorsWriter
 from rlhf.engine import distributed
 from rlhf.models.forward import ScalarHead
+from rlhf.models.lazy_tensors import compute_in_parts
 from rlhf.models.lora import (
     ADAPTER_WEIGHTS,
     build_peft_config,
@@ -134,7 +135,7 @@ def _pieces(model: Any) -> dict[str, TensorToSave]:
         pieces[plain] = TensorToSave(outline, compute, tuple(parameters))
     for path, layer in find_quantized_layers(model).items():
         outline = torch.empty(layer.weight.shape, dtype=dtype, device="meta")
-        compute = partial(_compute_unquantized, model, path, dtype)
+        compute = partial(compute_export_weight, model, path, dtype)
         plain = to_plain_name(f"{path}.weight")
         pieces[plain] = TensorToSave(
             outline, compute, tuple(_adapter_factors(layers[plain]) if plain in layers else ())
@@ -162,11 +163,8 @@ def _get_unique_state(model: Any) -> dict[str, Any]:
 
 
 def _compute_merged(layer: Any, dtype: torch.dtype) -> Tensor:
-    return compute_merged_weight(layer).to(dtype)
-
-
-def _compute_unquantized(model: Any, path: str, dtype: torch.dtype) -> Tensor:
-    return compute_export_weight(model, path).to(dtype)
+    weight = layer.get_base_layer().weight
+    return compute_in_parts(partial(compute_merged_weight, layer), weight.shape, dtype, weight.device)
 
 
 def _to_saved_form(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -182,6 +182,18 @@ def read_whole(source: Source, dtype: torch.dtype, device: torch.device | None =
     return copy_source(source, torch.empty(source.shape, dtype=dtype, device=device))
 
 
+def compute_in_parts(
+    compute_rows: Callable[[slice], Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device | None = None
+) -> Tensor:
+    """Return a matrix in `dtype`; `compute_rows` returns some of its rows at a time, in float32."""
+    out = torch.empty(shape, dtype=dtype, device=device)
+    step = max(1, CHUNK // shape[1:].numel())
+    for first in range(0, shape[0], step):
+        rows = slice(first, min(first + step, shape[0]))
+        out[rows] = compute_rows(rows)
+    return out
+
+
 def sources_equal(left: Source, right: Source) -> bool:
     """Return True if two sources have the same numbers."""
     size, step = left.shape.numel(), max(_get_chunk(left), _get_chunk(right))

@@ -172,21 +172,23 @@ def find_adapted_layers(model: nn.Module) -> dict[str, Any]:
     return {path: layer for path, layer in model.named_modules() if isinstance(layer, LoraLayer)}
 
 
-def compute_adapter_update(layer: Any) -> Tensor:
-    """Return the sum of a layer's adapters, which is added to its weight, in float32: a new tensor."""
+def compute_adapter_update(layer: Any, rows: slice = slice(None)) -> Tensor:
+    """Return the sum of a layer's adapters, which is added to `rows` of its weight, in float32: a new tensor."""
     total: Tensor | None = None
     for name in layer.active_adapters:
-        adapter = layer.lora_B[name].weight.float() @ layer.lora_A[name].weight.float()
+        left, right = layer.lora_B[name].weight, layer.lora_A[name].weight
+        left, right = (left, right[:, rows]) if layer.fan_in_fan_out else (left[rows], right)
+        adapter = left.float() @ right.float()
         scaled = adapter.mul_(layer.scaling[name])  # in place: a weight in float32 is large
         total = scaled if total is None else total.add_(scaled)
     assert total is not None  # an adapted layer has at least one
     return total.T if layer.fan_in_fan_out else total
 
 
-def compute_merged_weight(layer: Any) -> Tensor:
-    """Return the sum of a layer's frozen weight and its adapters, in float32."""
+def compute_merged_weight(layer: Any, rows: slice = slice(None)) -> Tensor:
+    """Return `rows` of the sum of a layer's frozen weight and its adapters, in float32."""
     weight: Tensor = layer.get_base_layer().weight
-    return compute_adapter_update(layer).add_(weight).contiguous()  # without another float32 copy
+    return compute_adapter_update(layer, rows).add_(weight[rows]).contiguous()  # without another float32 copy
 
 
 def to_plain_name(name: str) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from rlhf.models import lazy_tensors
-from rlhf.models.lazy_tensors import InMemory, Source
+from rlhf.models.lazy_tensors import InMemory, Source, compute_in_parts
 from rlhf.models.lora import compute_adapter_update
 from rlhf.models.weight_loading import PlaceParameter, get_source, set_source
 
@@ -60,14 +60,15 @@ class PackedLayout:
     @classmethod
     def join(cls, packed: Mapping[str, Tensor]) -> tuple[Tensor, PackedLayout]:
         """Return the bytes of tensors, one after the other, and their layout."""
-        places, parts, first = {}, [], 0
+        places, size = {}, 0
         for name, tensor in packed.items():
-            places[name] = first, tensor.shape, tensor.dtype
-            parts.append(
-                nn.functional.pad(tensor.contiguous().view(-1).view(torch.uint8), (0, -tensor.nbytes % ALIGNED))
-            )
-            first += len(parts[-1])
-        return torch.cat(parts), cls(places)
+            places[name] = size, tensor.shape, tensor.dtype
+            size += tensor.nbytes + -tensor.nbytes % ALIGNED
+        layout = cls(places)
+        joined = torch.zeros(size, dtype=torch.uint8, device=next(iter(packed.values())).device)
+        for name, part in layout.split(joined).items():
+            part.copy_(packed[name])
+        return joined, layout
 
     def split(self, joined: Tensor) -> dict[str, Tensor]:
         """Return the tensors, which share the memory of `joined`."""
@@ -202,15 +203,26 @@ def find_quantized_layers(model: nn.Module) -> dict[str, Quantized]:
     return {path: layer for path, layer in model.named_modules() if isinstance(layer, Quantized)}
 
 
-def compute_export_weight(model: Any, path: str) -> Tensor:
-    """Return the weight of the quantized layer at `path` for an export: unpacked, plus its adapters, in float32."""
+def compute_export_weight(model: Any, path: str, dtype: torch.dtype) -> Tensor:
+    """Return the weight of the quantized layer at `path` for an export: unpacked, plus its adapters, in `dtype`.
+
+    They are added in float32, some rows at a time.
+    """
     layer = model.get_submodule(path)
     assert layer.source is not None, f"{path} was packed for a model that is not exported"
-    weight = lazy_tensors.read_whole(layer.source, torch.float32)
+    source, width = layer.source, layer.weight.shape[1]
+    if isinstance(source, lazy_tensors.Computed):  # once, not for each part
+        source = InMemory(source.read())
     parent = model.get_submodule(path.rpartition(".")[0])
-    if isinstance(parent, LoraLayer):
-        weight += compute_adapter_update(parent).detach().to(weight.device)
-    return weight
+
+    def compute_rows(rows: slice) -> Tensor:
+        weight = torch.empty(rows.stop - rows.start, width)
+        lazy_tensors.copy_source(source, weight, rows.start * width)
+        if isinstance(parent, LoraLayer):
+            weight += compute_adapter_update(parent, rows).detach().to(weight.device)
+        return weight
+
+    return compute_in_parts(compute_rows, layer.weight.shape, dtype)
 
 
 def unpack_weight(layer: Quantized) -> Tensor:

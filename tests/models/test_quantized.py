@@ -202,6 +202,30 @@ def test_engine_leaves_packed_weights_bit_for_bit(accelerator, zero_stage, preci
     assert counts["all"] - counts["trainable"] == sum(parameter.numel() for parameter in llama(60).parameters())
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("name", ["OPT", "GPT-2"])  # GPT-2's weights are transposed
+def test_export_computes_some_rows_in_float32_at_a_time(accelerator, tmp_path, monkeypatch, name, quantized):
+    plain = tiny(name)
+    model = adapted(packed(copy.deepcopy(plain), "int8") if quantized else copy.deepcopy(plain))
+    expected = {
+        f"{path}.weight": plain.get_submodule(path).weight + compute_adapter_update(layer)
+        for path, layer in find_adapted_layers(model).items()
+    }
+    sizes = []
+
+    def watch(layer, rows):
+        sizes.append((update := compute_adapter_update(layer, rows)).numel())
+        return update
+
+    for module in ("rlhf.models.lora", "rlhf.models.quantized"):
+        monkeypatch.setattr(f"{module}.compute_adapter_update", watch)
+    monkeypatch.setattr(lazy_tensors, "CHUNK", 300)
+    save_model(engine(accelerator, model, 0, "fp32"), build_tokenizer(), tmp_path / "model")
+    exported = weights(tmp_path / "model")
+    assert all(torch.allclose(exported[path], tensor, rtol=0, atol=1e-6) for path, tensor in expected.items())
+    assert len(sizes) > 2 * len(expected) and max(sizes) <= 300
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_export_is_the_unpacked_base_plus_adapters(accelerator, tmp_path, name, kind):
