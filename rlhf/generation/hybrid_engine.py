@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from rlhf.config.schema import Config, PPOConfig
 from rlhf.errors import ConfigError
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
     from rlhf.engine.engine import TrainingEngine
     from rlhf.generation.rank_groups import SingleRank
+
+WeightLayout = Literal["copied", "in place", "unchanged"]
+"""How `generation_mode` gives weights the layout that the device reads fastest."""
 
 _LARGE = 20  # memory for weights of more than 1/20 of the device's is returned to the system after a rollout
 _USABLE = 0.9  # share of the device's memory; activations and fragmentation take the rest
@@ -124,21 +127,22 @@ def choose_rank_group(engine: TrainingEngine, config: Config, *, say: Callable[[
 
 @contextmanager
 def generation_mode(
-    engine: TrainingEngine, rank_group: SingleRank | None = None, *, copy_weights: bool = True
+    engine: TrainingEngine, rank_group: SingleRank | None = None, *, layout: WeightLayout = "copied"
 ) -> Iterator[nn.Module]:
     """Yield the engine's model as the rank group reads it, in evaluation mode and the engine's precision.
 
     A single rank has the weights whole, with LoRA adapters merged if there is memory for that. For lockstep ranks,
     ZeRO-3 gathers each layer when it is needed, with the adapters separate. A tensor-parallel group makes a second
     model, of which each rank holds a part. If the device has a faster layout for reading weights, they have this layout
-    during the block: in a copy, or, without `copy_weights`, layer by layer in place of the weights.
+    during the block: in a copy (`copied`), or layer by layer in place of the weights (`in place`). With `unchanged`,
+    adapters stay separate and weights keep their layout, which takes no memory.
     """
     from rlhf.generation.rank_groups import LockstepRanks, TensorParallelGroup
     from rlhf.generation.tensor_parallel import split_model
     from rlhf.models.lora import adapters_for_rollout
 
     accelerator = engine.accelerator
-    prepare = accelerator.kernels.get("inference_weights")
+    prepare = None if layout == "unchanged" else accelerator.kernels.get("inference_weights")
     sizes = (
         getattr(weight, "ds_numel", weight.numel()) * weight.element_size() for weight in engine.module.parameters()
     )
@@ -151,9 +155,10 @@ def generation_mode(
             module = engine.module
         else:
             module = stack.enter_context(engine.whole_weights())
-            stack.enter_context(adapters_for_rollout(module, engine.placement.lora, accelerator.memory().total))
+            if layout != "unchanged":
+                stack.enter_context(adapters_for_rollout(module, engine.placement.lora, accelerator.memory().total))
         if prepare:
-            stack.callback(prepare(module, keep=copy_weights))
+            stack.callback(prepare(module, keep=layout == "copied"))
         stack.enter_context(engine.precision.autocast())
         stack.callback(module.train, module.training)
         yield module.eval()

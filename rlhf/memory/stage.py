@@ -27,6 +27,9 @@ Models = Mapping[RoleName, ModelMemory]
 Moments = list[tuple[str, list[MemoryItem]]]
 """(phase, items that exist at the same time)."""
 
+GREEDY_SAMPLES = 3
+"""The number of completions that a stage without rollouts shows (rlhf.trainers.greedy_samples)."""
+
 _FIRST_PASSES = 50 * 2**20  # bytes that a process adds in its first passes: threads, kernels' memory, late imports
 _TRAINED: tuple[RoleName, ...] = ("actor", "critic")  # by PPO, in its order
 _USABLE = 0.9  # part of a device's memory that a copy may fill, which only saves time
@@ -234,7 +237,8 @@ def _supervised(config: Config, stage: Stage, environment: Environment, models: 
     (model,) = models.values()
     micro = config.supervised(stage).micro_batch(environment.ranks, section=stage)
     batch = Rows(micro * (1 if stage == "sft" else 2), config.data.max_length)
-    return [("training", items) for items in _update(model, batch, batch.length if stage == "sft" else 0)]
+    moments = [("training", items) for items in _update(model, batch, batch.length if stage == "sft" else 0)]
+    return [*moments, ("evaluation", _generation(config, model, GREEDY_SAMPLES))] if stage == "sft" else moments
 
 
 def _dpo(config: Config, stage: Stage, environment: Environment, models: Models) -> Moments:
@@ -243,7 +247,7 @@ def _dpo(config: Config, stage: Stage, environment: Environment, models: Models)
     moments = [("training", items) for items in _update(models["dpo"], batch, columns)]
     if reference := models.get("reference"):  # before the policy's passes
         moments.append(("scoring", _scoring(reference, batch, columns)))
-    return moments
+    return [*moments, ("evaluation", _generation(config, models["dpo"], GREEDY_SAMPLES))]
 
 
 def _ppo(config: Config, stage: Stage, environment: Environment, models: Models) -> Moments:
@@ -252,7 +256,9 @@ def _ppo(config: Config, stage: Stage, environment: Environment, models: Models)
     share = settings.batch_size // ranks
     batch, completion = Rows(micro, data.max_length), data.max_completion_length
     rollout = [block_item("rollout", "experience", share * data.max_length * 8 * 4)]
-    moments = [("generation", _generation(config, models["actor"], settings.generation_rows(ranks)))]
+    actor = models["actor"]
+    generation = [*_generation(config, actor, settings.generation_rows(ranks)), *actor.merged(config)]
+    moments = [("generation", generation)]
     for model in models.values():
         moments.append(("scoring", [*rollout, *_scoring(model, batch, 0 if model.scalar_head else completion)]))
     trained = [models[name] for name in _TRAINED if name in models]
@@ -273,16 +279,16 @@ def _ppo(config: Config, stage: Stage, environment: Environment, models: Models)
     return moments
 
 
-def _generation(config: Config, actor: ModelMemory, number: int) -> list[MemoryItem]:
+def _generation(config: Config, model: ModelMemory, number: int) -> list[MemoryItem]:
     """Return the memory of generating `number` rows: the cache, the activations of one layer, and sampling."""
-    shape, width = actor.shape, actor.environment.width
+    shape, width = model.shape, model.environment.width
     rows, prompts = Rows(number, config.data.max_length), Rows(number, config.data.max_prompt_length)
     return [
-        MemoryItem("actor", "KV cache", rows.tokens * shape.cached * width),
+        MemoryItem(model.role, "KV cache", rows.tokens * shape.cached * width),
         # Logits, their float32 copy, probabilities, and their sorted order.
-        block_item("actor", "logits", number * shape.vocabulary * (width + 16)),
-        block_item("actor", "activations", _passing_activations(shape, prompts, actor.environment)),
-        *actor.generating(config),
+        block_item(model.role, "logits", number * shape.vocabulary * (width + 16)),
+        block_item(model.role, "activations", _passing_activations(shape, prompts, model.environment)),
+        *model.gathered_for_generation(config),
     ]
 
 

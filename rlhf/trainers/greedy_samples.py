@@ -14,10 +14,9 @@ from rlhf.data.examples import Prompt
 from rlhf.engine.engine import Metrics, TrainingEngine
 from rlhf.generation.decoder import Decoder
 from rlhf.generation.hybrid_engine import choose_rank_group, generation_mode
+from rlhf.memory.stage import GREEDY_SAMPLES
 from rlhf.models.tokenizers import find_end_tokens
 from rlhf.trainers.context import StageContext
-
-_SAMPLES = 3
 
 
 class GreedySamples:
@@ -28,7 +27,7 @@ class GreedySamples:
         self._engine, self._context, self._tokenizer = engine, context, tokenizer
         longest = context.config.data.max_prompt_length
         usable = (example for example in examples if 0 < len(example.prompt_ids) <= longest)
-        self._prompts = [Prompt(example.prompt_ids, example.row) for example, _ in zip(usable, range(_SAMPLES))]
+        self._prompts = [Prompt(example.prompt_ids, example.row) for example, _ in zip(usable, range(GREEDY_SAMPLES))]
 
     @cached_property
     def _decoder(self) -> Decoder:
@@ -54,7 +53,11 @@ class GreedySamples:
             maximum=context.config.data.max_prompt_length,
             pad_token_id=self._tokenizer.pad_token_id,
         )
-        with context.phases.running("evaluation"), generation_mode(self._engine, decoder.rank_group) as model:
+        with (
+            context.phases.running("evaluation"),
+            # To merge and convert the weights for so few prompts would take longer than it saves.
+            generation_mode(self._engine, decoder.rank_group, layout="unchanged") as model,
+        ):
             prompts = context.accelerator.to_device(batch)
             drawn = decoder.generate(
                 model, prompts["prompt_ids"], prompts["prompt_mask"], SamplingConfig(temperature=0)

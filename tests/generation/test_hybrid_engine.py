@@ -108,7 +108,7 @@ def test_weights_converted_in_place_are_held_once_and_restored(accelerator, merg
     with without(accelerator), generation_mode(engine) as module:
         expected, held_plain = logits(module), bytes_held(module)
     assert held_plain == held
-    with generation_mode(engine, copy_weights=False) as module:
+    with generation_mode(engine, layout="in place") as module:
         assert len(packed_layers(module)) == 14  # but for the output layer, whose weight is the embedding's
         assert bytes_held(module) == held
         torch.testing.assert_close(logits(module), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
@@ -118,10 +118,19 @@ def test_weights_converted_in_place_are_held_once_and_restored(accelerator, merg
     train(engine)
 
 
+@pytest.mark.parametrize("lora", [True, False])
+def test_unchanged_layout_neither_merges_nor_converts_weights(accelerator, lora):
+    engine = build(accelerator, "fp32", merge=lora)
+    stored = {name: tensor.data_ptr() for name, tensor in engine.module.named_parameters()}
+    with generation_mode(engine, layout="unchanged") as module:
+        assert packed_layers(module) == []
+        assert {name: tensor.data_ptr() for name, tensor in module.named_parameters()} == stored
+
+
 def test_weights_in_a_common_buffer_are_not_converted_in_place(accelerator):
     engine = build(accelerator, "fp32", zero_stage=2)
     before = train(engine)
-    with generation_mode(engine, copy_weights=False) as module:
+    with generation_mode(engine, layout="in place") as module:
         assert packed_layers(module) == []
     assert all(torch.equal(tensor, before[name]) for name, tensor in engines.weights_of(engine).items())
 

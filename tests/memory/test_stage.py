@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlhf.config.schema import build_config
+from rlhf.config.schema import Stage, build_config
 from rlhf.data.toy_world import build_world_tokenizer
 from rlhf.memory.advice import advise, find_changes, list_changes, plan_stages
 from rlhf.memory.duration import count_operations
@@ -250,6 +250,26 @@ def test_copy_of_converted_weights_counts_if_nine_tenths_of_the_device_hold_it()
     assert converted(config, limit + 10)[1:] == (size, True)
     assert converted(config, limit - 10)[1:] == (2 * output, False)
     assert device - size + 2 * output == converted(config, limit - 10)[0]
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+@pytest.mark.parametrize("lora", [{}, LORA])
+def test_samples_take_the_cache_of_three_rows_without_copies(stage: Stage, lora: dict[str, Any]) -> None:
+    """Keys and values of 32 layers in bf16, for three rows of 512 tokens."""
+    config = build_config({"model": {"path": "llama-2-7b"}, "lora": lora})
+    (plan,) = plan_stages(config, [stage], Environment(converts_weights=True))
+    (phase,) = [phase for phase in plan.phases if phase.name == "evaluation"]
+    sizes = item_sizes(phase, "dpo" if stage == "dpo" else "sft")
+    assert sizes["KV cache"] == 3 * config.data.max_length * 32 * 2 * 4096 * 2
+    assert "converted weights" not in sizes and "merged weights" not in sizes
+
+
+def test_whole_weights_for_samples_are_added_to_the_shards() -> None:
+    """At ZeRO-3, a rank of eight gathers all weights in bf16."""
+    config = build_config({"model": {"path": "llama-2-7b"}, "engine": {"zero_stage": 3}})
+    (plan,) = plan_stages(config, ["sft"], Environment(8, device_limit=80 * 2**30))
+    (phase,) = [phase for phase in plan.phases if phase.name == "evaluation"]
+    assert item_sizes(phase, "sft")["gathered layers"] == pytest.approx(2 * 6_738_415_616)  # Llama 2's
 
 
 def test_devices_that_convert_no_weights_have_no_copy() -> None:

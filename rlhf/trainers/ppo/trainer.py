@@ -34,7 +34,7 @@ from rlhf.engine.engine import (
 )
 from rlhf.engine.fp32_weights import EMA
 from rlhf.generation.decoder import Decoder
-from rlhf.generation.hybrid_engine import choose_rank_group, generation_mode
+from rlhf.generation.hybrid_engine import WeightLayout, choose_rank_group, generation_mode
 from rlhf.losses import advantages as estimators
 from rlhf.losses.advantages import whiten
 from rlhf.losses.log_probs import masked, masked_mean, token_weights
@@ -133,7 +133,7 @@ class PPOTrainer:
         if obstacle:
             context.say(f"ppo: rollouts are scored in separate passes, not in those of the update: {obstacle}")
         self._reuses_passes = not obstacle
-        self._copies_weights = choices.copies_weights
+        self._weight_layout: WeightLayout = "copied" if choices.copies_weights else "in place"
 
         self.collate = partial(
             collate_ppo,
@@ -253,7 +253,7 @@ class PPOTrainer:
         """Complete prompts; see `rlhf.data.batches.collate_ppo` for what they consist of."""
         with (
             self.context.phases.running("generation"),
-            generation_mode(self.actor, self.decoder.rank_group, copy_weights=self._copies_weights) as model,
+            generation_mode(self.actor, self.decoder.rank_group, layout=self._weight_layout) as model,
         ):
             completions = self.decoder.generate(
                 model, prompts["prompt_ids"], prompts["prompt_mask"], self.settings.sampling
