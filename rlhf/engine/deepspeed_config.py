@@ -171,6 +171,9 @@ def _build_zero_section(placement: ModelPlacement, accelerator: Accelerator, tra
     if threshold == 0:  # for a small model, shard everything and keep nothing gathered
         names = ("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size")
         zero |= {f"stage3_{name}": 0 for name in names}
+    elif accelerator.device() == accelerator.host_device():
+        # Gathering ahead would take the cores that compute, and up to three further copies of the gathered weights.
+        zero["stage3_prefetch_bucket_size"] = 0
     return zero
 
 

@@ -172,6 +172,10 @@ class ModelMemory:
         items, trained, stage = self.resting(fresh=True), self.trained, self.placement.zero_stage
         if trained and (stage or self.environment.width < 4):  # zero gradients, from which DeepSpeed creates its states
             items.append(self._item("loading", 4 * trained // self._sharers, 4))
+        if self._quantized and not self.shared:  # a whole matrix in float32, packed, and at ZeRO-3 joined and sharded
+            packed = _quantized_bytes(self._widest, self.placement.engine.frozen)
+            copies = [packed] * (3 if stage == 3 else 1)
+            items.append(block_item(self.role, "loading", 4 * self._widest, *copies))
         if trained and stage in (1, 2):  # the weights that were loaded, until a flat copy replaces them
             items.append(MemoryItem(self.role, "loading", 0, small=self._small(self.environment.width)))
         return items
@@ -251,14 +255,14 @@ class ModelMemory:
         # DeepSpeed counts a byte of packed weights like a number.
         counted = self.parameters - self._quantized + self._bytes(self._quantized, self._quantized)
         whole = self._bytes(self.parameters, self._quantized)
-        # Prefetched parameters stay in a flat buffer until the last of them has been copied out and used; on a host,
-        # gloo gathers into another buffer, in two threads at a time.
-        prefetched = whole * min(counted, _PREFETCH) // counted * (3 if self.environment.unified_memory else 1)
+        # Prefetched parameters stay in a flat buffer until the last of them has been copied out and used. A host
+        # prefetches none (rlhf.engine.deepspeed_config).
+        prefetched = 0 if self.environment.unified_memory else whole * min(counted, _PREFETCH) // counted
         live = self._item("gathered layers", whole * min(counted, _MAX_LIVE) // counted, width)
         return [live, block_item(self.role, "gathered layers", prefetched), *self._unpacked()]
 
-    def generating(self, config: Config) -> list[MemoryItem]:
-        """Return the additional memory of rollouts: whole weights at ZeRO-3, and the copy with merged adapters."""
+    def gathered_for_generation(self, config: Config) -> list[MemoryItem]:
+        """Return the weights that generation reads at ZeRO-3, in addition to the shards."""
         width, mode, items = self.environment.width, config.ppo.generation_weights, []
         if self.placement.zero_stage == 3 and self.environment.ranks > 1:
             size = self.weights(whole=True)
@@ -268,6 +272,11 @@ class ModelMemory:
                 size = width * self.parameters // (config.ppo.tensor_parallel or self.environment.ranks)
             items.append(MemoryItem(self.role, "gathered layers", size))
             items += self._unpacked()
+        return items
+
+    def merged(self, config: Config) -> list[MemoryItem]:
+        """Return the copy of the weights with merged adapters, which rollouts read."""
+        width, items = self.environment.width, []
         copied = self.shape.in_linears * width
         can_merge = self.placement.lora.rank and self.placement.engine.frozen == "auto"  # not into quantized weights
         if can_merge and config.lora.merges(copied, self.environment.device_memory):

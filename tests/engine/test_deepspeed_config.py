@@ -66,6 +66,17 @@ def test_both_names_of_a_zero_setting_replace_the_default(accelerator):
     assert "max_live_parameters" not in zero
 
 
+def test_host_gathers_no_weights_ahead_unless_set(accelerator, monkeypatch):
+    def find_prefetch(**deepspeed):
+        settings = {"deepspeed": {"zero_optimization": deepspeed}, "zero_persistence_threshold": 100_000}
+        zero = built(accelerator, 3, **settings)["zero_optimization"]
+        return zero.get("stage3_prefetch_bucket_size")
+
+    assert (find_prefetch(), find_prefetch(prefetch_bucket_size=9)) == (0, 9)
+    monkeypatch.setattr(type(accelerator), "host_device", lambda self: "another device")
+    assert find_prefetch() is None  # DeepSpeed's default
+
+
 def test_offload_buffers_may_be_set_and_turn_nothing_on(accelerator):
     own = {"zero_optimization": {"offload_param": {"buffer_count": 3}, "offload_optimizer": {"buffer_count": 7}}}
     check(own)
