@@ -135,12 +135,22 @@ def test_supported_implementation_of_highest_priority_wins(cpu):
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="what is freed is kept with glibc alone")
 def test_freed_memory_stays_until_the_cache_is_emptied(cpu):
-    tensors = [torch.ones(16 << 20) for _ in range(3)]  # 192 MiB; each large enough for a separate mapping
+    tensors = [torch.ones(6 << 20) for _ in range(8)]  # 192 MiB in blocks of 24 MiB
     in_use = cpu.memory().allocated
     del tensors
     assert cpu.memory().allocated > in_use - (64 << 20)
     cpu.empty_cache()
     assert cpu.memory().allocated < in_use - (128 << 20)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries decide by themselves")
+def test_freed_blocks_above_32_mib_are_returned_at_once(cpu):
+    large = torch.ones(16 << 20)  # 64 MiB
+    behind = torch.ones(1 << 20)
+    in_use = cpu.memory().allocated
+    del large
+    assert cpu.memory().allocated < in_use - (48 << 20)
+    del behind
 
 
 def test_without_proc_the_peak_stands_for_both(cpu, monkeypatch, tmp_path):

@@ -69,15 +69,16 @@ class CPU(Accelerator):
 
 
 def _keep_freed_memory() -> None:
-    """Have the process keep freed blocks for the next tensor, until `empty_cache`.
+    """Have the process keep freed blocks below 32 MiB for the next tensor, until `empty_cache`.
 
-    By default, glibc maps every large block separately and unmaps it when it is freed. Each new tensor then consists of
-    pages that the kernel must clear first, which takes longer than most operators on it.
+    By default, glibc returns the memory at the end of its heap, and maps most large blocks separately. Each new tensor
+    then consists of pages that the kernel must clear first, which takes longer than most operators on it. Larger blocks
+    are returned, because other blocks would split the gaps that they leave, and the heap would grow.
     """
     library = host.glibc()
     if library:
-        trim_threshold, top_pad, mmap_max = -1, -2, -4  # malloc.h
-        library.mallopt(mmap_max, 0)
+        trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # malloc.h
+        library.mallopt(mmap_threshold, 2**25)  # the largest that glibc accepts
         library.mallopt(trim_threshold, -1)  # as an unsigned number, the largest
         library.mallopt(top_pad, 2**26)  # the heap grows in steps that are small compared with a model
 
