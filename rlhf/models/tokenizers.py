@@ -55,6 +55,9 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise load_error(path, "its tokenizer cannot be loaded", error, "check its files, or name another") from error
+    if tokenizer.is_fast:  # its file keeps how the last call before saving truncated and padded; each call sets both
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
     before = tokenizer.eos_token_id
     notes = _end_with(tokenizer, eos_token, path) if eos_token else []
     if tokenizer.eos_token_id is None:

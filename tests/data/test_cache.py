@@ -26,6 +26,7 @@ from rlhf.data.load_sources import read_sources
 from rlhf.data.records import Message, Row
 from rlhf.data.stage_dataset import StageData, load_stage
 from rlhf.errors import DataError
+from rlhf.models.tokenizers import load_tokenizer
 from rlhf.reporting.console import console
 from tests.data.rows import write_jsonl
 from tests.forks import ForkedProcess, Forks
@@ -183,6 +184,16 @@ def test_key_depends_on_every_input(tokenizer: Any, tmp_path: Path, rows: str, m
     assert make_cache(copy.deepcopy(tokenizer), rows).key == keys[0]
     monkeypatch.setattr(cache, "_code_version", lambda: ["other code"])
     assert make_cache(tokenizer, rows).key != keys[0]
+
+
+def test_tokenizer_saved_after_a_padded_call_builds_a_cache(tokenizer: Any, tmp_path: Path, rows: str) -> None:
+    used = copy.deepcopy(tokenizer)
+    used("what?", padding="max_length", truncation=True, max_length=5)
+    used.save_pretrained(tmp_path)
+    assert '"max_length": 5' in (tmp_path / "tokenizer.json").read_text()
+    stage_cache = make_cache(load_tokenizer(str(tmp_path))[0], rows)
+    assert stage_cache.build() is None
+    assert_same(stage_cache.find(), load_uncached(stage_cache))
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
