@@ -86,11 +86,14 @@ def test_world_sweep_runs_unchanged(forks: Forks, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", ["step1", "step2", "step3"])
+@pytest.mark.parametrize("step", ["step1", "step2", "dpo", "step3"])
 def test_step_sweep_runs_at_toy_size_on_two_ranks(step: str, forks: Forks, toy_folder: Path, tmp_path: Path) -> None:
     """DeepSpeed-Chat leaves one of the sixteen points of step 3 out; here all train."""
     recipe = toys.EXAMPLES / "opt/1.3b-node.yaml"
     short = [f"{key}={value}" for key, value in SHORT.items()]
+    if step == "dpo":
+        model = toys.toy_model(toys.shape(recipe, "facebook/opt-350m"), toy_folder)
+        short += [f"{key}={model}" for key in ("model.path", "dpo.model")]
     wishes = [*toys.overrides(recipe, toy_folder), *(part for wish in short for part in ("--set", wish))]
     grid = toys.EXAMPLES / f"sweeps/{step}.yaml"
     done = forks.run(
@@ -108,10 +111,12 @@ SHORT = {
     "precision": "fp32",
     "sft.max_steps": 1,
     "reward.max_steps": 1,
+    "dpo.max_steps": 1,
     "ppo.epochs": "null",
     "ppo.steps": 1,
     "sft.eval_rows": 4,
     "reward.eval_rows": 4,
+    "dpo.eval_rows": 4,
     "ppo.eval_rows": 4,
 }
 
