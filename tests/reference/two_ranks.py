@@ -118,6 +118,7 @@ def main(folder: str, names: Sequence[str]) -> None:
                 resumed = output.with_name("resumed")
                 with contextlib.suppress(real.StopError):
                     real.reinforced(accelerator, config, models, ROWS[stage], resumed, stop_before=1)
+                accelerator.seed(0)  # a generator that is not restored must not stand where the checkpoint's does
                 outcome = real.reinforced(accelerator, config, models, ROWS[stage], resumed)
                 torch.save(outcome, Path(folder) / f"resumed, rank {rank}")
         config = cases.configuration("ppo", micro_batch_size=1, eval_rows=len(heldout()))
