@@ -21,7 +21,7 @@ from accelerators import capture, host, portable
 from accelerators.errors import AcceleratorError, is_out_of_memory, naming_method
 from accelerators.kernels import KernelSet
 from accelerators.shapes import ShapePolicy
-from accelerators.types import DeepSpeedView, DeviceInfo, KernelImpl, Memory, Precision, Support, expect
+from accelerators.types import DeepSpeedView, DeviceInfo, KernelImpl, Memory, Precision, Support, did_you_mean, expect
 
 Batch = TypeVar("Batch")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -53,6 +53,11 @@ class Accelerator(ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls.deepspeed_name = cls.deepspeed_name or getattr(cls, "name", "")
+        for name in vars(cls):
+            inherited = any(hasattr(base, name) for base in cls.__bases__)
+            near = "" if inherited or name.startswith("_") else did_you_mean(name, _interface(), cutoff=0.85)
+            if near:
+                raise TypeError(f"{cls.__name__} defines {name}, which nothing calls; {near}name a helper _{name}")
         if "bind" in vars(cls):
             cls.bind = _remember_device(cls.bind)  # type: ignore[assignment,method-assign]
 
@@ -285,6 +290,11 @@ class Accelerator(ABC):
     def _has_queue(self) -> bool:
         """Return whether the device is one of torch's accelerators, and not the CPU."""
         return self._device is not None and self._device.type != "cpu"
+
+
+@functools.cache
+def _interface() -> list[str]:
+    return [name for name in vars(Accelerator) if not name.startswith("_")]
 
 
 def _remember_device(bind: Bind) -> Bind:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 
-from accelerators.errors import AcceleratorError
+from accelerators.errors import AcceleratorError, PluginError, is_built_in, name_backend
 
 if TYPE_CHECKING:
     from accelerators.accelerator import Accelerator
@@ -32,7 +32,9 @@ class DeepSpeedDevice(DeepSpeedAccelerator):
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
+        # DeepSpeed calls the backend through this object, so errors of a plugin's methods must name it here too.
+        where = f"accelerator {accelerator.name} of {accelerator.provider}"
+        self._accelerator = accelerator if is_built_in(type(accelerator)) else name_backend(accelerator, where)
         self._name = accelerator.deepspeed_name
         self._communication_backend_name = accelerator.dist_backend()
         self._module = None if self._on_cpu() else torch.get_device_module(accelerator.device())
@@ -180,6 +182,8 @@ class DeepSpeedDevice(DeepSpeedAccelerator):
     def _grants(self, precision: str) -> bool:
         try:
             return self._accelerator.precision(precision).name == precision
+        except PluginError:
+            raise
         except AcceleratorError:
             return False
 

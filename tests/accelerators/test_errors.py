@@ -15,6 +15,7 @@ import torch
 from accelerators import (
     AcceleratorError,
     CaptureError,
+    DeepSpeedDevice,
     DeviceInfo,
     KernelImpl,
     Memory,
@@ -78,6 +79,12 @@ CALLS = {
         "deepspeed_accelerator()",
         OSError,
     ),
+    "precision fails when DeepSpeed asks": (
+        {"precision": raises(NO_CARD), "deepspeed_accelerator": lambda npu: DeepSpeedDevice(npu)},
+        lambda npu: npu.bind(0) and npu.deepspeed_accelerator().supported_dtypes(),
+        "precision()",
+        OSError,
+    ),
     "kernel_implementations returns a dict": (
         {"kernel_implementations": returns([{"operation": "adamw"}])},
         lambda npu: npu.kernels.capabilities(),
@@ -136,6 +143,12 @@ def test_missing_methods_are_named(misbehaved, monkeypatch):
     misbehaved(lambda: offers(spec(factory="npu_backend:NPU")))
     with pytest.raises(PluginError, match=rf"^{BACKEND}: factory 'npu_backend:NPU' failed .*bind.*precision"):
         select("npu").create()
+
+
+def test_misspelled_method_is_refused_with_its_name():
+    with pytest.raises(TypeError, match=r"^NPU defines step_boundery, .* 'step_boundary'\? .* helper _step_boundery$"):
+        type("NPU", (CPU,), {"step_boundery": returns(None)})
+    type("NPU", (CPU,), {"_step_boundery": returns(None), "recipes": returns(None)})
 
 
 def test_backend_that_cannot_be_created_names_plugin(created):
