@@ -179,7 +179,7 @@ def _candidates(accelerator: Accelerator, operation: str) -> list[dict[str, Any]
 
 def _print_facts(facts: dict[str, Any], tsv: bool) -> None:
     device, memory, deepspeed = facts["device"], facts["memory"], facts["deepspeed"]
-    peaks = ", ".join(f"{peak / 1e12:,.0f} TFLOP/s in {name}" for name, peak in device["peak_flops"].items())
+    peaks = ", ".join(f"{peak / 1e12:,.4g} TFLOP/s in {name}" for name, peak in device["peak_flops"].items())
     rows = [
         ("chosen", facts["reason"]),
         ("provided by", facts["provider"]),

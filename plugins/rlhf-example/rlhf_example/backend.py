@@ -81,7 +81,7 @@ ATTENTION = KernelImpl(
     operation="attention",
     name="example-attention",
     factory=lambda accelerator: register_attention("example_attention", attend, LACKING),
-    supported=lambda accelerator: Support(True, "an example of a kernel; slower than torch's"),
+    supported=lambda accelerator: Support(True, "it shows how; slower than torch's"),
     priority=-1,  # below torch's. A kernel of a real device has at least 10.
     refuses=missing_features(LACKING),
 )
