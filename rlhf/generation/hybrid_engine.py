@@ -68,9 +68,10 @@ def check_generation(config: Config, ranks: int) -> None:
             f"ppo.tensor_parallel: {size} needs ppo.generation_weights=tensor_parallel, got {mode}; change one of them"
         )
     if mode == "tensor_parallel" and ranks == 1:
-        raise ConfigError("ppo.generation_weights: tensor_parallel needs two ranks or more, got 1; leave it at auto")
+        line = "ppo.generation_weights: tensor_parallel needs two ranks or more, got 1; add --ranks N, or set auto"
+        raise ConfigError(line)
     if size and ranks == 1:
-        raise ConfigError(f"ppo.tensor_parallel: {size} needs two ranks or more, got 1; remove it")
+        raise ConfigError(f"ppo.tensor_parallel: {size} needs two ranks or more, got 1; add --ranks N, or remove it")
     # The plan resolves `auto` later, when the accelerator is known.
     is_auto = config.roles.actor.zero_stage is None and str(config.engine.zero_stage) == "auto"
     if actor.zero_stage < 3 and not is_auto and (size or mode in ("layerwise", "tensor_parallel")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,21 @@ def test_script_may_be_named_and_its_variables_assigned(tmp_path: Path) -> None:
     assert "    zero_stage: 3  # --actor_zero_stage 3\n" in recipe
     with pytest.raises(ConfigError, match=r"the shell variable \$ACTOR has no value here; put ACTOR=VALUE before"):
         translate(str(script))
+
+
+def test_first_commands_of_the_page_start_the_recipe_as_its_head_says(tmp_path: Path, monkeypatch) -> None:
+    page = (Path(__file__).parents[3] / "docs/deepspeed-chat.md").read_text(encoding="utf-8")
+    first, check, start = page.partition("```bash\n")[2].partition("```")[0].splitlines()
+    script = tmp_path / "step3_rlhf_finetuning/training_scripts/opt/single_node/run_13b.sh"
+    script.parent.mkdir(parents=True)
+    script.write_text(
+        "deepspeed main.py --actor_model_name_or_path $1 --critic_model_name_or_path $2 --inference_tp_size 2\n",
+        encoding="utf-8",
+    )
+    monkeypatch.chdir(tmp_path / "step3_rlhf_finetuning")
+    done = CliRunner().invoke(app, shlex.split(first.partition(" > ")[0])[1:])
+    assert f"# Start it: {start}\n" in done.stdout
+    assert check.partition("  #")[0].split() == [*start.split(), "--dry-run"]
 
 
 SCRIPT = """#!/bin/bash
