@@ -191,8 +191,9 @@ def translate_batches(flags: CommandFlags) -> Translation:
     why = f"x {devices}"
     if (times := rollout // (math.prod(flags[name].value for name in rollout_flags) * flags.devices)) > 1:
         why += f" x {times}, for updates of {update}"
+    minibatch = _check_size(flags.setting("ppo.minibatch_size", update, *learned, why=f"x {devices}"))
     yield _check_size(flags.setting("ppo.batch_size", rollout, *rollout_flags, why=why))
-    yield _check_size(flags.setting("ppo.minibatch_size", update, *learned, why=f"x {devices}"))
+    yield minibatch
     yield flags.setting("ppo.generation_batch_size", flags[rollout_flags[0]].value, rollout_flags[0])
     yield flags.setting("ppo.micro_batch_size", flags[learned[0]].value, learned[0])
 

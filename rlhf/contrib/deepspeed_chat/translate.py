@@ -273,8 +273,8 @@ def _merge(steps: Sequence[tuple[str, Sequence[Setting]]], recipe: TranslatedRec
         paths = [row["path"] for row in merged[SOURCES].value if "stages" in row and row["path"] not in sft_only]
         if paths:
             recipe.notes.append(
-                f"{', '.join(paths)}: used by some steps only, which have all of its rows there; here the shares of "
-                "the other steps are unused"
+                f"{', '.join(paths)}: used by some steps only. There, the shares of the other steps are unused; here, "
+                "these steps divide all rows, so they have more of them than there"
             )
 
 
