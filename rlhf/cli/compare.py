@@ -5,44 +5,37 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
 from rlhf.cli.options import Options, shared
+from rlhf.cli.prompts import (
+    MaxTokensOption,
+    PromptsOption,
+    find_max_tokens,
+    load_prompt_config,
+    read_given_prompts,
+    read_heldout,
+    report_dropped,
+)
 from rlhf.cli.tables import AsJSON, AsTSV, flatten, print_json, print_line, print_table, route_notes_to_stderr
-from rlhf.config.paths import is_path
-from rlhf.config.schema import Config, SamplingConfig, load_config
-from rlhf.config.trust import admit_code
+from rlhf.config.schema import SamplingConfig
 from rlhf.errors import ConfigError, RunError
 from rlhf.evaluation.models import (
     EvaluationDevice,
     check_reward_folder,
     find_base_model,
-    find_run,
     model_folder,
     reward_model_folder,
 )
-from rlhf.evaluation.rows import (
-    HELDOUT,
-    draw_rows,
-    is_line_source,
-    list_overrides,
-    read_heldout_prompts,
-    read_lines,
-    read_prompts,
-)
+from rlhf.evaluation.rows import draw_rows
 from rlhf.reporting.console import console
 from rlhf.utils.atomic_io import atomic_write, check_writable
 from rlhf.utils.units import format_number
-
-if TYPE_CHECKING:
-    from rlhf.data.records import Row
-    from rlhf.data.report import DropCounts
 
 _SHARES = ("win_rate", "truncated_share", "repeated_share")
 _LABELS = {
@@ -73,14 +66,7 @@ def compare(
             show_default=False,
         ),
     ],
-    prompts: Annotated[
-        str | None,
-        typer.Option(
-            help="A .txt file with a prompt on each line, - for standard input, or a source as in data.datasets. "
-            "Default, or [bold]heldout[/]: the held-out prompts of the first run among the models.",
-            metavar="SOURCE",
-        ),
-    ] = None,
+    prompts: PromptsOption = None,
     reward_model: Annotated[
         str | None,
         typer.Option(
@@ -106,15 +92,7 @@ def compare(
             "--top-p", min=0.001, max=1, help="Sample only from the most likely tokens that add up to P.", metavar="P"
         ),
     ] = 1.0,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Longest completion, in tokens. Default: that of the first run's recipe, else 256.",
-            metavar="N",
-            show_default=False,
-        ),
-    ] = None,
+    max_tokens: MaxTokensOption = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Completions that are sampled together.", metavar="N")] = 16,
     best_of: Annotated[
         str | None,
@@ -156,24 +134,24 @@ def compare(
         temperature = 1.0 if sizes else 0.0
     sampling = SamplingConfig(temperature=temperature, top_p=top_p)
     with route_notes_to_stderr(as_json or as_tsv):
-        config = _load_config(options, prompts)
-        rows = _read_rows(prompts, config) if prompts and prompts != HELDOUT else []
+        config = load_prompt_config(options, prompts)
+        rows = read_given_prompts(prompts, config)
         device = EvaluationDevice.select(config, options.accelerator)
         from rlhf.evaluation import compare as evaluation  # imports torch
         from rlhf.evaluation.generate import GenerationSettings
 
         comparison = evaluation.compare_models(
             models,
-            draw_rows(rows or _read_heldout(options, config, models), limit, config.seed),
+            draw_rows(rows or read_heldout(options, config, models), limit, config.seed),
             GenerationSettings(
-                sampling, max_tokens or _longest_completion(options, config, models), batch_size, config.seed
+                sampling, max_tokens or find_max_tokens(options, config, models), batch_size, config.seed
             ),
             config,
             device,
             reward_model=reward_model,
             samples=max(sizes, default=1),
         )
-        _report_dropped("prompt", comparison.left_out)
+        report_dropped("prompt", comparison.left_out)
         for note in comparison.notes:
             print_line(f"note: {note}")
     statistics = {"accelerator": device.accelerator.name, "precision": device.precision.name}
@@ -226,57 +204,6 @@ def _check(
         find_base_model(model_folder(model))
     if reward_model:
         check_reward_folder(reward_model_folder(reward_model))
-
-
-def _load_config(options: Options, prompts: str | None) -> Config:
-    """Load the configuration, with `prompts` as its data if they are a data set."""
-    is_data = prompts and prompts != HELDOUT and not is_line_source(prompts)
-    data = list_overrides(prompts, "--prompts") if prompts and is_data else []
-    return replace(options, overrides=[*data, *(options.overrides or [])]).load_for((), example=False)
-
-
-def _read_rows(prompts: str, config: Config) -> list[Row]:
-    """Read the prompts of `--prompts`."""
-    if is_line_source(prompts):
-        return read_lines(prompts)
-    rows, dropped = read_prompts(config, show=True)
-    _report_dropped("row", dropped)
-    return rows
-
-
-def _read_heldout(options: Options, config: Config, models: Sequence[str]) -> list[Row]:
-    """Read the prompts that the recipe holds out; without a recipe, those of the first run among the models."""
-    from rlhf.models.loading import load_model_tokenizer
-
-    run = _find_recipe(options, config, models)
-    if run is None:
-        raise ConfigError("--prompts: missing, and none of the models is of a run with held-out prompts; name a file")
-    name, recipe = run
-    tokenizer, _ = load_model_tokenizer(recipe.model, find_base_model(model_folder(name)))
-    return read_heldout_prompts(recipe, tokenizer)
-
-
-def _longest_completion(options: Options, config: Config, models: Sequence[str]) -> int:
-    """Return the longest completion of that recipe, or the default if there is no recipe."""
-    _, recipe = _find_recipe(options, config, models) or ("", config)
-    return recipe.data.max_completion_length
-
-
-def _find_recipe(options: Options, config: Config, models: Sequence[str]) -> tuple[str, Config] | None:
-    """Return the first model and the given recipe; without one, the first model of a run and the run's recipe."""
-    if options.config is not None:
-        return models[0], config
-    for name in filter(is_path, models):
-        if (run := find_run(name)) and (recipe := run.ensure_recipe()):
-            recorded = load_config(recipe, options.overrides or ())
-            admit_code(recorded, recipe, (), trust=options.trust)
-            return name, recorded
-    return None
-
-
-def _report_dropped(noun: str, dropped: DropCounts) -> None:
-    for reason, (count, first) in dropped.items():
-        print_line(f"note: {count:,} {noun}{'s' if count > 1 else ''} left out: {reason} (first: {first})")
 
 
 def _print_lines(statistics: dict[str, Any]) -> None:

@@ -8,58 +8,28 @@ samples are averaged over a prompt's samples first, so that confidence intervals
 from __future__ import annotations
 
 import operator
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from rlhf.config.schema import Config
-from rlhf.data.batches import completion_texts
-from rlhf.data.prompt_encoding import PromptFormat, encode_prompts, make_conversation_row
+from rlhf.data.prompt_encoding import make_conversation_row
 from rlhf.data.records import Row
-from rlhf.data.report import DropCounts, add_drop
-from rlhf.errors import ConfigError, DataError, ModelError
-from rlhf.evaluation.generate import GenerationSettings, Ids, generate_completions, score_completions
-from rlhf.evaluation.models import (
-    EvaluationDevice,
-    LanguageModel,
-    RewardModel,
-    check_reward_folder,
-    find_base_model,
-    find_prompt_format,
-    load_language_model,
-    load_reward_model,
-    model_folder,
-    reward_model_folder,
+from rlhf.data.report import DropCounts
+from rlhf.errors import ModelError
+from rlhf.evaluation.completions import (
+    ModelOutputs,
+    ModelSummary,
+    check_different_models,
+    select_fitting,
+    summarize_model,
+    write_completions,
 )
-from rlhf.models.compatibility import choose_attention, get_max_positions
-from rlhf.models.loading import load_model_tokenizer, load_on_meta
+from rlhf.evaluation.generate import GenerationSettings, Ids, score_completions
+from rlhf.evaluation.models import EvaluationDevice, LanguageModel, RewardModel, load_language_model, load_reward_model
 from rlhf.reporting.progress import progress
 from rlhf.utils.statistics import best_of_at, best_of_kl, distinct, estimate, expected_best, repeated, wilson, win_share
-
-
-@dataclass
-class ModelOutputs:
-    """The completions of one model: the samples of the first prompt, then those of the second, and so on.
-
-    Attributes:
-        truncated: True for completions that did not end within `max_tokens`.
-        log_ratios: log p(completion) under this model minus that under the first one, in nats; None for the first
-            model, or for the reason in `no_ratios`.
-        no_ratios: the reason why there are no log-ratios.
-        counted: token ids for distinct n-grams, in one vocabulary for all models.
-        scores: scores of the reward model, or None.
-    """
-
-    name: str
-    ids: list[Ids] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    truncated: list[bool] = field(default_factory=list)
-    log_ratios: list[float] | None = None
-    no_ratios: str = ""
-    counted: list[Ids] = field(default_factory=list)
-    scores: list[float] | None = None
 
 
 @dataclass
@@ -73,24 +43,6 @@ class Comparison:
     left_out: DropCounts
     columns: list[ModelOutputs]
     notes: list[str]
-
-
-class ModelSummary(NamedTuple):
-    """The properties of a model that are known without its weights; see `rlhf.evaluation.models.EvaluatedModel`.
-
-    `rows` is the size of its embedding; some models have more rows than their tokenizer has tokens, and may draw them.
-    """
-
-    name: str
-    tokenizer: Any
-    prompt_format: PromptFormat
-    max_length: int | None
-    rows: int
-
-    def prompts(self, rows: Sequence[Row]) -> list[Ids | None]:
-        """Return the prompts in the format of the model's training; None if its chat template refuses one."""
-        formatted = [make_conversation_row(row.prompt, self.prompt_format) for row in rows]
-        return encode_prompts(self.tokenizer, formatted, chat_template=self.prompt_format == "template")
 
 
 def compare_models(
@@ -113,20 +65,18 @@ def compare_models(
         DataError: no prompt fits all models.
         ModelError, RunError: a model cannot be loaded, or is of the wrong kind.
     """
-    places = [os.path.realpath(model_folder(name)) for name in models]
-    if twice := [name for name, place in zip(models, places) if places.count(place) > 1]:
-        raise ConfigError(f"{twice[-1]}: is the same model as {twice[0]}; name each model once")
-    writers = [_summarize(name, config, device) for name in models]
-    judge = _summarize(reward_model, config, device, scalar_head=True) if reward_model else None
+    check_different_models(models)
+    writers = [summarize_model(name, config, device) for name in models]
+    judge = summarize_model(reward_model, config, device, scalar_head=True) if reward_model else None
     summaries = [*writers, judge] if judge else writers
-    fitting, prompts, left_out = _select_fitting(summaries, rows, settings.max_tokens)
+    fitting, prompts, left_out = select_fitting(summaries, rows, settings.max_tokens)
     outputs = [ModelOutputs(name) for name in models]
     comparison = Comparison(settings, reward_model, samples, fitting, left_out, outputs, [])
     repeated = [[ids for ids in column for _ in range(samples)] for column in prompts]
     first, *others = zip(writers, repeated, outputs)
     for summary, inputs, column in (*others, first):
         model = load_language_model(summary.name, config, device)
-        _write(model, inputs, column, settings)
+        write_completions(model, inputs, column, settings)
         if column is outputs[0]:
             for other in outputs:
                 if other.log_ratios is not None:
@@ -141,59 +91,6 @@ def compare_models(
         _score(comparison, judge, writers, repeated[-1], load_reward_model(judge.name, config, device))
         device.free_memory()
     return comparison
-
-
-def _summarize(name: str, config: Config, device: EvaluationDevice, *, scalar_head: bool = False) -> ModelSummary:
-    """Summarize a model without reading its weights; raise the errors of loading them."""
-    folder = (reward_model_folder if scalar_head else model_folder)(name)
-    if scalar_head:
-        check_reward_folder(folder)
-    base = str(folder) if scalar_head else find_base_model(folder)
-    source = config.model.model_copy(update={"path": base})
-    tokenizer, _ = load_model_tokenizer(source)
-    attention = choose_attention(device.accelerator, base, source).name
-    model = load_on_meta(base, source, attention=attention, scalar_head=scalar_head)
-    rows = max(model.get_input_embeddings().weight.shape[0], len(tokenizer))
-    return ModelSummary(
-        name, tokenizer, find_prompt_format(folder, tokenizer, config), get_max_positions(model.config), rows
-    )
-
-
-def _select_fitting(
-    models: Sequence[ModelSummary], rows: Sequence[Row], max_tokens: int
-) -> tuple[list[Row], list[Any], DropCounts]:
-    """Return the rows that every model can complete, the prompts of each model, and the reasons for the other rows."""
-    columns = [model.prompts(rows) for model in models]
-    left_out: DropCounts = {}
-    places: list[int] = []
-    for place, row in enumerate(rows):
-        reasons = (_find_obstacle(model, column[place], max_tokens) for model, column in zip(models, columns))
-        if reason := next(filter(None, reasons), ""):
-            add_drop(left_out, reason, row.source)
-        else:
-            places.append(place)
-    if not places:
-        reason, (_, where) = next(iter(left_out.items()))
-        raise DataError(f"no prompt fits all models: {reason} ({where}); give shorter prompts, or lower --max-tokens")
-    return [rows[place] for place in places], [[column[place] for place in places] for column in columns], left_out
-
-
-def _find_obstacle(model: ModelSummary, prompt: Ids | None, max_tokens: int) -> str:
-    """Return the reason why a model cannot complete a prompt, or ""."""
-    if prompt is None:
-        return f"{model.name}: its chat template refuses the turns"
-    if not prompt:
-        return f"{model.name}: the prompt has no tokens"
-    if model.max_length and len(prompt) + max_tokens > model.max_length:
-        return f"{model.name}: the prompt and --max-tokens {max_tokens} exceed its {model.max_length} tokens"
-    return ""
-
-
-def _write(writer: LanguageModel, prompts: Sequence[Ids], column: ModelOutputs, settings: GenerationSettings) -> None:
-    with progress(len(prompts), f"{writer.name} writes", unit="completions") as bar:
-        column.ids = generate_completions(writer, prompts, settings, bar.advance)
-    column.texts = completion_texts(writer.tokenizer, column.ids)
-    column.truncated = [ids[-1] not in writer.end_ids for ids in column.ids]
 
 
 def _read(

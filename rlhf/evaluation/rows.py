@@ -197,13 +197,15 @@ def read_lines(name: str) -> list[Row]:
     return _require_prompts(rows, name)
 
 
-def read_prompts(config: Config, *, show: bool = False) -> tuple[list[Row], DropCounts]:
+def read_prompts(config: Config, *, show: bool = False, records: bool = False) -> tuple[list[Row], DropCounts]:
     """Return the prompts of all rows of `config.data.datasets`, at least one, and the reasons for dropped rows.
+
+    With `records`, rows keep their record, with the columns of the source.
 
     Raises:
         DataError: a source cannot be read, or no row has a prompt.
     """
-    rows, dropped = _collect(config, SourceReader(config.data_seed, show))
+    rows, dropped = _collect(config, SourceReader(config.data_seed, show, records))
     for row in (row for row in rows if not row.prompt):
         add_drop(dropped, "text alone, without a prompt", row.source)
     prompts = [row for row in rows if row.prompt]
@@ -221,15 +223,17 @@ def _collect(config: Config, sources: SourceReader) -> tuple[list[Row], DropCoun
     return rows, dropped
 
 
-def read_heldout_prompts(config: Config, tokenizer: Any) -> list[Row]:
-    """Return the prompts that the PPO stage of a recipe holds out.
+def read_heldout_prompts(config: Config, tokenizer: Any, *, records: bool = False) -> list[Row]:
+    """Return the prompts that the PPO stage of a recipe holds out, with their records if `records`.
 
     Raises:
         DataError: a source cannot be read, or the stage has no rows.
     """
     from rlhf.data.stage_dataset import load_stage
 
-    return [example.row for example in load_stage(config.data, "ppo", tokenizer, seed=config.data_seed).heldout]
+    sources = read_sources(config.data, ["ppo"], seed=config.data_seed, records=records)
+    data = load_stage(config.data, "ppo", tokenizer, seed=config.data_seed, sources=sources)
+    return [example.row for example in data.heldout]
 
 
 def draw_rows(rows: list[Row], limit: int, seed: int) -> list[Row]:

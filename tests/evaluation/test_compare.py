@@ -341,13 +341,13 @@ def test_numbers_are_shown_even_if_the_file_cannot_be_written(
 
 
 def test_ctrl_c_is_one_line(run: Run, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlhf.evaluation import compare as comparing
+    from rlhf.evaluation import completions
     from rlhf.launchers.exit_status import Interrupted
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(comparing, "generate_completions", interrupted)
+    monkeypatch.setattr(completions, "generate_completions", interrupted)
     assert isinstance(run(models["a"], models["b"]).exception, Interrupted)
 
 
