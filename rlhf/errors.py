@@ -43,7 +43,7 @@ class ModelError(RLHFError):
 
 
 class RewardError(RLHFError):
-    """A reward function cannot be found or imported, or fails with a sample."""
+    """A reward function or metric cannot be found or imported, or fails with a sample."""
 
 
 class RunError(RLHFError):
@@ -51,7 +51,7 @@ class RunError(RLHFError):
 
 
 class DependencyError(RLHFError):
-    """An installed library has a version that rlhf does not work with."""
+    """A library is missing, or has a version that rlhf does not work with."""
 
 
 class OutOfMemory(RLHFError):

@@ -1,4 +1,4 @@
-"""`rlhf evaluate`: measure finished models on pairs of replies, on text, or on given prompts and replies."""
+"""`rlhf evaluate`: measure finished models on pairs, on text, on given replies, or on completions (`--metric`)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,18 @@ import typer
 from rich.text import Text
 
 from rlhf.cli.options import Options, shared
-from rlhf.cli.tables import AsJSON, AsTSV, print_json, print_line, print_table
+from rlhf.cli.prompts import (
+    MaxTokensOption,
+    PromptsOption,
+    find_max_tokens,
+    load_prompt_config,
+    read_given_prompts,
+    read_heldout,
+    report_dropped,
+)
+from rlhf.cli.tables import AsJSON, AsTSV, print_json, print_line, print_table, route_notes_to_stderr
 from rlhf.config.paths import is_path
-from rlhf.config.schema import Config
+from rlhf.config.schema import Config, SamplingConfig
 from rlhf.errors import ConfigError, DataError
 from rlhf.evaluation.models import (
     EvaluationDevice,
@@ -37,8 +46,9 @@ from rlhf.evaluation.reward_scores import (
     read_line,
     score_replies,
 )
-from rlhf.evaluation.rows import HELDOUT, list_overrides, read_rows
+from rlhf.evaluation.rows import HELDOUT, draw_rows, list_overrides, read_rows
 from rlhf.reporting.console import console
+from rlhf.reporting.progress import progress
 from rlhf.utils.units import format_number
 
 logger = logging.getLogger(__name__)
@@ -85,6 +95,35 @@ def evaluate(
             help="Replies or text, for language models: a source, a .txt file, or [bold]heldout[/].", metavar="SOURCE"
         ),
     ] = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A measure of completions that the models generate: module:function, FILE.py:function, plugin:NAME, "
+            "bleu, rouge1, rouge2, rougeL or rougeLsum. Repeatable.",
+            metavar="NAME",
+        ),
+    ] = None,
+    prompts: PromptsOption = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --metric: number of prompts, sampled from all. Default: 100.", metavar="N"),
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="With --metric: sampling temperature. Default: 0, always the most likely token.", metavar="T"
+        ),
+    ] = None,
+    max_tokens: MaxTokensOption = None,
+    metric_timeout: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            help="With --metric: seconds for a function to be imported, or to measure --batch-size completions. "
+            "Default: 60.",
+            metavar="SECONDS",
+        ),
+    ] = None,
     prompt: Annotated[str | None, typer.Option(help="A prompt, for reward models.", metavar="TEXT")] = None,
     reply: Annotated[
         list[str] | None, typer.Option(help="A reply to the prompt, to be scored. Repeatable.", metavar="TEXT")
@@ -95,7 +134,7 @@ def evaluate(
     as_json: AsJSON = False,
     as_tsv: AsTSV = False,
 ) -> None:
-    """Measure finished models: reward models on pairs, language models on text.
+    """Measure finished models: reward models on pairs, language models on text and on what they generate.
 
     [bold]rlhf evaluate runs/a --pairs heldout[/]  ·  accuracy and calibration on its recipe's held-out rows
 
@@ -107,14 +146,21 @@ def evaluate(
 
     [bold]rlhf evaluate gpt2 runs/a/sft --text replies.jsonl[/]  ·  perplexity
 
+    [bold]rlhf evaluate runs/a/sft runs/a --metric grade.py:correct --metric rougeL[/]  ·  on what they generate
+
     A run means its reward model or its last policy; runs/a/sft means the model of that stage. A SOURCE is a path, a
     hub name, or an entry of data.datasets: [bold]--pairs '{path: rows.csv, columns: {chosen: good, rejected: bad}}'[/]
 
     The score of a reply is that of its last token, as in PPO. Calibration compares how often chosen replies score
     higher with sigmoid(chosen - rejected). Texts longer than a model's context are read in windows that overlap by
     half.
+
+    A metric function is called with (prompt, completion, row), as a reward function is, and returns a number; the mean
+    is shown with its 95 % interval. row["response"] is the reply to compare with, if the row has one. bleu and rougeL
+    need the packages sacrebleu and rouge-score.
     """
-    modes = [name for name, value in {"--pairs": pairs, "--text": text, "--prompt": prompt}.items() if value]
+    given = {"--pairs": pairs, "--text": text, "--metric": metric, "--prompt": prompt}
+    modes = [name for name, value in given.items() if value]
     if len(modes) > 1:
         raise ConfigError(f"{modes[0]} and {modes[1]}: one thing is measured at a time; give one of them")
     if bool(prompt) != bool(reply):
@@ -123,6 +169,26 @@ def evaluate(
         raise ConfigError("--rows: needs --json; add it")
     if twice := next((name for name in models if models.count(name) > 1), None):
         raise ConfigError(f"{twice}: is named twice; name each model once")
+    generation = {
+        "--prompts": prompts,
+        "--limit": limit,
+        "--temperature": temperature,
+        "--max-tokens": max_tokens,
+        "--metric-timeout": metric_timeout,
+    }
+    if not metric and (unused := next((name for name, value in generation.items() if value is not None), None)):
+        raise ConfigError(f"{unused}: needs --metric; give one, or remove {unused}")
+    if metric:
+        for model in models:
+            find_base_model(model_folder(model))
+        settings = (limit or 100, temperature or 0.0, max_tokens, batch_size, metric_timeout or 60.0)
+        with route_notes_to_stderr(as_json or as_tsv):
+            report = _measure_completions(options, models, metric, prompts, *settings, with_rows=rows)
+        if as_json:
+            print_json(report)
+        else:
+            _print_metrics(report, as_tsv)
+        return
     source, option = (pairs, "--pairs") if pairs else (text, "--text")
     config = _load_config(options, source, option, models)
     for model in models:  # before anything slow is imported
@@ -199,6 +265,101 @@ def _measure(
         del model
         device.free_memory()
     return {"kind": "pairs" if is_pairs else "text", "source": source, **_describe(device), "models": measures}
+
+
+def _measure_completions(
+    options: Options,
+    models: Sequence[str],
+    names: Sequence[str],
+    prompts: str | None,
+    limit: int,
+    temperature: float,
+    max_tokens: int | None,
+    batch_size: int,
+    timeout: float,
+    *,
+    with_rows: bool,
+) -> dict[str, Any]:
+    """Complete the prompts with each model, and measure the completions with each metric."""
+    from rlhf.evaluation.metrics import NO_REFERENCE, Metrics
+    from rlhf.rewards.process import Sample
+
+    metrics = Metrics(names, timeout)  # a mistake in a metric shows before models are loaded
+    config = load_prompt_config(options, prompts)
+    rows = read_given_prompts(prompts, config, records=True)
+    device = EvaluationDevice.select(config, options.accelerator)
+    from rlhf.evaluation.completions import complete_prompts
+    from rlhf.evaluation.generate import GenerationSettings
+
+    rows = rows or read_heldout(options, config, models, records=True)
+    lacking = [row for row in rows if not row.response] if metrics.needs_reference else []
+    if len(lacking) == len(rows):
+        named = ", ".join(name for name in names if ":" not in name)
+        raise DataError(
+            f"--metric {named}: compares with the replies of the data, and {prompts or HELDOUT} has none; name a "
+            "source that has replies with --prompts"
+        )
+    if lacking:
+        rows = [row for row in rows if row.response]
+    settings = GenerationSettings(
+        SamplingConfig(temperature=temperature),
+        max_tokens or find_max_tokens(options, config, models),
+        batch_size,
+        config.seed,
+    )
+    completed = complete_prompts(models, draw_rows(rows, limit, config.seed), settings, config, device)
+    left_out = {NO_REFERENCE: (len(lacking), lacking[0].source)} if lacking else {}
+    left_out |= completed.left_out
+    report_dropped("prompt", left_out)
+    references = [row.response or "" for row in completed.rows]
+    measures: list[dict[str, Any]] = []
+    for output in completed.outputs:
+        samples = [Sample(row.text, text, row.as_dict()) for row, text in zip(completed.rows, output.texts)]
+        with progress(len(samples), f"measuring {output.name}", unit="completions") as bar:
+            results = metrics.measure(samples, references, batch_size=batch_size, done=bar.advance)
+        measures.append(
+            {
+                "model": output.name,
+                "folder": str(model_folder(output.name)),
+                "prompts": len(completed.rows),
+                "metrics": {
+                    name: {"value": result.value, "low": result.low, "high": result.high}
+                    for name, result in results.items()
+                },
+                "length": sum(map(len, output.ids)) / len(output.ids),
+                "truncated_share": sum(output.truncated) / len(output.truncated),
+                "left_out": {reason: count for reason, (count, _) in left_out.items()},
+            }
+        )
+        if with_rows:
+            measures[-1]["each"] = [
+                {
+                    "source": row.source,
+                    "prompt": row.text,
+                    "completion": output.texts[place],
+                    "truncated": output.truncated[place],
+                    "metrics": {name: result.values[place] for name, result in results.items()},
+                }
+                for place, row in enumerate(completed.rows)
+            ]
+    return {"kind": "metrics", "source": prompts or HELDOUT, **_describe(device), "models": measures}
+
+
+def _print_metrics(report: dict[str, Any], tsv: bool) -> None:
+    models = report["models"]
+    rows = [["prompts", *(_format_cell(model["prompts"]) for model in models)]]
+    for name in models[0]["metrics"]:
+        results = [model["metrics"][name] for model in models]
+        intervals = [None if result["low"] is None else [result["low"], result["high"]] for result in results]
+        rows += [
+            [name, *(_format_cell(result["value"]) for result in results)],
+            ["its 95% interval", *map(_format_cell, intervals)],
+        ]
+    rows += [
+        [label, *(_format_cell(model[key]) for model in models)]
+        for key, label in {"length": "length, tokens", "truncated_share": "truncated"}.items()
+    ]
+    print_table(f"{report['source']}: metrics", ["metrics", *(model["model"] for model in models)], rows, tsv=tsv)
 
 
 def _print_measures(report: dict[str, Any], tsv: bool) -> None:

@@ -30,7 +30,7 @@ _NEEDED_KEYS = {
 """Keys of `ppo` that have no effect if another key is empty or 0."""
 
 
-def _resolve_function(value: Any) -> Any:
+def resolve_function(value: Any) -> Any:
     """Return `where:name`; the path of a file is made relative to the working directory.
 
     Raises:
@@ -57,9 +57,7 @@ def _validate_label(value: Any) -> Any:
 
 
 # JSON is read from other working directories, so its paths are absolute.
-Function = Annotated[
-    str, BeforeValidator(_resolve_function), PlainSerializer(_make_function_absolute, when_used="json")
-]
+Function = Annotated[str, BeforeValidator(resolve_function), PlainSerializer(_make_function_absolute, when_used="json")]
 
 
 class RewardFunctionConfig(ConfigModel):

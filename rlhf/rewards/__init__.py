@@ -14,4 +14,6 @@ Each rank has one such process (`worker.py`). It starts before the first step, r
 torch nor a device; a function's global variables keep their values between batches. Its output goes to standard error.
 An exception, a value that is not a finite number, a process that exits, or one that exceeds `ppo.reward_timeout` ends
 the run with one line (`process.py`). Plugins can offer reward functions, too (`hookspecs.py`).
+
+The metrics of `rlhf evaluate --metric` are such functions as well: the same arguments, process and checks.
 """

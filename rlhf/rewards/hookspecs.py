@@ -1,7 +1,7 @@
-"""The hook through which plugins offer reward functions, and the search for a function by name.
+"""The hooks through which plugins offer reward functions and metrics, and the search for a function by name.
 
-A plugin is a distribution with an entry point in the group `rlhf.rewards` that names a module. If a recipe names
-`plugin:...`, it is loaded in the process in which its functions will run.
+A plugin is a distribution with an entry point in the group `rlhf.rewards` or `rlhf.metrics` that names a module. If a
+recipe or `--metric` names `plugin:...`, it is loaded in the process in which its functions will run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Any
 import pluggy
 
 PROJECT = "rlhf_rewards"
-ENTRY_POINT_GROUP = "rlhf.rewards"
+REWARDS_GROUP = "rlhf.rewards"
+METRICS_GROUP = "rlhf.metrics"
+_HOOKS = {REWARDS_GROUP: "rlhf_reward_functions", METRICS_GROUP: "rlhf_metrics"}
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -32,22 +34,34 @@ def rlhf_reward_functions() -> Mapping[str, str]:  # type: ignore[empty-body]
     """
 
 
+@hookspec
+def rlhf_metrics() -> Mapping[str, str]:  # type: ignore[empty-body]
+    """Return functions as module:function, by the name in `rlhf evaluate --metric plugin:NAME`.
+
+    from rlhf.rewards.hookspecs import hookimpl
+
+    @hookimpl
+    def rlhf_metrics():
+        return {"exact": "my_metrics.match:exact"}
+    """
+
+
 class UnknownPluginFunction(Exception):
     """No plugin offers a function of this name, or several do."""
 
 
-def find_plugin_function(name: str) -> str:
-    """Return the function that a plugin offers as `name`, as module:function.
+def find_plugin_function(name: str, group: str) -> str:
+    """Return the function that a plugin of an entry point group offers as `name`, as module:function.
 
     Raises:
         UnknownPluginFunction: no plugin offers it, or several do.
     """
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(sys.modules[__name__])
-    for point in entry_points(group=ENTRY_POINT_GROUP):
+    for point in entry_points(group=group):
         manager.register(point.load(), point.name)
     offered: dict[str, dict[str, str]] = {}
-    for implementation in manager.hook.rlhf_reward_functions.get_hookimpls():
+    for implementation in getattr(manager.hook, _HOOKS[group]).get_hookimpls():
         functions: Any = implementation.function()
         for offered_name, function in functions.items():
             offered.setdefault(offered_name, {})[implementation.plugin_name] = function

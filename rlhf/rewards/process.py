@@ -1,4 +1,4 @@
-"""Call the user's reward functions: samples go in, one number per function and sample comes out.
+"""Call the user's reward functions and metrics: samples go in, one number per function and sample comes out.
 
 The functions run in a separate process (`rlhf.rewards.worker`), so that nothing they do can harm this process and its
 device. The worker ends with this process, even if this process is killed.
@@ -30,6 +30,7 @@ from rlhf.config.schema import Config, RewardFunctionConfig
 from rlhf.config.types import short_repr
 from rlhf.errors import ConfigError, RewardError
 from rlhf.rewards import worker
+from rlhf.rewards.hookspecs import METRICS_GROUP, REWARDS_GROUP
 
 _POLL_SECONDS = 0.2  # between checks if the process has exited, because other processes may keep its connection open
 
@@ -40,6 +41,28 @@ class Sample(NamedTuple):
     prompt: str
     completion: str
     row: dict[str, Any]
+
+
+class FunctionUse(NamedTuple):
+    """The names in messages for one use of functions, and the entry point group of plugins that offer them."""
+
+    noun: str
+    key: str
+    timeout_key: str
+    remedy: str
+    group: str
+
+
+REWARDS = FunctionUse(
+    "reward function",
+    "ppo.reward_functions",
+    "ppo.reward_timeout",
+    "fix the function, then repeat this command with --resume",
+    REWARDS_GROUP,
+)
+METRICS = FunctionUse(
+    "metric", "--metric", "--metric-timeout", "fix the function, then repeat this command", METRICS_GROUP
+)
 
 
 def check_reward_functions(config: Config, ranks: int, *, run_code: bool = True) -> None:
@@ -57,7 +80,7 @@ def check_reward_functions(config: Config, ranks: int, *, run_code: bool = True)
             f"ppo.reward_timeout: must be less than engine.timeout, {config.engine.timeout:g} s, got "
             f"{settings.reward_timeout:g} s; lower it, or raise engine.timeout"
         )
-    for file in _find_files(settings.reward_functions):
+    for file in _find_files(settings.reward_functions, REWARDS):
         try:
             ast.parse(file.read_bytes())
         except (SyntaxError, ValueError) as error:
@@ -66,7 +89,7 @@ def check_reward_functions(config: Config, ranks: int, *, run_code: bool = True)
         RewardProcess(settings.reward_functions, settings.reward_timeout).close()
 
 
-def _find_files(functions: Sequence[RewardFunctionConfig]) -> list[Path]:
+def _find_files(functions: Sequence[RewardFunctionConfig], use: FunctionUse) -> list[Path]:
     """Return the files among the functions.
 
     Raises:
@@ -75,9 +98,7 @@ def _find_files(functions: Sequence[RewardFunctionConfig]) -> list[Path]:
     files = [file for function in functions if (file := function.function.rpartition(":")[0]).endswith(".py")]
     for file in files:
         if not Path(file).is_file():
-            raise RewardError(
-                f"ppo.reward_functions: {file}: no such file; check its path{paths.missing_path_hint(file)}"
-            )
+            raise RewardError(f"{use.key}: {file}: no such file; check its path{paths.missing_path_hint(file)}")
     return [Path(file) for file in files]
 
 
@@ -90,17 +111,18 @@ class RewardProcess:
     Args:
         functions: the functions to import.
         timeout: seconds for a batch, and for the imports.
+        use: what the functions are for.
 
     Raises:
         RewardError: a function does not exist, cannot be imported in time, or takes other arguments.
     """
 
-    def __init__(self, functions: Sequence[RewardFunctionConfig], timeout: float) -> None:
-        self._functions, self._timeout = functions, timeout
+    def __init__(self, functions: Sequence[RewardFunctionConfig], timeout: float, use: FunctionUse = REWARDS) -> None:
+        self._functions, self._timeout, self._use = functions, timeout, use
         self._start()
 
     def _start(self) -> None:
-        _find_files(self._functions)
+        _find_files(self._functions, self._use)
         self._connection, worker_end = Pipe()
         lifeline, held_end = Pipe(duplex=False)
         descriptors = worker_end.fileno(), lifeline.fileno()
@@ -114,7 +136,8 @@ class RewardProcess:
         worker_end.close()
         lifeline.close()
         self.close = weakref.finalize(self, _end, self._process, (self._connection, held_end))
-        self._exchange(([os.getcwd(), *sys.path], [function.function for function in self._functions]), ())
+        names = [function.function for function in self._functions]
+        self._exchange(([os.getcwd(), *sys.path], names, self._use.group), ())
 
     def __call__(self, samples: Sequence[Sample]) -> list[list[float]]:
         """Return the values of each function, one for each sample.
@@ -166,7 +189,8 @@ class RewardProcess:
                 else:
                     return content[0]
         except (EOFError, ConnectionError):
-            problem = f"{'took' if samples else 'importing it took'} more than {self._timeout:g} s (ppo.reward_timeout)"
+            verb = "took" if samples else "importing it took"
+            problem = f"{verb} more than {self._timeout:g} s ({self._use.timeout_key})"
             if time.monotonic() < deadline or exited_before:
                 problem = _describe_exit(self._process)
         finally:
@@ -179,12 +203,12 @@ class RewardProcess:
         index, number = place
         name = self._functions[index].function
         if number is None:
-            return RewardError(f"ppo.reward_functions: {name}: {problem}")
+            return RewardError(f"{self._use.key}: {name}: {problem}")
         sample = samples[number]
         where = f" ({source})" if isinstance(source := sample.row.get("source"), str) else ""
         return RewardError(
-            f"reward function {name}: {problem}; for the prompt {short_repr(sample.prompt)} with the completion "
-            f"{short_repr(sample.completion)}{where}; fix the function, then repeat this command with --resume"
+            f"{self._use.noun} {name}: {problem}; for the prompt {short_repr(sample.prompt)} with the completion "
+            f"{short_repr(sample.completion)}{where}; {self._use.remedy}"
         )
 
 

@@ -1,8 +1,8 @@
 """The process that runs reward functions: it imports them, then scores one batch after the other.
 
-`rlhf.rewards.process` starts this file as a script. It receives Python's path and the functions' names, then samples.
-It sends ("at", function, sample) before each call, and ("done", result) or ("failed", reason). It imports only the
-standard library, to start at once.
+`rlhf.rewards.process` starts this file as a script. It receives Python's path, the functions' names and the entry point
+group of plugins, then samples. It sends ("at", function, sample) before each call, and ("done", result) or ("failed",
+reason). It imports only the standard library, to start at once.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class RewardWorker:
         Raises:
             EOFError, ConnectionError: the run has ended.
         """
-        sys.path[:], names = self._connection.recv()
-        self._reply(self._import, names)
+        sys.path[:], names, group = self._connection.recv()
+        self._reply(self._import, (names, group))
         while True:
             self._reply(self._score, self._connection.recv())
 
@@ -76,10 +76,11 @@ class RewardWorker:
             message = ("failed", _describe_error(error))
         self._connection.send(message)
 
-    def _import(self, names: list[str]) -> None:
+    def _import(self, functions: tuple[list[str], str]) -> None:
+        names, group = functions
         for place, name in enumerate(names):
             self._connection.send(("at", place, None))
-            self._functions.append(_import_function(name))
+            self._functions.append(_import_function(name, group))
 
     def _score(self, samples: list[tuple[str, str, Any]]) -> list[list[float]]:
         return [
@@ -129,8 +130,8 @@ def _ignore_signals() -> None:
     os.register_at_fork(after_in_child=restore)
 
 
-def _import_function(name: str) -> Callable[[str, str, Any], Any]:
-    """Import the function `where:name`, and check that it can be called.
+def _import_function(name: str, group: str) -> Callable[[str, str, Any], Any]:
+    """Import the function `where:name`, that of a plugin of an entry point group, and check that it can be called.
 
     Raises:
         UnusableFunction: it does not exist, or cannot be called with these arguments.
@@ -140,7 +141,7 @@ def _import_function(name: str) -> Callable[[str, str, Any], Any]:
         from rlhf.rewards.hookspecs import UnknownPluginFunction, find_plugin_function
 
         try:
-            where, _, attribute = find_plugin_function(attribute).rpartition(":")
+            where, _, attribute = find_plugin_function(attribute, group).rpartition(":")
         except UnknownPluginFunction as error:
             raise UnusableFunction(str(error)) from None
     function: Any = _import_module(where)
