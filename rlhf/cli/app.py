@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rlhf.cli import accelerators, chat, compare, evaluate, profile, recipe, show, sweep
+from rlhf.cli import accelerators, chat, compare, evaluate, label, profile, recipe, show, sweep
 from rlhf.cli.options import (
     RUN,
     Options,
@@ -203,6 +203,7 @@ for _command in (
     chat.chat,
     compare.compare,
     evaluate.evaluate,
+    label.label,
     recipe.config,
     recipe.data,
     recipe.plan,

@@ -1,0 +1,181 @@
+"""Preferences of a person for one of two completions, and the file that they are appended to (`rlhf label`).
+
+A line of the file is `{"prompt", "chosen", "rejected", "models", "source"}`, a pair that the reward stage reads, or
+`{"prompt", "tie", "models", "source"}`, which has no reply to train on. `models` has the model of each completion.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlhf.data.formats import ColumnMapping
+from rlhf.data.records import RejectedRecordError, Row, parse_record
+from rlhf.errors import DataError, RunError
+from rlhf.utils.atomic_io import refuse_link
+from rlhf.utils.statistics import Interval, wilson
+
+FIRST, SECOND, TIE = "1", "2", "="
+_KEYS = ({"prompt", "chosen", "rejected"}, {"prompt", "tie"})
+
+
+@dataclass(frozen=True)
+class Question:
+    """Two completions of a prompt in the order in which they are shown, and the model of each."""
+
+    row: Row
+    completions: tuple[str, str]
+    models: tuple[str, str]
+
+    def answer(self, key: str) -> dict[str, Any]:
+        """Return the line of the file for an answer: `FIRST`, `SECOND` or `TIE`."""
+        (first, second), (model, other) = self.completions, self.models
+        prompt = {"prompt": write_prompt(self.row)}
+        if key == TIE:
+            return {**prompt, "tie": [first, second], "models": [model, other], "source": self.row.source}
+        if key == SECOND:
+            first, second, model, other = second, first, other, model
+        return {**prompt, "chosen": first, "rejected": second, "models": [model, other], "source": self.row.source}
+
+
+def make_question(row: Row, completions: tuple[str, str], models: tuple[str, str], seed: int) -> Question:
+    """Return a question; the seed and the prompt decide which completion is shown first."""
+    if random.Random(f"label {seed} {prompt_identity(write_prompt(row))}").random() < 0.5:
+        completions, models = completions[::-1], models[::-1]
+    return Question(row, completions, models)
+
+
+def write_prompt(row: Row) -> Any:
+    """Return a row's prompt as a source has it: a text if it is read back as this row's, else its messages."""
+    messages = [{"role": message.role, "content": message.content} for message in row.prompt]
+    text = row.prompt[0].content
+    columns = ColumnMapping(prompt="prompt", template=row.template)
+    try:
+        parsed = parse_record({"prompt": text}, columns, "")
+    except RejectedRecordError:
+        return messages
+    return text if (parsed.prompt, parsed.text) == (row.prompt, row.text) else messages
+
+
+def prompt_identity(prompt: Any) -> str:
+    """Return what two equal prompts of files have in common."""
+    return json.dumps(prompt, sort_keys=True)
+
+
+class LabelFile:
+    """The file of labels: those in it, and those that are appended, each safe on the disk before the next question.
+
+    A crash can cut only the last line short; it is removed when the file is opened again.
+
+    Raises:
+        DataError: the file has a line that is not a label.
+        RunError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.labels: list[Mapping[str, Any]] = []
+        self._descriptor: int | None = None
+        content = b""
+        try:
+            refuse_link(path)
+            if path.exists():
+                content = path.read_bytes()
+                self._open()
+        except OSError as error:
+            raise self._error(error) from error
+        complete, end, last = content.rpartition(b"\n")
+        for number, line in enumerate(complete.split(b"\n") if end else (), 1):
+            if line.strip():
+                self.labels.append(self._parse(line, number))
+        if last.strip():
+            self._complete(last, len(complete + end))
+
+    def append(self, label: Mapping[str, Any]) -> None:
+        """Write a label.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        self._write(json.dumps(label, ensure_ascii=False).encode() + b"\n")
+        self.labels.append(label)
+
+    @property
+    def prompts(self) -> set[str]:
+        """The identities of the labelled prompts."""
+        return {prompt_identity(label["prompt"]) for label in self.labels}
+
+    @property
+    def ties(self) -> int:
+        """The number of labels that prefer neither completion."""
+        return sum("tie" in label for label in self.labels)
+
+    def close(self) -> None:
+        """Close the file; without a label there is none."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+
+    def _open(self) -> int:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+        self._descriptor = os.open(self.path, flags, 0o666)
+        return self._descriptor
+
+    def _parse(self, line: bytes, number: int) -> dict[str, Any]:
+        try:
+            label = json.loads(line)
+        except ValueError:
+            label = None
+        if not isinstance(label, dict) or not any(keys <= label.keys() for keys in _KEYS):
+            raise DataError(
+                f"{self.path}:{number}: is not a label (prompt, chosen, rejected); name another file with --output"
+            )
+        return label
+
+    def _complete(self, last: bytes, start: int) -> None:
+        """Keep a last line without an end if it is complete, as editors leave it; else remove it."""
+        try:
+            json.loads(last)
+        except ValueError:
+            try:
+                os.truncate(self.path, start)
+            except OSError as error:
+                raise self._error(error) from error
+            return
+        self.labels.append(self._parse(last, len(self.labels) + 1))
+        self._write(b"\n")
+
+    def _write(self, data: bytes) -> None:
+        try:
+            descriptor = self._open() if self._descriptor is None else self._descriptor
+            while data:
+                data = data[os.write(descriptor, data) :]
+            os.fsync(descriptor)
+        except OSError as error:
+            raise self._error(error) from error
+
+    def _error(self, error: OSError) -> RunError:
+        return RunError(f"{self.path}: cannot be written ({error.strerror}); choose another --output")
+
+
+class Preference(NamedTuple):
+    """The share of labels that prefer one model to another, a tie counting half, with its 95 % interval."""
+
+    share: float
+    interval: Interval
+    labels: int
+
+
+def count_preferences(labels: Sequence[Mapping[str, Any]], model: str, other: str) -> Preference | None:
+    """Return how often `model` is preferred to `other`; None without labels of these two."""
+    wins = [
+        0.5 if "tie" in label else float(label["models"][0] == model)
+        for label in labels
+        if sorted(label.get("models") or ()) == sorted((model, other))
+    ]
+    return Preference(sum(wins) / len(wins), wilson(sum(wins), len(wins)), len(wins)) if wins else None
