@@ -152,6 +152,10 @@ def log_plan(context: StageContext) -> dict[str, Any]:
 def train(context: StageContext) -> dict[str, Any]:
     """Set a stage up, take its steps, and return its summary."""
     trainer = build_trainer(context)
+    stage = context.directory.name
+    if configuration := context.configuration("actor" if stage == "ppo" else stage):
+        # Not the tokenizer's: a model may have more outputs than it.
+        context.health.vocabulary = configuration.get_text_config(decoder=True).vocab_size
     set_up = context.clock.seconds()
     return {**loop.fit(trainer, context), "set_up_seconds": set_up}
 
@@ -159,7 +163,6 @@ def train(context: StageContext) -> dict[str, Any]:
 def build_trainer(context: StageContext) -> Trainer:
     """Load a stage's models and data, and return its trainer."""
     models = ModelFactory(context)
-    context.health.vocabulary = len(models.tokenizer)
     data = stage_rows(context, models.tokenizer, models.generation_settings)
     if context.directory.name == "ppo":
         on_world = any(dataset.path == WORLD for dataset in context.config.data.datasets)

@@ -82,3 +82,10 @@ def test_reward_model_scores_as_plain_transformers(finished_run):
         expected = model(input_ids=ids, attention_mask=mask).logits[:, 0]
         scores = last_token_scores(ScalarHead(model)(ids, mask), mask)
     torch.testing.assert_close(scores, expected)
+
+
+def test_model_with_more_outputs_than_tokens_is_judged_by_its_outputs(rlhf, tmp_path):
+    """A model that has learned nothing guesses among 4,096; its perplexity is above that of the tokenizer's tokens."""
+    keys = ("model.vocabulary_multiple=4096", "sft.max_steps=1")
+    done = rlhf("sft", "--output", tmp_path / "run", *(word for key in keys for word in ("--set", key)))
+    assert "SFT has hardly learned" in done.stdout and "guessing has 4,096" in " ".join(done.stdout.split())
