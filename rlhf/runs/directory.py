@@ -224,7 +224,7 @@ class RunDirectory:
 
     def check_rows(self, config: Config, data: Fingerprints) -> None:
         """Raise `RunError` if the rows of a source differ from those that `run.json` records for it."""
-        recorded = read_json(self.description) if self.description.is_file() else {}
+        recorded = self._read_description()
         if changed := find_changed_data(recorded, config, data):
             raise RunError(
                 f"{self.path}: this run was made with other rows: {', '.join(changed)}; "
@@ -233,7 +233,7 @@ class RunDirectory:
 
     def check_models(self, config: Config, models: StartModels, stages: Collection[Stage] = EVERY_STAGE) -> None:
         """Raise `RunError` if a model differs from the one that `run.json` records for one of `stages`."""
-        recorded = read_json(self.description) if self.description.is_file() else {}
+        recorded = self._read_description()
         if changed := find_changed_models(recorded, config, models, stages):
             raise RunError(
                 f"{self.path}: this run was made with other models: {', '.join(changed)}; "
@@ -242,11 +242,15 @@ class RunDirectory:
 
     def record_models(self, stage: Stage, models: Mapping[str, StartModel]) -> None:
         """Record in `run.json` the models that `stage` starts from."""
-        recorded = read_json(self.description)
+        recorded = self._read_description()
         of_stage = recorded.setdefault("stages", {}).setdefault(stage, {})
         if of_stage.get("models", {}) != _describe_models(models)["models"]:
             of_stage |= _describe_models(models)
             atomic_write_json(self.description, recorded)
+
+    def _read_description(self) -> dict[str, Any]:
+        """Return what `run.json` holds; empty if there is none, as in a script that trains a stage by itself."""
+        return read_json(self.description) if self.description.is_file() else {}
 
     def describe_saved(self) -> str | None:
         """Return what is on disk, in one line, for a run that was stopped; None if nothing is saved."""

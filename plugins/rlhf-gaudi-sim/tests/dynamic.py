@@ -49,10 +49,7 @@ def main(recipe: str, output: str, *faults: str) -> None:
         from rlhf.trainers import pipeline, supervised
 
         supervised.negative_log_likelihood = spoil(supervised.negative_log_likelihood, list(faults))
-        directory = RunDirectory(Path(output))
-        directory.path.mkdir()
-        directory.description.write_text('{"stages": {"sft": {}}}', encoding="utf-8")  # a run would write all of it
-        pipeline.run(config, accelerator, directory, ["sft"])
+        pipeline.run(config, accelerator, RunDirectory(Path(output)), ["sft"])
 
 
 if __name__ == "__main__":
