@@ -54,7 +54,7 @@ def settings(work: dict[str, Any], output: str) -> dict[str, Any]:
     if work["stage"] in ("sft", "reward"):
         optimizer = {"learning_rate": work["learning_rate"], "schedule": "constant"}
         return values | {work["stage"]: rows | {"optimizer": optimizer, "epochs": 100_000, "dropout": 0.0}}
-    ppo = rows | {"ppo_epochs": 1, "steps": 100_000}
+    ppo = rows | {"ppo_epochs": 1, "steps": 100_000, "actor": work["model"], "reward_model": work["model"]}
     if work["stage"] == "rollout":
         ppo["estimator"] = "reinforce++"
         values |= {"lora": {"rank": 8}} if work["parameters"] > LARGE else {}
