@@ -16,17 +16,15 @@ from rlhf.cli.options import Options, shared
 from rlhf.cli.prompts import (
     MaxTokensOption,
     PromptsOption,
-    find_max_tokens,
-    load_prompt_config,
-    read_given_prompts,
-    read_heldout,
+    SampledTogetherOption,
+    TopPOption,
+    prepare_generation,
     report_dropped,
 )
 from rlhf.cli.tables import AsJSON, AsTSV, flatten, print_json, print_line, print_table, route_notes_to_stderr
 from rlhf.config.schema import SamplingConfig
 from rlhf.errors import ConfigError, RunError
 from rlhf.evaluation.models import (
-    EvaluationDevice,
     check_reward_folder,
     find_base_model,
     model_folder,
@@ -86,14 +84,9 @@ def compare(
             show_default=False,
         ),
     ] = None,
-    top_p: Annotated[
-        float,
-        typer.Option(
-            "--top-p", min=0.001, max=1, help="Sample only from the most likely tokens that add up to P.", metavar="P"
-        ),
-    ] = 1.0,
+    top_p: TopPOption = 1.0,
     max_tokens: MaxTokensOption = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Completions that are sampled together.", metavar="N")] = 16,
+    batch_size: SampledTogetherOption = 16,
     best_of: Annotated[
         str | None,
         typer.Option(
@@ -134,22 +127,14 @@ def compare(
         temperature = 1.0 if sizes else 0.0
     sampling = SamplingConfig(temperature=temperature, top_p=top_p)
     with route_notes_to_stderr(as_json or as_tsv):
-        config = load_prompt_config(options, prompts)
-        rows = read_given_prompts(prompts, config)
-        device = EvaluationDevice.select(config, options.accelerator)
+        generation = prepare_generation(
+            options, models, prompts, sampling, max_tokens=max_tokens, batch_size=batch_size
+        )
         from rlhf.evaluation import compare as evaluation  # imports torch
-        from rlhf.evaluation.generate import GenerationSettings
 
+        rows, device = draw_rows(generation.rows, limit, generation.config.seed), generation.device
         comparison = evaluation.compare_models(
-            models,
-            draw_rows(rows or read_heldout(options, config, models), limit, config.seed),
-            GenerationSettings(
-                sampling, max_tokens or find_max_tokens(options, config, models), batch_size, config.seed
-            ),
-            config,
-            device,
-            reward_model=reward_model,
-            samples=max(sizes, default=1),
+            models, *generation._replace(rows=rows), reward_model=reward_model, samples=max(sizes, default=1)
         )
         report_dropped("prompt", comparison.left_out)
         for note in comparison.notes:

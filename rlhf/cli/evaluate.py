@@ -8,21 +8,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
 
 from rlhf.cli.options import Options, shared
-from rlhf.cli.prompts import (
-    MaxTokensOption,
-    PromptsOption,
-    find_max_tokens,
-    load_prompt_config,
-    read_given_prompts,
-    read_heldout,
-    report_dropped,
-)
+from rlhf.cli.prompts import Generation, MaxTokensOption, PromptsOption, prepare_generation, report_dropped
 from rlhf.cli.tables import AsJSON, AsTSV, print_json, print_line, print_table, route_notes_to_stderr
 from rlhf.config.paths import is_path
 from rlhf.config.schema import Config, SamplingConfig
@@ -50,6 +42,9 @@ from rlhf.evaluation.rows import HELDOUT, draw_rows, list_overrides, read_rows
 from rlhf.reporting.console import console
 from rlhf.reporting.progress import progress
 from rlhf.utils.units import format_number
+
+if TYPE_CHECKING:
+    from rlhf.evaluation.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -169,21 +164,27 @@ def evaluate(
         raise ConfigError("--rows: needs --json; add it")
     if twice := next((name for name in models if models.count(name) > 1), None):
         raise ConfigError(f"{twice}: is named twice; name each model once")
-    generation = {
+    settings = {
         "--prompts": prompts,
         "--limit": limit,
         "--temperature": temperature,
         "--max-tokens": max_tokens,
         "--metric-timeout": metric_timeout,
     }
-    if not metric and (unused := next((name for name, value in generation.items() if value is not None), None)):
+    if not metric and (unused := next((name for name, value in settings.items() if value is not None), None)):
         raise ConfigError(f"{unused}: needs --metric; give one, or remove {unused}")
     if metric:
         for model in models:
             find_base_model(model_folder(model))
-        settings = (limit or 100, temperature or 0.0, max_tokens, batch_size, metric_timeout or 60.0)
+        from rlhf.evaluation.metrics import Metrics
+
         with route_notes_to_stderr(as_json or as_tsv):
-            report = _measure_completions(options, models, metric, prompts, *settings, with_rows=rows)
+            metrics = Metrics(metric, metric_timeout or 60.0)  # a mistake in a metric shows before models are loaded
+            sampling = SamplingConfig(temperature=temperature or 0.0)
+            generation = prepare_generation(
+                options, models, prompts, sampling, max_tokens=max_tokens, batch_size=batch_size, records=True
+            )
+            report = _measure_completions(models, metrics, generation, limit or 100, prompts or HELDOUT, rows)
         if as_json:
             print_json(report)
         else:
@@ -268,55 +269,32 @@ def _measure(
 
 
 def _measure_completions(
-    options: Options,
-    models: Sequence[str],
-    names: Sequence[str],
-    prompts: str | None,
-    limit: int,
-    temperature: float,
-    max_tokens: int | None,
-    batch_size: int,
-    timeout: float,
-    *,
-    with_rows: bool,
+    models: Sequence[str], metrics: Metrics, generation: Generation, limit: int, source: str, with_rows: bool
 ) -> dict[str, Any]:
-    """Complete the prompts with each model, and measure the completions with each metric."""
-    from rlhf.evaluation.metrics import NO_REFERENCE, Metrics
-    from rlhf.rewards.process import Sample
-
-    metrics = Metrics(names, timeout)  # a mistake in a metric shows before models are loaded
-    config = load_prompt_config(options, prompts)
-    rows = read_given_prompts(prompts, config, records=True)
-    device = EvaluationDevice.select(config, options.accelerator)
+    """Complete `limit` prompts of the source with each model, and measure the completions with each metric."""
     from rlhf.evaluation.completions import complete_prompts
-    from rlhf.evaluation.generate import GenerationSettings
+    from rlhf.evaluation.metrics import NO_REFERENCE
 
-    rows = rows or read_heldout(options, config, models, records=True)
-    lacking = [row for row in rows if not row.response] if metrics.needs_reference else []
-    if len(lacking) == len(rows):
-        named = ", ".join(name for name in names if ":" not in name)
+    rows, lacking = generation.rows, []
+    if metrics.needs_reference:
+        rows, lacking = [row for row in rows if row.response], [row for row in rows if not row.response]
+    if not rows:
+        named = ", ".join(name for name in metrics.names if ":" not in name)
         raise DataError(
-            f"--metric {named}: compares with the replies of the data, and {prompts or HELDOUT} has none; name a "
-            "source that has replies with --prompts"
+            f"--metric {named}: compares with the replies of the data, and {source} has none; name a source that has "
+            "replies with --prompts"
         )
-    if lacking:
-        rows = [row for row in rows if row.response]
-    settings = GenerationSettings(
-        SamplingConfig(temperature=temperature),
-        max_tokens or find_max_tokens(options, config, models),
-        batch_size,
-        config.seed,
-    )
-    completed = complete_prompts(models, draw_rows(rows, limit, config.seed), settings, config, device)
+    rows = draw_rows(rows, limit, generation.config.seed)
+    completed = complete_prompts(models, *generation._replace(rows=rows))
     left_out = {NO_REFERENCE: (len(lacking), lacking[0].source)} if lacking else {}
     left_out |= completed.left_out
     report_dropped("prompt", left_out)
-    references = [row.response or "" for row in completed.rows]
-    measures: list[dict[str, Any]] = []
+    measures = []
     for output in completed.outputs:
-        samples = [Sample(row.text, text, row.as_dict()) for row, text in zip(completed.rows, output.texts)]
-        with progress(len(samples), f"measuring {output.name}", unit="completions") as bar:
-            results = metrics.measure(samples, references, batch_size=batch_size, done=bar.advance)
+        with progress(len(output.texts), f"measuring {output.name}", unit="completions") as bar:
+            results = metrics.measure(
+                completed.rows, output.texts, batch_size=generation.settings.batch_size, done=bar.advance
+            )
         measures.append(
             {
                 "model": output.name,
@@ -342,7 +320,7 @@ def _measure_completions(
                 }
                 for place, row in enumerate(completed.rows)
             ]
-    return {"kind": "metrics", "source": prompts or HELDOUT, **_describe(device), "models": measures}
+    return {"kind": "metrics", "source": source, **_describe(generation.device), "models": measures}
 
 
 def _print_metrics(report: dict[str, Any], tsv: bool) -> None:

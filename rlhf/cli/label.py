@@ -19,16 +19,16 @@ from rich.text import Text
 
 from rlhf.cli.options import Options, shared
 from rlhf.cli.prompts import (
+    Generation,
     MaxTokensOption,
     PromptsOption,
-    find_max_tokens,
-    load_prompt_config,
-    read_given_prompts,
-    read_heldout,
+    SampledTogetherOption,
+    TopPOption,
+    prepare_generation,
     report_dropped,
 )
 from rlhf.cli.tables import print_line
-from rlhf.config.schema import Config, SamplingConfig
+from rlhf.config.schema import SamplingConfig
 from rlhf.errors import ConfigError, RunError
 from rlhf.evaluation.labels import (
     FIRST,
@@ -41,14 +41,13 @@ from rlhf.evaluation.labels import (
     prompt_identity,
     write_prompt,
 )
-from rlhf.evaluation.models import EvaluationDevice, find_base_model, model_folder
+from rlhf.evaluation.models import find_base_model, model_folder
 from rlhf.evaluation.rows import STDIN, draw_rows
 from rlhf.reporting.console import console
 from rlhf.utils.atomic_io import check_writable
 
 if TYPE_CHECKING:
     from rlhf.data.records import Row
-    from rlhf.evaluation.generate import GenerationSettings
 
 _SKIP, _QUIT = "s", "q"
 _END_OF_INPUT = "\x04"  # Ctrl-D
@@ -76,14 +75,9 @@ def label(
     temperature: Annotated[
         float, typer.Option(min=0, help="Sampling temperature; 0, with two models: the most likely token.", metavar="T")
     ] = 1.0,
-    top_p: Annotated[
-        float,
-        typer.Option(
-            "--top-p", min=0.001, max=1, help="Sample only from the most likely tokens that add up to P.", metavar="P"
-        ),
-    ] = 1.0,
+    top_p: TopPOption = 1.0,
     max_tokens: MaxTokensOption = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Completions that are sampled together.", metavar="N")] = 16,
+    batch_size: SampledTogetherOption = 16,
 ) -> None:
     """Choose the better of two completions, prompt by prompt; the reward stage trains on your choices.
 
@@ -99,19 +93,15 @@ def label(
     """
     _check(models, temperature, prompts, output)
     with closing(LabelFile(output)) as file:
-        config = load_prompt_config(options, prompts)
-        rows = read_given_prompts(prompts, config)
-        device = EvaluationDevice.select(config, options.accelerator)
-        from rlhf.evaluation.generate import GenerationSettings
-
-        rows = _select_unlabelled(rows or read_heldout(options, config, models), file, limit, config.seed)
-        if not rows:
-            print_line(f"all prompts are labelled in {output}; raise --limit, or name others with --prompts")
-            return
         sampling = SamplingConfig(temperature=temperature, top_p=top_p)
-        longest = max_tokens or find_max_tokens(options, config, models)
-        settings = GenerationSettings(sampling, longest, batch_size, config.seed)
-        questions = _generate_questions(models, rows, settings, config, device)
+        generation = prepare_generation(
+            options, models, prompts, sampling, max_tokens=max_tokens, batch_size=batch_size
+        )
+        rows = _select_unlabelled(generation.rows, file, limit, generation.config.seed)
+        if not rows:
+            print_line(f"all prompts are labelled in {output}; raise --limit, or name other --prompts or --output")
+            return
+        questions = _generate_questions(models, generation._replace(rows=rows))
         with _single_keys():
             _ask(questions, file)
         _report(file, models, {row.template for row in rows if row.template})
@@ -139,22 +129,16 @@ def _select_unlabelled(rows: Sequence[Row], file: LabelFile, limit: int, seed: i
     return [row for row in draw_rows(different, limit, seed) if prompt_identity(write_prompt(row)) not in labelled]
 
 
-def _generate_questions(
-    models: Sequence[str],
-    rows: Sequence[Row],
-    settings: GenerationSettings,
-    config: Config,
-    device: EvaluationDevice,
-) -> list[Question]:
+def _generate_questions(models: Sequence[str], generation: Generation) -> list[Question]:
     """Generate two completions of each prompt; prompts with equal completions are left out."""
     from rlhf.evaluation.completions import complete_prompts
 
-    completed = complete_prompts(models, rows, settings, config, device, samples=3 - len(models))
+    completed = complete_prompts(models, *generation, samples=3 - len(models))
     report_dropped("prompt", completed.left_out)
     texts = [output.texts for output in completed.outputs]
     first, second = (texts[0][::2], texts[0][1::2]) if len(models) == 1 else texts
     questions = [
-        make_question(row, pair, (models[0], models[-1]), settings.seed)
+        make_question(row, pair, (models[0], models[-1]), generation.settings.seed)
         for row, pair in zip(completed.rows, zip(first, second))
         if pair[0] != pair[1]
     ]

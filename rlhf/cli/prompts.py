@@ -1,20 +1,20 @@
-"""The prompts of commands that generate: those of `--prompts`, or the held-out ones of a recipe."""
+"""Commands that generate: their common options, and the prompts, which are given or held out by a recipe."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from rlhf.cli.options import Options
 from rlhf.cli.tables import print_line
 from rlhf.config.paths import is_path
-from rlhf.config.schema import Config, load_config
+from rlhf.config.schema import Config, SamplingConfig, load_config
 from rlhf.config.trust import admit_code
 from rlhf.errors import ConfigError
-from rlhf.evaluation.models import find_base_model, find_run, model_folder
+from rlhf.evaluation.models import EvaluationDevice, find_base_model, find_run, model_folder
 from rlhf.evaluation.rows import (
     HELDOUT,
     is_line_source,
@@ -27,6 +27,7 @@ from rlhf.evaluation.rows import (
 if TYPE_CHECKING:
     from rlhf.data.records import Row
     from rlhf.data.report import DropCounts
+    from rlhf.evaluation.generate import GenerationSettings
 
 PromptsOption = Annotated[
     str | None,
@@ -47,46 +48,74 @@ MaxTokensOption = Annotated[
 ]
 
 
-def load_prompt_config(options: Options, prompts: str | None) -> Config:
-    """Load the configuration, with `prompts` as its data if they are a data set."""
-    is_data = prompts and prompts != HELDOUT and not is_line_source(prompts)
-    data = list_overrides(prompts, "--prompts") if prompts and is_data else []
-    return replace(options, overrides=[*data, *(options.overrides or [])]).load_for((), example=False)
+TopPOption = Annotated[
+    float,
+    typer.Option(
+        "--top-p", min=0.001, max=1, help="Sample only from the most likely tokens that add up to P.", metavar="P"
+    ),
+]
+SampledTogetherOption = Annotated[int, typer.Option(min=1, help="Completions that are sampled together.", metavar="N")]
 
 
-def read_given_prompts(prompts: str | None, config: Config, *, records: bool = False) -> list[Row]:
-    """Read the prompts of `--prompts`; none for held-out prompts, which need a tokenizer (`read_heldout`).
+class Generation(NamedTuple):
+    """The rows whose prompts a command completes, and how and where it generates."""
+
+    rows: list[Row]
+    settings: GenerationSettings
+    config: Config
+    device: EvaluationDevice
+
+
+def prepare_generation(
+    options: Options,
+    models: Sequence[str],
+    prompts: str | None,
+    sampling: SamplingConfig,
+    *,
+    max_tokens: int | None,
+    batch_size: int,
+    records: bool = False,
+) -> Generation:
+    """Read the prompts of `--prompts`, or those that the recipe or the first run among the models holds out.
 
     Args:
         prompts: the option.
-        config: the result of `load_prompt_config`.
+        max_tokens: the option; None for that of the recipe.
         records: keep each row's record, with the columns of the source.
+
+    Raises:
+        ConfigError: there are no held-out prompts.
+        DataError: the prompts cannot be read.
     """
-    if not prompts or prompts == HELDOUT:
-        return []
-    if is_line_source(prompts):
-        return read_lines(prompts)
-    rows, dropped = read_prompts(config, show=True, records=records)
-    report_dropped("row", dropped)
-    return rows
+    given = prompts if prompts and prompts != HELDOUT else ""
+    is_source = given and not is_line_source(given)
+    data = list_overrides(given, "--prompts") if is_source else []
+    config = replace(options, overrides=[*data, *(options.overrides or [])]).load_for((), example=False)
+    rows: list[Row] = []
+    if is_source:
+        rows, dropped = read_prompts(config, show=True, records=records)
+        report_dropped("row", dropped)
+    elif given:
+        rows = read_lines(given)
+    device = EvaluationDevice.select(config, options.accelerator)
+    from rlhf.evaluation.generate import GenerationSettings  # imports torch
+
+    recipe = None if rows and max_tokens else _find_recipe(options, config, models)
+    if not rows:
+        rows = _read_heldout(recipe, records=records)
+    longest = max_tokens or (recipe[1] if recipe else config).data.max_completion_length
+    return Generation(rows, GenerationSettings(sampling, longest, batch_size, config.seed), config, device)
 
 
-def read_heldout(options: Options, config: Config, models: Sequence[str], *, records: bool = False) -> list[Row]:
-    """Read the prompts that the recipe holds out; without a recipe, those of the first run among the models."""
+def _read_heldout(recipe: tuple[str, Config] | None, *, records: bool) -> list[Row]:
+    """Read the prompts that a recipe holds out, with the tokenizer of the model that it is paired with."""
     from rlhf.models.loading import load_model_tokenizer
 
-    run = _find_recipe(options, config, models)
-    if run is None:
+    if recipe is None:
         raise ConfigError("--prompts: missing, and none of the models is of a run with held-out prompts; name a file")
-    name, recipe = run
-    tokenizer, _ = load_model_tokenizer(recipe.model, find_base_model(model_folder(name)))
-    return read_heldout_prompts(recipe, tokenizer, records=records)
-
-
-def find_max_tokens(options: Options, config: Config, models: Sequence[str]) -> int:
-    """Return the longest completion of that recipe, or the default if there is no recipe."""
-    _, recipe = _find_recipe(options, config, models) or ("", config)
-    return recipe.data.max_completion_length
+    name, config = recipe
+    tokenizer, _ = load_model_tokenizer(config.model, find_base_model(model_folder(name)))
+    return read_heldout_prompts(config, tokenizer, records=records)
 
 
 def _find_recipe(options: Options, config: Config, models: Sequence[str]) -> tuple[str, Config] | None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from rlhf.config.ppo import resolve_function
 from rlhf.config.schema import RewardFunctionConfig
+from rlhf.data.records import Row
 from rlhf.errors import ConfigError, DependencyError
 from rlhf.rewards.process import METRICS, RewardProcess, Sample
 from rlhf.utils.statistics import CONFIDENCE, estimate
@@ -63,19 +64,20 @@ class Metrics:
         self._process = RewardProcess(functions, timeout, METRICS) if functions else None
 
     def measure(
-        self, samples: Sequence[Sample], references: Sequence[str], *, batch_size: int, done: Callable[[int], None]
+        self, rows: Sequence[Row], completions: Sequence[str], *, batch_size: int, done: Callable[[int], None]
     ) -> dict[str, MetricResult]:
-        """Return the result of each metric for completions of different prompts.
+        """Return the result of each metric for a completion of each row's prompt.
 
         Args:
-            samples: the arguments of the functions.
-            references: the reply that each completion is compared with; unused without BLEU and ROUGE.
+            rows: with their records, which functions get; and with the replies that BLEU and ROUGE compare with.
             batch_size: completions that the functions measure within the timeout.
             done: called after each batch with its number of completions.
 
         Raises:
             RewardError: a function failed with a completion.
         """
+        samples = [Sample(row.text, text, row.as_dict()) for row, text in zip(rows, completions)]
+        references = [row.response or "" for row in rows]
         values: dict[str, list[float]] = {name: [] for name in self._functions}
         for start in range(0, len(samples), batch_size):
             batch = samples[start : start + batch_size]
@@ -83,7 +85,6 @@ class Metrics:
                 column += numbers
             done(len(batch))
         results = {name: _average(column) for name, column in values.items()}
-        completions = [sample.completion for sample in samples]
         for name in self.names:
             if name == BLEU:
                 results[name] = compute_bleu(completions, references)

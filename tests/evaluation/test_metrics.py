@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf.data.formats import ColumnMapping
+from rlhf.data.records import Row, parse_record
 from rlhf.errors import RLHFError
 from rlhf.evaluation.metrics import Metrics, compute_bleu, compute_rouge
-from rlhf.rewards.process import Sample
 from tests.evaluation.conftest import Evaluate, documented_keys, lines, printed_json
 from tests.helpers import build_tokenizer, llama
 
@@ -41,6 +42,10 @@ def reference(prompt, completion, row):
 def broken(prompt, completion, row):
     return None
 """
+
+
+def asked(prompt: str) -> Row:
+    return parse_record({"prompt": prompt}, ColumnMapping(prompt="prompt"), "rows.jsonl:1")
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +169,7 @@ def test_metric_that_hangs_is_stopped(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import time\ndef wait(prompt, completion, row):\n    time.sleep(60)\n")
     metrics = Metrics([f"{tmp_path}/slow.py:wait"], 2.0)
     with pytest.raises(RLHFError, match=r"wait: took more than 2 s \(--metric-timeout\); for the prompt 'p'"):
-        metrics.measure([Sample("p", "c", {})], ["r"], batch_size=8, done=lambda rows: None)
+        metrics.measure([asked("p")], ["c"], batch_size=8, done=lambda rows: None)
 
 
 def test_plugin_offers_metrics_in_its_own_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,8 +185,8 @@ def test_plugin_offers_metrics_in_its_own_group(tmp_path: Path, monkeypatch: pyt
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: measures\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text("[rlhf.metrics]\nmeasures = measures\n")
-    samples = [Sample("p", "abc", {}), Sample("p", "abcde", {})]
-    result = Metrics(["plugin:size"], 20).measure(samples, ["", ""], batch_size=1, done=lambda rows: None)
+    rows, completions = [asked("p"), asked("q")], ["abc", "abcde"]
+    result = Metrics(["plugin:size"], 20).measure(rows, completions, batch_size=1, done=lambda rows: None)
     assert result["plugin:size"].values == [3, 5]
     with pytest.raises(RLHFError, match="plugin:reward: no plugin offers reward; use one of size"):
         Metrics(["plugin:reward"], 20)
