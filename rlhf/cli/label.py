@@ -9,7 +9,7 @@ import sys
 import termios
 import tty
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -92,19 +92,17 @@ def label(
     on.
     """
     _check(models, temperature, prompts, output)
-    with closing(LabelFile(output)) as file:
-        sampling = SamplingConfig(temperature=temperature, top_p=top_p)
-        generation = prepare_generation(
-            options, models, prompts, sampling, max_tokens=max_tokens, batch_size=batch_size
-        )
-        rows = _select_unlabelled(generation.rows, file, limit, generation.config.seed)
-        if not rows:
-            print_line(f"all prompts are labelled in {output}; raise --limit, or name other --prompts or --output")
-            return
-        questions = _generate_questions(models, generation._replace(rows=rows))
-        with _single_keys():
-            _ask(questions, file)
-        _report(file, models, {row.template for row in rows if row.template})
+    file = LabelFile(output)
+    sampling = SamplingConfig(temperature=temperature, top_p=top_p)
+    generation = prepare_generation(options, models, prompts, sampling, max_tokens=max_tokens, batch_size=batch_size)
+    rows = _select_unlabelled(generation.rows, file, limit, generation.config.seed)
+    if not rows:
+        print_line(f"all prompts are labelled in {output}; raise --limit, or name other --prompts or --output")
+        return
+    questions = _generate_questions(models, generation._replace(rows=rows))
+    with _single_keys():
+        _ask(questions, file)
+    _report(file, models, {row.template for row in rows if row.template})
 
 
 def _check(models: Sequence[str], temperature: float, prompts: str | None, output: Path) -> None:

@@ -1,4 +1,4 @@
-"""Preferences of a person for one of two completions, and the file that they are appended to (`rlhf label`).
+"""Preferences of a person for one of two completions, and the file that they are added to (`rlhf label`).
 
 A line of the file is `{"prompt", "chosen", "rejected", "models", "source"}`, a pair that the reward stage reads, or
 `{"prompt", "tie", "models", "source"}`, which has no reply to train on. `models` has the model of each completion.
@@ -7,7 +7,6 @@ A line of the file is `{"prompt", "chosen", "rejected", "models", "source"}`, a 
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 from rlhf.data.formats import ColumnMapping
 from rlhf.data.records import RejectedRecordError, Row, parse_record
 from rlhf.errors import DataError, RunError
-from rlhf.utils.atomic_io import refuse_link
+from rlhf.utils.atomic_io import atomic_write, refuse_link
 from rlhf.utils.statistics import Interval, wilson
 
 FIRST, SECOND, TIE = "1", "2", "="
@@ -68,33 +67,28 @@ def prompt_identity(prompt: Any) -> str:
 
 
 class LabelFile:
-    """The file of labels: those in it, and those that are appended, each safe on the disk before the next question.
+    """The file of labels: those in it, and those that are added, each safe on the disk before the next question.
 
-    A crash can cut only the last line short; it is removed when the file is opened again.
+    A last line that an earlier program or a crash cut short is removed when the file is opened.
 
     Raises:
         DataError: the file has a line that is not a label.
-        RunError: the file cannot be written.
+        RunError: the file cannot be read or written.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.labels: list[Mapping[str, Any]] = []
-        self._descriptor: int | None = None
-        content = b""
-        try:
-            refuse_link(path)
-            if path.exists():
-                content = path.read_bytes()
-                self._open()
-        except OSError as error:
-            raise self._error(error) from error
-        complete, end, last = content.rpartition(b"\n")
-        for number, line in enumerate(complete.split(b"\n") if end else (), 1):
+        refuse_link(path)
+        text = self._read()
+        *lines, last = text.split("\n")  # not at U+2028 and the like, which JSON allows within a line
+        if last and _parse_json(last) is None:
+            self._write(text.removesuffix(last))
+        else:
+            lines.append(last)
+        for number, line in enumerate(lines, 1):
             if line.strip():
                 self.labels.append(self._parse(line, number))
-        if last.strip():
-            self._complete(last, len(complete + end))
 
     def append(self, label: Mapping[str, Any]) -> None:
         """Write a label.
@@ -102,7 +96,9 @@ class LabelFile:
         Raises:
             RunError: it cannot be written.
         """
-        self._write(json.dumps(label, ensure_ascii=False).encode() + b"\n")
+        text = self._read()  # again, because two people may label into one file
+        end = "" if text.endswith("\n") or not text else "\n"
+        self._write(f"{text}{end}{json.dumps(label, ensure_ascii=False)}\n")
         self.labels.append(label)
 
     @property
@@ -115,52 +111,36 @@ class LabelFile:
         """The number of labels that prefer neither completion."""
         return sum("tie" in label for label in self.labels)
 
-    def close(self) -> None:
-        """Close the file; without a label there is none."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-
-    def _open(self) -> int:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-        self._descriptor = os.open(self.path, flags, 0o666)
-        return self._descriptor
-
-    def _parse(self, line: bytes, number: int) -> dict[str, Any]:
-        try:
-            label = json.loads(line)
-        except ValueError:
-            label = None
+    def _parse(self, line: str, number: int) -> dict[str, Any]:
+        label = _parse_json(line)
         if not isinstance(label, dict) or not any(keys <= label.keys() for keys in _KEYS):
             raise DataError(
                 f"{self.path}:{number}: is not a label (prompt, chosen, rejected); name another file with --output"
             )
         return label
 
-    def _complete(self, last: bytes, start: int) -> None:
-        """Keep a last line without an end if it is complete, as editors leave it; else remove it."""
+    def _read(self) -> str:
         try:
-            json.loads(last)
-        except ValueError:
-            try:
-                os.truncate(self.path, start)
-            except OSError as error:
-                raise self._error(error) from error
-            return
-        self.labels.append(self._parse(last, len(self.labels) + 1))
-        self._write(b"\n")
-
-    def _write(self, data: bytes) -> None:
-        try:
-            descriptor = self._open() if self._descriptor is None else self._descriptor
-            while data:
-                data = data[os.write(descriptor, data) :]
-            os.fsync(descriptor)
+            return self.path.read_text(encoding="utf-8") if self.path.exists() else ""
         except OSError as error:
-            raise self._error(error) from error
+            raise RunError(f"{self.path}: cannot be read ({error.strerror}); choose another --output") from error
+        except ValueError as error:
+            raise DataError(f"{self.path}: is not UTF-8; name another file with --output") from error
 
-    def _error(self, error: OSError) -> RunError:
-        return RunError(f"{self.path}: cannot be written ({error.strerror}); choose another --output")
+    def _write(self, text: str) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(self.path, text)
+        except OSError as error:
+            raise RunError(f"{self.path}: cannot be written ({error.strerror}); choose another --output") from error
+
+
+def _parse_json(line: str) -> Any:
+    """Return the value of a line of JSON; None if it is not JSON."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
 
 
 class Preference(NamedTuple):

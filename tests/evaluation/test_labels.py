@@ -80,6 +80,12 @@ def test_labels_are_on_disk_at_once_and_found_again(tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) == 2 == len(LabelFile(path).prompts)
 
 
+def test_line_separators_within_a_prompt_do_not_end_a_line(tmp_path: Path) -> None:
+    file = LabelFile(tmp_path / "labels.jsonl")
+    file.append(asked("one\u2028two\x85three").answer(FIRST))
+    assert LabelFile(file.path).labels == file.labels
+
+
 @pytest.mark.parametrize("cut", [1, 20, 70])
 def test_line_that_a_crash_cut_is_removed(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "labels.jsonl"
