@@ -53,7 +53,8 @@ def settings(work: dict[str, Any], output: str) -> dict[str, Any]:
     rows = {"batch_size": work["batch_size"], "micro_batch_size": work.get("micro_batch_size")}
     if work["stage"] in ("sft", "reward"):
         optimizer = {"learning_rate": work["learning_rate"], "schedule": "constant"}
-        return values | {work["stage"]: rows | {"optimizer": optimizer, "epochs": 100_000, "dropout": 0.0}}
+        start = {"model": work["model"]} if work["stage"] == "reward" else {}  # else that of a finished sft stage
+        return values | {work["stage"]: rows | start | {"optimizer": optimizer, "epochs": 100_000, "dropout": 0.0}}
     ppo = rows | {"ppo_epochs": 1, "steps": 100_000, "actor": work["model"], "reward_model": work["model"]}
     if work["stage"] == "rollout":
         ppo["estimator"] = "reinforce++"

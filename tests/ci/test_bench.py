@@ -180,3 +180,20 @@ def test_turns_apart_run_one_side_at_a_time(bench, tmp_path: Path) -> None:
     turns.measure({name: lambda name=name: RecordingWorker(name) for name in "ab"})
     assert " ".join(order) == "+a a a a -a +b b b b -b +a a a -a +b b b -b"
     assert {name: len(steps) for name, steps in turns.steps.items()} == {"a": 3, "b": 3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["sft", "reward", "ppo", "rollout"])
+def test_worker_takes_steps(bench, stage: str, model_folder: Path, tmp_path: Path) -> None:
+    """What a benchmark times on our side, with a tiny model."""
+    rows = [[[5, 6], [7, 8, 9], [10, 11]][: 2 if stage == "sft" else 3] for _ in range(4)]
+    work = {"stage": stage, "accelerator": "cpu", "model": str(model_folder), "batch_size": 4, "learning_rate": 1e-5}
+    work |= {"micro_batch_size": 2, "prompt_tokens": 4, "completion_tokens": 4, "parameters": 0}
+    work |= {"rows": rows, "prompts": [[5, 6, 7, 8]] * 4}
+    command = bench.turns.ours_command(bench.turns.write(work, tmp_path))
+    worker = bench.turns.start_worker(command, stage, tmp_path, "cpu")
+    replies = [worker.step(record=True) for _ in range(2)]
+    worker.stop()
+    assert len(worker.seconds) == 2 and all(reply["peak_gib"] > 0 for reply in replies)
+    if stage in ("sft", "reward"):
+        assert all(reply["loss"] > 0 for reply in replies)

@@ -21,6 +21,7 @@ from rlhf.models.shape import EMBEDDED, shape_from
 from rlhf.roles.base_sharing import record_base
 
 LORA = {"rank": 8}
+HOST = Environment(2, unified_memory=True)
 
 
 def shared_models(**settings: Any) -> set[str]:
@@ -262,6 +263,30 @@ def test_samples_take_the_cache_of_three_rows_without_copies(stage: Stage, lora:
     sizes = item_sizes(phase, "dpo" if stage == "dpo" else "sft")
     assert sizes["KV cache"] == 3 * config.data.max_length * 32 * 2 * 4096 * 2
     assert "converted weights" not in sizes and "merged weights" not in sizes
+
+
+@pytest.mark.parametrize(("zero_stage", "copies"), [(0, 1), (3, 3)])
+def test_loading_a_quantized_base_counts_a_whole_matrix(zero_stage: int, copies: int) -> None:
+    """The widest matrix in float32, and packed: at ZeRO-3 its tensors, these joined, and the joined bytes in shards."""
+    shape = {"model": {"path": "llama-2-7b"}, "lora": LORA, "engine": {"zero_stage": zero_stage}}
+    sizes = {}
+    for frozen in ("auto", "int8"):
+        (plan,) = plan_stages(build_config({**shape, "engine": {**shape["engine"], "frozen": frozen}}), ["sft"], HOST)
+        (phase,) = [phase for phase in plan.phases if phase.name == "loading"]
+        sizes[frozen] = item_sizes(phase, "sft").get("loading", 0)
+    numbers = 4096 * 11008
+    assert sizes["int8"] - sizes["auto"] == pytest.approx(4 * numbers + copies * numbers, rel=0.01)  # and scales
+
+
+def test_only_a_device_counts_weights_that_are_gathered_ahead() -> None:
+    """DeepSpeed gathers up to 50,000,000 weights ahead; on a host it gathers none."""
+    config = build_config({"model": {"path": "llama-2-7b"}, "engine": {"zero_stage": 3}})
+    sizes = []
+    for unified in (True, False):
+        (plan,) = plan_stages(config, ["reward"], Environment(2, unified_memory=unified))
+        (phase,) = [phase for phase in plan.phases if phase.name == "training"]
+        sizes.append(item_sizes(phase, "reward")["gathered layers"])
+    assert sizes[1] - sizes[0] == pytest.approx(2 * 50_000_000, rel=1e-6)
 
 
 def test_whole_weights_for_samples_are_added_to_the_shards() -> None:

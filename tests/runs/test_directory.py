@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhf.errors import RunError
+from rlhf.roles.model_identity import StartModel
 from rlhf.runs.directory import RunDirectory
 from rlhf.utils.atomic_io import atomic_directory, atomic_rename_dir, atomic_write_json
 from tests.run_folders import check, checkpoint, config_in, fail_in, record, run_stages
@@ -120,6 +121,15 @@ def test_stage_without_a_step_starts_again_without_any_flag(tmp_path: Path) -> N
     config = config_in(tmp_path / "run")
     with check(config).open_for(config):
         assert not run.stage("sft").path.exists()
+
+
+def test_models_are_recorded_without_a_description(tmp_path: Path) -> None:
+    """A benchmark trains a stage without the rest of a run."""
+    run = RunDirectory(tmp_path)
+    for content in ("1", "2"):
+        run.record_models("sft", {"policy": StartModel("model", {"weights": content})})
+        recorded = json.loads(run.description.read_text())["stages"]["sft"]["models"]
+        assert recorded == {"policy": {"path": "model", "identity": {"weights": content}}}
 
 
 @pytest.mark.parametrize("error", [RunError("x"), KeyError("x"), KeyboardInterrupt()])
