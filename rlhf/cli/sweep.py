@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rlhf.contrib.sweep.results import PointOutcome, PointResult, SweepDirectory
 
 
-@shared("overrides", "accelerator", "precision", "output", "seed", "dry_run", "ranks", "debug")
+@shared("overrides", "accelerator", "precision", "output", "seed", "dry_run", "ranks", "trust", "debug")
 def sweep(
     options: Options,
     grid: Annotated[Path, typer.Argument(help="YAML file of the sweep: a recipe and a grid.", metavar="GRID.yaml")],
@@ -86,6 +86,7 @@ def sweep(
     if report and not folder.description.is_file():
         raise RunError(f"{folder.path}: contains no sweep to report; omit --report to start it")
     if not report:
+        loaded.admit_code(trust=options.trust)
         folder.check(loaded)
     if options.dry_run:
         _predict(loaded, folder, as_json, as_tsv)

@@ -22,10 +22,11 @@ from rlhf.utils.atomic_io import atomic_write_json, read_json
 from rlhf.utils.process_info import current_process
 
 
-def admit_code(config: Config, recipe: Path | None, stages: Sequence[Stage], *, trust: bool = False) -> None:
+def admit_code(configs: Sequence[Config], recipe: Path | None, stages: Sequence[Stage], *, trust: bool = False) -> None:
     """Print which code of the settings `stages` will run, and refuse code of other users without consent.
 
     Args:
+        configs: the settings; those of all points of a sweep.
         recipe: the file that the settings come from; None without one.
         stages: the stages to run; without PPO no reward function is called.
         trust: the user consents to running it.
@@ -33,12 +34,12 @@ def admit_code(config: Config, recipe: Path | None, stages: Sequence[Stage], *, 
     Raises:
         ConfigError: the recipe or its folder belongs to another user, and this user has not consented.
     """
-    code = list(_describe_code(config, stages))
+    code = list(dict.fromkeys(line for config in configs for line in _describe_code(config, stages)))
     if not code:
         return
     process, owner = current_process(), recipe and _find_other_owner(recipe)
     if recipe and owner:
-        digest, path = _digest(config), str(recipe.resolve())
+        digest, path = _digest(configs), str(recipe.resolve())
         if not trust and _read_consents().get(path) != digest:
             raise ConfigError(
                 f"{recipe}: belongs to {owner} and runs {' and '.join(code)}; "
@@ -86,9 +87,9 @@ def _find_other_owner(recipe: Path) -> str | None:
     return None
 
 
-def _digest(config: Config) -> str:
+def _digest(configs: Sequence[Config]) -> str:
     """Return a digest of all names in the settings, and of the Python files among them and in folders among them."""
-    names = sorted(set(_texts(config.model_dump(mode="json"))))
+    names = sorted({text for config in configs for text in _texts(config.model_dump(mode="json"))})
     digest = hashlib.sha256(json.dumps(names).encode())
     for name in names:
         path = name.rpartition(":")[0] if ".py:" in name else name

@@ -116,7 +116,7 @@ def plan_next_stage(
     if plan.fullest.device <= environment.device_limit:
         host_limit = format_bytes(environment.host_limit or 0)
         peak = f"peak about {format_bytes(plan.host)} of {host_limit} on the host for each rank"
-    remedy = f"try {format_changes(changes)}" if changes else "no change helps"
+    remedy = f"try {format_changes(changes)}" if changes else "use larger devices or a smaller model"
     refusal = ""
     if environment.available is not None and plan.at_rest > environment.available:
         kept, left = format_bytes(plan.at_rest), format_bytes(environment.available)

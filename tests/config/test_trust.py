@@ -10,7 +10,9 @@ import pytest
 from rlhf.config import trust
 from rlhf.config.schema import load_config
 from rlhf.config.trust import admit_code, consents_path
+from rlhf.contrib.sweep.grid import load_grid
 from rlhf.errors import ConfigError
+from tests.forks import Forks
 
 
 @pytest.fixture
@@ -38,7 +40,7 @@ def give_away(monkeypatch: pytest.MonkeyPatch, *paths: Path) -> None:
 
 
 def admit(recipe: Path, *stages: str, **options: bool) -> None:
-    admit_code(load_config(recipe, ()), recipe, stages or ("ppo",), **options)  # type: ignore[arg-type]
+    admit_code([load_config(recipe, ())], recipe, stages or ("ppo",), **options)  # type: ignore[arg-type]
 
 
 def test_own_recipe_is_one_line(theirs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,6 +112,20 @@ def test_recipe_without_code_needs_no_consent(theirs: Path, monkeypatch: pytest.
     admit(theirs)
 
 
+@pytest.mark.parametrize("name", ["grid.yaml", "recipe.yaml"])
+def test_grid_of_another_user_needs_consent_once(name: str, theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = theirs.with_name("grid.yaml")
+    grid.write_text("recipe: ./recipe.yaml\nstages: [ppo]\nshare: [sft, reward]\ngrid: {ppo.kl_coef: [0.1, 0.2]}\n")
+    give_away(monkeypatch, theirs.with_name(name))
+    with pytest.raises(ConfigError, match=rf"{name}: belongs to user \d+ and runs reward functions .*rewards.py:f; "):
+        load_grid(grid).admit_code()
+    load_grid(grid).admit_code(trust=True)
+    load_grid(grid).admit_code()
+    (theirs.parent / "rewards.py").write_text("2\n")
+    with pytest.raises(ConfigError, match="--trust"):
+        load_grid(grid).admit_code()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 def test_command_runs_nothing_of_another_users_folder(rlhf, theirs: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     mark, own = tmp_path / "mark", theirs.parent / "rewards.py"
@@ -120,3 +136,13 @@ def test_command_runs_nothing_of_another_users_folder(rlhf, theirs: Path, tmp_pa
     assert done.returncode == 2 and "belongs to user 12345" in done.stderr and not mark.exists()
     dry = rlhf("ppo", "--dry-run", *output, recipe=theirs, check=False)
     assert "belongs to" not in dry.stderr and not mark.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_sweep_of_another_users_grid_writes_and_runs_nothing(forks: Forks, theirs: Path, tmp_path: Path) -> None:
+    grid = theirs.with_name("grid.yaml")
+    grid.write_text("recipe: ./recipe.yaml\nstages: [ppo]\nshare: [sft, reward]\ngrid: {ppo.kl_coef: [0.1, 0.2]}\n")
+    os.chown(grid, 12345, 12345)
+    done = forks.run("sweep", str(grid), "--output", str(tmp_path / "out"), timeout=60)
+    assert done.returncode == 2 and f"{grid}: belongs to user 12345" in done.stderr
+    assert not (tmp_path / "out").exists()

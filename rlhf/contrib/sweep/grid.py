@@ -27,6 +27,7 @@ from rlhf.config.loader import (
     read_yaml,
 )
 from rlhf.config.schema import EMBEDDED_RECIPE, EVERY_STAGE, STAGES, Config, Stage, build_config
+from rlhf.config.trust import admit_code
 from rlhf.config.types import ConfigModel, Folder, explain_validation_error, short_repr
 from rlhf.errors import ConfigError
 from rlhf.memory.advice import apply_settings
@@ -133,6 +134,7 @@ class Grid:
     """The contents of a grid file; `memory` is that of a device, in bytes."""
 
     file: Path
+    recipe: Path | None
     output: Path
     ranks: int
     memory: int | None
@@ -141,6 +143,18 @@ class Grid:
     points: tuple[Point, ...]
     excluded: dict[str, str]
     shared: Point | None
+
+    def admit_code(self, *, trust: bool = False) -> None:
+        """Print which code the points will run, and refuse that of other users without consent.
+
+        Raises:
+            ConfigError: as `rlhf.config.trust.admit_code`, for the grid file and its recipe.
+        """
+        points = [*self.points, *([self.shared] if self.shared else [])]
+        stages = {stage for point in points for stage in point.stages}
+        for file in (self.file, self.recipe):
+            if file:
+                admit_code([point.config for point in points], file, sorted(stages), trust=trust)
 
 
 @dataclass(frozen=True)
@@ -186,6 +200,7 @@ def load_grid(
             _check_rows(path, point, shared)
     return Grid(
         file=path,
+        recipe=file.recipe and Path(file.recipe),
         output=output,
         ranks=ranks or file.ranks,
         memory=parse_bytes(file.memory, f"{path}: memory") if file.memory else None,
