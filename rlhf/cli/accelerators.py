@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +16,7 @@ import typer
 
 import accelerators
 from accelerators import OPERATIONS, AcceleratorError, PluginError, Report
-from rlhf.cli.tables import AsJSON, AsTSV, print_json, print_table
+from rlhf.cli.tables import AsJSON, AsTSV, print_json, print_line, print_table
 from rlhf.utils.units import format_bytes
 
 if TYPE_CHECKING:
@@ -89,7 +90,12 @@ def check(
     else:
         rows = [(row.check, row.result, f"{row.seconds:.1f}", row.title, row.reason) for row in results]
         print_table(f"Conformance of {name}", ("check", "result", "seconds", "what", "reason"), rows, tsv=as_tsv)
-    if any(result.result == "failed" for result in results):
+    counts = Counter(result.result for result in results)
+    if not (as_json or as_tsv):
+        verdict = "does not conform" if counts["failed"] else "" if only else "conforms"
+        numbers = ", ".join(f"{counts[result]} {result}" for result in ("passed", "skipped", "failed"))
+        print_line(f"{name}: {numbers}{verdict and f'; it {verdict} to the accelerator interface'}")
+    if counts["failed"]:
         raise typer.Exit(1)
 
 

@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 _PAIRS = {
     "pairs": "pairs",
     "accuracy": "accuracy",
-    "accuracy_interval": "its 95% interval",
+    "accuracy_interval": "95% interval",
     "ties": "equal scores",
     "chosen_score": "chosen score",
     "rejected_score": "rejected score",
@@ -331,7 +331,7 @@ def _print_metrics(report: dict[str, Any], tsv: bool) -> None:
         intervals = [None if result["low"] is None else [result["low"], result["high"]] for result in results]
         rows += [
             [name, *(_format_cell(result["value"]) for result in results)],
-            ["its 95% interval", *map(_format_cell, intervals)],
+            ["95% interval", *map(_format_cell, intervals)],
         ]
     rows += [
         [label, *(_format_cell(model[key]) for model in models)]

@@ -302,3 +302,23 @@ def test_plugins_tests_inherit_the_checks(forks, install, tmp_path: Path):
     assert done.returncode == 1
     assert "1 failed, 1 passed" in done.stdout
     assert "AssertionError: step_boundary compiles a graph; expected nothing" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "only", "expected"),
+    [
+        (("passed", "skipped"), (), "mychip: 1 passed, 1 skipped, 0 failed; it conforms to the accelerator interface"),
+        (("passed", "failed"), (), "mychip: 1 passed, 0 skipped, 1 failed; it does not conform to the accelerator"),
+        (("passed",), ("--only", "shapes"), "mychip: 1 passed, 0 skipped, 0 failed\n"),
+    ],
+)
+def test_table_ends_with_a_verdict(monkeypatch, verdicts, only, expected):
+    from typer.testing import CliRunner
+
+    from accelerators.testing.runner import Result
+    from rlhf.cli.app import app
+
+    results = [Result(f"check {place}", "what", verdict, "", 0.1) for place, verdict in enumerate(verdicts)]
+    monkeypatch.setattr(accelerators.testing, "run", lambda *arguments, **hooks: results)
+    done = CliRunner().invoke(app, ["accelerators", "check", "mychip", *only])
+    assert expected in done.stdout and done.exit_code == ("failed" in verdicts)

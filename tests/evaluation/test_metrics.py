@@ -119,7 +119,7 @@ def test_table_of_metrics_as_tsv(evaluate: Evaluate, writers: list[Path], functi
     lengths = [7, 12, 29]
     reach = 4.302653 * stdev(lengths) / math.sqrt(3)
     assert table[:2] == [["metrics", str(writers[0])], ["prompts", "3"]]
-    assert table[2] == [name, "16"] and table[3][0] == "its 95% interval"
+    assert table[2] == [name, "16"] and table[3][0] == "95% interval"
     assert table[3][1] == f"{16 - reach:.4f} to {16 + reach:.4f}"
 
 
