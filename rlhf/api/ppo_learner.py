@@ -33,6 +33,7 @@ from rlhf.trainers.oom import translate_stage_errors
 from rlhf.trainers.ppo.experience import Rollout, Scores
 from rlhf.trainers.ppo.rewards import RewardFunction
 from rlhf.trainers.ppo.trainer import PPOTrainer
+from rlhf.utils import signals
 
 if TYPE_CHECKING:
     from accelerators import Accelerator
@@ -120,7 +121,7 @@ class PPOLearner:
         self._check(index)
         trainer, context = self.trainer, self._context
         reward_fn = self._reward_function(reward) if reward else None
-        with self._translate_errors(), loop.collect_signals() as signals_seen:
+        with self._translate_errors(), signals.collect_signals() as signals_seen:
             with loop.measure_step(trainer, context, self.done) as metrics:
                 metrics |= trainer.step(self.done, reward_fn)
             self.done += 1

@@ -28,6 +28,7 @@ from rlhf.launchers import local, multinode
 from rlhf.launchers.exit_status import INTERRUPTED, ExitStatus
 from rlhf.runs.directory import RunDirectory
 from rlhf.trainers.interruption import RunTermination
+from rlhf.utils import signals
 from rlhf.version import __version__
 
 app = typer.Typer(
@@ -180,7 +181,8 @@ def _start_on_machine(machine: multinode.NodeSpec, options: Options, stages: tup
         outcome = local.spawn_ranks(count, command, debug=options.debug, rendezvous=rendezvous)
     elif first:
         launch.run(config, stages=stages)
-    verdict = rendezvous.client.conclude(outcome)
+    with signals.collect_signals():  # as in `rlhf.launchers.rank_monitor`
+        verdict = rendezvous.client.conclude(outcome)
     # Each machine says what it saved and how to resume.
     interrupted = outcome and verdict and outcome.code == verdict.code == INTERRUPTED
     _report_end(outcome if interrupted or not verdict else verdict, termination)

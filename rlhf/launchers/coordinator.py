@@ -326,10 +326,7 @@ class WorkerClient:
         if not self._has_ended and not self._decided.is_set():
             self._has_ended = True
             self._send({"end": status and [status.code, status.line, status.time == math.inf]})
-        try:
-            self._decided.wait(_SECONDS_FOR_VERDICT)
-        except KeyboardInterrupt:  # some launchers send a signal after a failure; a second one counts
-            self._decided.wait(_SECONDS_FOR_VERDICT)
+        self._decided.wait(_SECONDS_FOR_VERDICT)
         return self.verdict
 
     def _listen(self) -> None:

@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from rlhf.errors import ConfigError, RemoteRankError
 from rlhf.launchers.coordinator import Coordinator, WorkerClient, connect_with_retry, is_loopback, listen
 from rlhf.launchers.exit_status import INTERRUPTED, ExitStatus, rank_name
+from rlhf.utils import signals
 from rlhf.utils.process_info import SECRET_VARIABLE, ProcessInfo
 
 # A process keeps its stores until it ends, because other ranks may start the next session while this one ends.
@@ -62,14 +63,17 @@ def monitor_ranks(process: ProcessInfo, timeout: float) -> Iterator[WorkerClient
         yield client
     except BaseException as error:
         follows = isinstance(error, RemoteRankError) or (isinstance(error, RuntimeError) and _is_loss(error))
-        verdict = client.conclude(ExitStatus.summarize(error, follows=follows))
-        # Some launchers send signals to all ranks after one has failed.
+        # Some launchers send a signal to all ranks after one has failed; a second signal counts.
+        with signals.collect_signals():
+            verdict = client.conclude(ExitStatus.summarize(error, follows=follows))
         is_echo = isinstance(error, KeyboardInterrupt) and verdict and verdict.code != INTERRUPTED
         if verdict and (follows or is_echo):
             raise RemoteRankError(verdict.message, verdict.code) from error
         raise
     else:
-        if verdict := client.conclude(None):
+        with signals.collect_signals():
+            verdict = client.conclude(None)
+        if verdict:
             raise RemoteRankError(verdict.message, verdict.code)
     finally:
         has_left.set()

@@ -97,7 +97,8 @@ def fit(trainer: Trainer, context: StageContext) -> dict[str, Any]:
     schedule.run(0)
     first = resume_or_seed(trainer, context)
     training = progress(total_steps - first, f"{name}: {title}training", unit="steps", enabled=context.world.is_main)
-    with collect_signals() as signals_seen, training as bar:
+    # A library may have swallowed an earlier signal.
+    with signals.collect_signals(signals.remembered_signals) as signals_seen, training as bar:
         if any_rank_signalled(signals_seen, context):
             raise KeyboardInterrupt
         if 0 < first < total_steps and schedule.is_due(first):  # the process may have ended before the evaluation
@@ -186,20 +187,6 @@ def save_checkpoint(trainer: Trainer, context: StageContext, done: int) -> None:
     with context.phases.running("writing a checkpoint"):
         training_state.save_checkpoint(context.directory, done, trainer.engines, state)
     context.commit()
-
-
-@contextmanager
-def collect_signals() -> Iterator[list[int]]:
-    """Yield the list of received signals; a second request to end raises `KeyboardInterrupt` at once."""
-    received = list(signals.remembered_signals)  # those that arrived earlier, and that a library has swallowed
-
-    def receive(number: int) -> None:
-        if signals.ends_at_once(received, number):
-            raise KeyboardInterrupt
-        received.append(number)
-
-    with signals.handle_signals(receive):
-        yield received
 
 
 def any_rank_signalled(received: list[int], context: StageContext) -> bool:

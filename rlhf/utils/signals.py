@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -65,6 +65,24 @@ def raise_if_interrupted() -> None:
     """Raise `KeyboardInterrupt` if a signal arrived in a block of `interrupt_on_signals`; in the main thread only."""
     if remembered_signals and threading.current_thread() is threading.main_thread():
         raise KeyboardInterrupt
+
+
+@contextmanager
+def collect_signals(earlier: Sequence[int] = ()) -> Iterator[list[int]]:
+    """Yield the list of received signals; a second request to end raises `KeyboardInterrupt` at once.
+
+    Args:
+        earlier: signals that arrived before; the list begins with them.
+    """
+    received = list(earlier)
+
+    def receive(number: int) -> None:
+        if ends_at_once(received, number):
+            raise KeyboardInterrupt
+        received.append(number)
+
+    with handle_signals(receive):
+        yield received
 
 
 def ends_at_once(signals_seen: list[int], number: int) -> bool:

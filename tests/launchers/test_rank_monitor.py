@@ -67,6 +67,17 @@ def test_lost_connection_is_reported_as_the_other_ranks_end(forks: Forks, tmp_pa
     assert other[1].startswith("rlhf: error: rank 1 on ") and other[1].endswith("exited and reported no error")
 
 
+def test_signal_after_a_failure_does_not_hide_it(forks: Forks, tmp_path: Path) -> None:
+    """torchrun signals the other ranks of its machine when one has failed, also while they report their own end."""
+    then = """if rank: raise DataError('no rows')
+        summarize = ExitStatus.summarize
+        ExitStatus.summarize = lambda *a, **k: (os.kill(os.getpid(), signal.SIGTERM), summarize(*a, **k))[1]
+        distributed.all_sum(torch.ones(1))"""
+    first, other = run_ranks(forks, tmp_path, then)
+    assert first == other
+    assert first[0] == USER_ERROR and first[1].startswith("rlhf: error: rank 1 on ") and first[1].endswith(": no rows")
+
+
 def test_rank_that_cannot_be_interrupted_is_ended(forks: Forks, tmp_path: Path) -> None:
     start = time.monotonic()
     other, killed = run_ranks(forks, tmp_path, "os.kill(os.getpid(), 9) if rank else time.sleep(90)")
