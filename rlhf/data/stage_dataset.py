@@ -296,13 +296,32 @@ def _hold_out(
     examples = [example for part in parts for example in part.examples]
     candidates = [example for example in examples if prompt_key(example.row) not in trained_prompts]
     fractions = {"train": 1 - fraction, "heldout": fraction}
-    heldout = split_by_key(candidates, fractions, seed=seed, key=lambda example: prompt_key(example.row))["heldout"]
+    places = _places_in_sources(parts, seed)
+    heldout = split_by_key(
+        candidates, fractions, seed=seed, key=lambda example: prompt_key(example.row), place=places.__getitem__
+    )["heldout"]
     heldout_prompts = {prompt_key(example.row) for example in heldout}
     for part in parts:
         count = len(part.examples)
         part.examples = [example for example in part.examples if prompt_key(example.row) not in heldout_prompts]
         part.report.heldout = count - len(part.examples)
     return heldout
+
+
+def _places_in_sources(parts: Sequence[_SourceExamples], seed: int) -> dict[str, float]:
+    """Return where each prompt stands in its source's seeded order, from 0 to 1; its first place if it is in several.
+
+    Prompts of different sources cannot be ordered by hash alone. `split_by_key` gives a stage the prompts of one range
+    of hashes, so the prompts with the highest hashes would all come from the sources that serve this stage alone, and
+    only those sources would be held out.
+    """
+    places: dict[str, float] = {}
+    for part in parts:
+        prompts = sorted({prompt_key(example.row) for example in part.examples}, key=lambda name: _hash(seed, name))
+        for rank, prompt in enumerate(prompts):
+            place = (rank + 0.5) / len(prompts)
+            places[prompt] = min(place, places.get(prompt, place))
+    return places
 
 
 def _apply_weights(parts: Sequence[_SourceExamples], seed: int) -> None:
@@ -324,16 +343,21 @@ def prompt_key(row: Row) -> str:
 
 
 def split_by_key(
-    items: Sequence[T], shares: Mapping[str, float], *, seed: int, key: Callable[[T], str]
+    items: Sequence[T],
+    shares: Mapping[str, float],
+    *,
+    seed: int,
+    key: Callable[[T], str],
+    place: Callable[[str], float] = lambda key: 0.0,
 ) -> dict[str, list[T]]:
     """Cut `items` into disjoint parts of about the given shares.
 
-    Items with one key form a group; groups are ordered by a seeded hash and cut where the count of items comes
-    nearest to each share. Every part gets at least one group while there are enough of them. Within a part,
-    items keep their order. Parts with a share of 0 are empty.
+    Items with one key form a group; groups are ordered by `place`, then by a seeded hash, and cut where the count of
+    items comes nearest to each share. Every part gets at least one group while there are enough of them. Within a
+    part, items keep their order. Parts with a share of 0 are empty.
     """
     keys = [key(item) for item in items]
-    order = {name: _hash(seed, name) for name in set(keys)}
+    order = {name: (place(name), _hash(seed, name)) for name in set(keys)}
     sizes: dict[str, int] = dict.fromkeys(sorted(order, key=order.__getitem__), 0)
     for name in keys:
         sizes[name] += 1

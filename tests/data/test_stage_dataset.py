@@ -245,6 +245,19 @@ def test_template_with_a_chat_template_is_an_error(tokenizer: Any, pairs: str) -
     )
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("other_stages", [["sft"], ["sft", "reward"]])
+def test_every_source_is_held_out_in_proportion(
+    tokenizer: Any, tmp_path: Path, other_stages: list[str], seed: int
+) -> None:
+    shared = write_jsonl(tmp_path / "shared.jsonl", PAIRS * 2)
+    other = write_jsonl(tmp_path / "other.jsonl", [{**row, "prompt": f"Other {row['prompt']}"} for row in PAIRS])
+    sources = ({"path": shared}, {"path": other, "stages": other_stages})
+    data = load(tokenizer, *sources, stage="sft", heldout_fraction=0.2, seed=seed)
+    for report in data.reports:
+        assert report.heldout == pytest.approx(0.2 * report.used, abs=2)
+
+
 def test_prompt_in_a_template_and_without_is_on_one_side(tokenizer: Any, tmp_path: Path, pairs: str) -> None:
     copied = write_jsonl(tmp_path / "copy.jsonl", PAIRS)
     sources = {"path": pairs, "template": "Q: {prompt}", "stages": ["sft"]}, {"path": copied, "stages": ["sft"]}
