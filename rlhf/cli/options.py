@@ -103,7 +103,7 @@ class Options:
             ConfigError: as `load`; or the code is another user's, and `--trust` was never given.
         """
         config = self.load(example=example)
-        admit_code([config], self.config, stages, trust=self.trust)
+        admit_code([config], [self.config] if self.config else [], stages, trust=self.trust)
         return config
 
     def load(self, *, example: bool = True) -> Config:

@@ -125,7 +125,7 @@ def _find_recipe(options: Options, config: Config, models: Sequence[str]) -> tup
     for name in filter(is_path, models):
         if (run := find_run(name)) and (recipe := run.ensure_recipe()):
             recorded = load_config(recipe, options.overrides or ())
-            admit_code([recorded], recipe, (), trust=options.trust)
+            admit_code([recorded], [recipe], (), trust=options.trust)
             return name, recorded
     return None
 

@@ -22,33 +22,39 @@ from rlhf.utils.atomic_io import atomic_write_json, read_json
 from rlhf.utils.process_info import current_process
 
 
-def admit_code(configs: Sequence[Config], recipe: Path | None, stages: Sequence[Stage], *, trust: bool = False) -> None:
+def admit_code(
+    configs: Sequence[Config], files: Sequence[Path], stages: Sequence[Stage], *, trust: bool = False
+) -> None:
     """Print which code of the settings `stages` will run, and refuse code of other users without consent.
 
     Args:
         configs: the settings; those of all points of a sweep.
-        recipe: the file that the settings come from; None without one.
+        files: the files that the settings come from: a recipe, and the grid of a sweep.
         stages: the stages to run; without PPO no reward function is called.
         trust: the user consents to running it.
 
     Raises:
-        ConfigError: the recipe or its folder belongs to another user, and this user has not consented.
+        ConfigError: a file or its folder belongs to another user, and this user has not consented.
     """
     code = list(dict.fromkeys(line for config in configs for line in _describe_code(config, stages)))
     if not code:
         return
-    process, owner = current_process(), recipe and _find_other_owner(recipe)
-    if recipe and owner:
-        digest, path = _digest(configs), str(recipe.resolve())
+    process = current_process()
+    for file in files:
+        owner = _find_other_owner(file)
+        if not owner:
+            continue
+        digest, path = _digest(configs), str(file.resolve())
         if not trust and _read_consents().get(path) != digest:
             raise ConfigError(
-                f"{recipe}: belongs to {owner} and runs {' and '.join(code)}; "
+                f"{file}: belongs to {owner} and runs {' and '.join(code)}; "
                 "read that code, then repeat the command with --trust"
             )
         if trust and process.local_rank == 0:  # ranks of one machine would write one file
             _record_consent(path, digest)
     if process.rank == 0 and process.launcher != "rlhf":  # our launcher has printed it
-        _print_once(f"rlhf: note: runs {' and '.join(code)}, named in {recipe or 'options'}")
+        named_in = " and ".join(map(str, files)) or "options"
+        _print_once(f"rlhf: note: runs {' and '.join(code)}, named in {named_in}")
 
 
 def consents_path() -> Path:

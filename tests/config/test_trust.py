@@ -40,7 +40,7 @@ def give_away(monkeypatch: pytest.MonkeyPatch, *paths: Path) -> None:
 
 
 def admit(recipe: Path, *stages: str, **options: bool) -> None:
-    admit_code([load_config(recipe, ())], recipe, stages or ("ppo",), **options)  # type: ignore[arg-type]
+    admit_code([load_config(recipe, ())], [recipe], stages or ("ppo",), **options)  # type: ignore[arg-type]
 
 
 def test_own_recipe_is_one_line(theirs: Path, capsys: pytest.CaptureFixture[str]) -> None:

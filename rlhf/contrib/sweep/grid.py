@@ -152,9 +152,8 @@ class Grid:
         """
         points = [*self.points, *([self.shared] if self.shared else [])]
         stages = {stage for point in points for stage in point.stages}
-        for file in (self.file, self.recipe):
-            if file:
-                admit_code([point.config for point in points], file, sorted(stages), trust=trust)
+        files = [self.file, *([self.recipe] if self.recipe else [])]
+        admit_code([point.config for point in points], files, sorted(stages), trust=trust)
 
 
 @dataclass(frozen=True)
