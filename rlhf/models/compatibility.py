@@ -54,7 +54,9 @@ def check_model_folder(path: str) -> None:
             "peft's merge_and_unload, save that, and name its folder"
         )
     if not (folder / "config.json").exists() and not any(folder.glob("*.gguf")):
-        raise ModelError(f"{path}: holds no config.json; name a folder that save_pretrained wrote")
+        stage_model = folder / "model" / "config.json"  # of a run's stage
+        remedy = f"name {stage_model.parent}" if stage_model.is_file() else "name a folder that save_pretrained wrote"
+        raise ModelError(f"{path}: holds no config.json; {remedy}")
     if not any(any(folder.glob(pattern)) for pattern in _WEIGHT_FILES):
         raise ModelError(f"{path}: holds no weights (*.safetensors or *.bin); copy them there or name another folder")
     check_model_files(path, whole=False)

@@ -21,6 +21,7 @@ class BaseModelRef(NamedTuple):
         scalar_head: the model scores texts in place of predicting tokens.
         new_head: a scalar head is initialized if the model has none.
         fallback_key: the key that names the model if `key` is empty.
+        substitute: what to set to train without the model; empty if it is always needed.
     """
 
     key: str
@@ -28,6 +29,12 @@ class BaseModelRef(NamedTuple):
     scalar_head: bool = False
     new_head: bool = False
     fallback_key: str = ""
+    substitute: str = ""
+
+    @property
+    def alternatives(self) -> str:
+        """What to set if the stage `trained_by` is not to train the model."""
+        return f"{self.key}, or {self.substitute}" if self.substitute else self.key
 
     def named_in(self, config: Config) -> str | None:
         """Return the folder or hub name that the settings give; None if they name no model."""
@@ -54,7 +61,12 @@ MODEL = BaseModelRef("model.path")
 REWARD = BaseModelRef("reward.model", "sft", scalar_head=True, new_head=True)
 DPO = BaseModelRef("dpo.model", "sft")
 ACTOR = BaseModelRef("ppo.actor", "sft")
-REWARD_MODEL = BaseModelRef("ppo.reward_model", "reward", scalar_head=True)
+REWARD_MODEL = BaseModelRef(
+    "ppo.reward_model",
+    "reward",
+    scalar_head=True,
+    substitute="ppo.reward_weight=0 to use ppo.reward_functions alone",
+)
 CRITIC = BaseModelRef("ppo.critic", "sft", scalar_head=True, new_head=True, fallback_key="ppo.actor")
 """The critic, if it does not start from the reward model."""
 ALL = (MODEL, REWARD, DPO, ACTOR, REWARD_MODEL, CRITIC)
@@ -82,7 +94,7 @@ def resolve_base_model(
     """Return the weights that a reference stands for.
 
     `pending` are the stages of the run that have not trained their model yet. `finished_model` returns the model of a
-    finished stage, for the key that could name another; it is not needed if all stages are pending.
+    finished stage, for the settings that would replace it; it is not needed if all stages are pending.
 
     Raises:
         RunError: from `finished_model`: a stage that is not pending has no model.
@@ -91,7 +103,7 @@ def resolve_base_model(
     if named or ref.trained_by is None:
         return ResolvedBaseModel(ref, named)
     if ref.trained_by not in pending and finished_model:
-        return ResolvedBaseModel(ref, finished_model(ref.trained_by, ref.key))
+        return ResolvedBaseModel(ref, finished_model(ref.trained_by, ref.alternatives))
     before = resolve_base_model(config, base_models(config, ref.trained_by)[0], pending, finished_model)
     return ResolvedBaseModel(ref, before.path, (*before.through, ref.trained_by))
 

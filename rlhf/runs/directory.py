@@ -210,15 +210,16 @@ class RunDirectory:
         if self.backup.exists() and stage.started:
             self._delete_backup()
 
-    def finished_model(self, stage: Stage, key: str) -> str:
-        """Return the model of a finished stage; `key` is the setting that would name another.
+    def finished_model(self, stage: Stage, alternatives: str) -> str:
+        """Return the model of a finished stage; `alternatives` are the settings that would replace it.
 
         Raises:
             RunError: the stage is not complete.
         """
         if not self.stage(stage).done:
             raise RunError(
-                f"{self.path}: holds no finished {stage} stage to start from; run `rlhf {stage}` first, or set {key}"
+                f"{self.path}: holds no finished {stage} stage to start from; "
+                f"run `rlhf {stage}` first, or set {alternatives}"
             )
         return str(self.stage(stage).model)
 

@@ -117,7 +117,7 @@ def check(
             if path := ref.named_in(config):
                 check_model_folder(path)
             elif ref.trained_by and ref.trained_by not in stages:
-                directory.finished_model(ref.trained_by, ref.key)
+                directory.finished_model(ref.trained_by, ref.alternatives)
         for source in config.data.datasets:
             if stage in source.stages:
                 readers.check_source_exists(source.path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -162,3 +163,10 @@ def test_differing_vocabularies_are_refused_with_a_token() -> None:
 )
 def test_summarize_error_omits_advice(error: Exception, sentence: str) -> None:
     assert summarize_error(error) == sentence
+
+
+def test_folder_of_a_stage_is_refused_with_the_model_in_it(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=f"{re.escape(str(tmp_path))}: holds no config.json; name .*/model$"):
+        load_policy(str(tmp_path))

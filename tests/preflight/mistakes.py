@@ -158,6 +158,10 @@ MISTAKES: dict[str, tuple[Arguments | Callable[[Bench], Arguments], list[str]]] 
     # Folders, batches and devices
     "resuming_nothing": (["--resume"], ["run: holds no run to resume"]),
     "no_earlier_stage": (["ppo"], ["holds no finished sft stage to start from", "rlhf sft", "ppo.actor"]),
+    "no_reward_model": (
+        lambda bench: ["ppo", "--set", f"ppo.actor={bench.model}"],
+        ["holds no finished reward stage", "set ppo.reward_model, or ppo.reward_weight=0 to use ppo.reward_functions"],
+    ),
     "a_folder_that_cannot_be_made": (
         lambda bench: ["--output", str(bench.file("file", "x") / "run")],
         ["cannot be written", "choose another --output"],
