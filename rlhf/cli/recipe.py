@@ -137,7 +137,7 @@ def _print_data(stage: dict[str, Any], title: str) -> None:
     from rlhf.data.preview import describe_prompt_format
 
     prompts = describe_prompt_format(stage["prompts"])
-    total = f"  {stage['train']:,} rows for training, {stage['heldout']:,} held out; prompts are {prompts}"
+    total = f"  {stage['train']:,} rows for training, {stage['heldout']:,} held out; prompts: {prompts}"
     console.print()
     print_line((title, "bold"), (total, "dim"))
     for source in stage["sources"]:

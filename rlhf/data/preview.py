@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _PROMPT_FORMATS = {
     "template": "the tokenizer's chat template",
     "transcript": "Human: ... Assistant: transcripts",
-    "plain": "the prompt without a template",
+    "plain": "as they are (the tokenizer has no chat template)",
 }
 
 
