@@ -145,11 +145,11 @@ def test_freed_memory_stays_until_the_cache_is_emptied(cpu):
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries decide by themselves")
 def test_freed_blocks_above_32_mib_are_returned_at_once(cpu):
-    large = torch.ones(16 << 20)  # 64 MiB
+    large = torch.ones(64 << 20)  # 256 MiB: more than earlier tests can have left free in the heap
     behind = torch.ones(1 << 20)
     in_use = cpu.memory().allocated
     del large
-    assert cpu.memory().allocated < in_use - (48 << 20)
+    assert cpu.memory().allocated < in_use - (240 << 20)
     del behind
 
 

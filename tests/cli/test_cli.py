@@ -19,6 +19,7 @@ from rlhf.config.schema import Config, build_config, load_config
 from rlhf.errors import RunError
 from rlhf.launchers import local
 from rlhf.launchers.exit_status import ExitStatus
+from rlhf.reporting.console import console
 from rlhf.runs.directory import RunDirectory
 from rlhf.trainers import run as launch
 from tests.forks import Forks
@@ -238,6 +239,7 @@ def test_table_on_a_terminal_cuts_nothing_and_reads_no_markup(
     """Points of a sweep differ at the ends of their names, and reasons may have brackets."""
     for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "30"}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(console, "_force_terminal", console._force_terminal)  # rich 13 keeps FORCE_COLOR there
     names = ["zero2-offload-lora8", "zero2-offload-lora64", "[/x]"]
     print_table("Sweep [/y]", ["point", "peak\nmemory"], [[name, "1,234.5 GiB"] for name in names])
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().out)

@@ -89,10 +89,12 @@ def test_run_gives_settings_and_models_and_is_only_read(rlhf, finished_run, tmp_
 
 
 @pytest.mark.slow
-def test_embedded_example_can_be_profiled(forks):
-    done = forks.run("profile", "--steps", "1", "--json", *sets("data.max_completion_length=8"), timeout=120)
+def test_embedded_example_can_be_profiled(forks, tmp_path):
+    options = [*sets("data.max_completion_length=8"), "--trace", str(tmp_path / "trace.json.gz")]
+    done = forks.run("profile", "--steps", "1", "--json", *options, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     assert [phase["phase"] for phase in json.loads(done.stdout)["phases"]] == [*PHASES, "other"]
+    assert (tmp_path / "trace.json.gz").is_file()
 
 
 @pytest.mark.slow

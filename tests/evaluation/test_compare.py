@@ -17,6 +17,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from rlhf.config.schema import load_config
+from rlhf.reporting.console import console
 from rlhf.utils.units import format_number
 from tests.evaluation.conftest import printed_json
 from tests.helpers import build_tokenizer, llama
@@ -387,6 +388,7 @@ def test_terminal_shows_completions_side_by_side_and_tables(
     monkeypatch.chdir(models["a"].parent)
     for name, value in {"FORCE_COLOR": "1", "TERM": "dumb", "COLUMNS": "80"}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(console, "_force_terminal", console._force_terminal)  # rich 13 keeps FORCE_COLOR there
     done = run("a", "b", "-R", "judge", "--best-of", "1,2", "--show", 2, "--output", models["a"].parent / "all.jsonl")
     assert done.exit_code == 0, done.exception
     shown = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)
