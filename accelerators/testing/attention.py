@@ -122,7 +122,7 @@ class _Case:
 
         device = self.accelerator.device()
         like = torch.empty(len(real), tokens, 0, dtype=self.precision.dtype, device=device)
-        return create_causal_mask(self.config, like, self.accelerator.to_device(real.long()), past_key_values=cache)
+        return create_causal_mask(self.config, like, self.accelerator.to_device(real.long()), cache)
 
     def _attended(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
         """Return the output [B, T, H, WIDTH]."""

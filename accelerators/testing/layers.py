@@ -196,13 +196,9 @@ def _decoded(accelerator: Accelerator, precision: Precision, network: Any) -> li
     positions = (mask.cumsum(1) - 1).clamp_min(0)
     cache, results = _cache(network.config, columns + 3), []
     for first, last in [(0, PROMPT), *((column, column + 1) for column in range(PROMPT, columns))]:
-        inputs = {
-            "input_ids": ids[:, first:last],
-            "attention_mask": mask[:, :last],
-            "position_ids": positions[:, first:last],
-        }
+        inputs = accelerator.to_device((ids[:, first:last], mask[:, :last], positions[:, first:last]))
         with precision.autocast():
-            output = network(**accelerator.to_device(inputs), past_key_values=cache, use_cache=True)
+            output = network(*inputs, cache, use_cache=True)  # transformers 5.24 renamed the keyword
         accelerator.step_boundary("logits")
         for layer in cache.layers:
             layer.cumulative_length.fill_(last)  # an implementation that writes to the cache itself does not count

@@ -21,7 +21,7 @@ from rlhf.config.schema import SamplingConfig
 from rlhf.generation.kv_cache import WindowedStaticCache
 from rlhf.generation.rank_groups import PromptBatch, SingleRank
 from rlhf.models.forward import accepts_positions, model_inputs, position_ids
-from rlhf.models.transformers_patches import GPTNeoLocalAttention
+from rlhf.models.transformers_patches import GPTNeoLocalAttention, cache_argument
 
 Capture = Callable[[Callable[[], None], str], Callable[[], None]]
 
@@ -85,6 +85,7 @@ class DecodeState:
         self.cache = WindowedStaticCache(model.config, columns, grows=options.eager)
         self.local_attention = GPTNeoLocalAttention(model, columns)
         self.with_positions = accepts_positions(model)
+        self.cache_argument = cache_argument(model)
         self.drops_rows = options.eager and self.cache.can_drop_rows
         # For the prompt and the completion; columns not yet written are 1: causality hides them.
         self.attention_mask = torch.ones(rows, columns, dtype=torch.long, device=device)
@@ -197,9 +198,9 @@ class DecodeState:
         output = self.model(
             input_ids=self.token[:rows],
             attention_mask=self.attention_mask[:rows, :width],
-            past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,
+            **{self.cache_argument: self.cache},
             **({"position_ids": self.position[:rows]} if self.with_positions else {}),
         )
         self._draw(output.logits[:, -1])

@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from rlhf.losses.fused_lm_head import projected_log_probs
 from rlhf.losses.log_probs import token_log_probs, token_log_probs_and_entropy
-from rlhf.models.transformers_patches import build_causal_mask
+from rlhf.models.transformers_patches import build_causal_mask, cache_argument
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -113,7 +113,7 @@ def model_inputs(model: Any, input_ids: Tensor, attention_mask: Tensor, cache: C
     model = getattr(model, "module", model)  # under DeepSpeed
     inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": cache is not None}
     if cache is not None:
-        inputs["past_key_values"] = cache
+        inputs[cache_argument(model)] = cache
     if not accepts_positions(model):
         return inputs  # the model derives positions from the [B, T] mask, as BLOOM does
     # The text part of a composite model (text and images).

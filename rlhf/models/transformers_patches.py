@@ -1,12 +1,13 @@
 """Every place where rlhf works around transformers: replaced buffers, removed attributes, avoided host reads.
 
-Each item names the upstream code, as transformers 5.17 to 5.23 have it, and the issue if there is one.
+Each item names the upstream code, as transformers 5.17 to 5.24 have it, and the issue if there is one.
 `tests/models/test_transformers_patches.py` runs transformers without each of them and expects the fault, so that a
 release that fixes it is noticed and the patch can be removed. transformers itself is imported only if a patch needs it.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,6 +53,14 @@ def forget_key_mapping(model: Any) -> None:
     vars(model).pop("_weight_conversions", None)
 
 
+def cache_argument(model: nn.Module) -> str:
+    """Return the argument of a model's forward pass that takes the cache: `past_key_values` before transformers 5.24.
+
+    5.24 renamed it to `cache` in every model, and accepts the old name with a warning until 5.40.
+    """
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 def build_causal_mask(config: Any, like: Tensor, attention_mask: Tensor, cache: Cache | None) -> Tensor | None:
     """Return the mask [B, 1, T, S] of a forward pass, without reading a value on the host.
 
@@ -63,9 +72,7 @@ def build_causal_mask(config: Any, like: Tensor, attention_mask: Tensor, cache: 
     """
     from transformers.masking_utils import create_causal_mask
 
-    mask: Tensor | None = create_causal_mask(
-        config, like, attention_mask, past_key_values=cache, allow_is_causal_skip=False
-    )
+    mask: Tensor | None = create_causal_mask(config, like, attention_mask, cache, allow_is_causal_skip=False)
     return mask
 
 

@@ -89,10 +89,10 @@ FAMILIES = (
     Family("OPT", "opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     Family("GPT-2", "gpt2"),
     Family("GPT-Neo", "gpt_neo", {"attention_types": [[["local", "global"], 1]], "window_size": 5}, "local attention"),
-    Family("GPT-J", "gptj", {"rotary_dim": 4}),
+    Family("GPT-J", "gptj", {"rotary_dim": 4}, "eager before transformers 5.24"),
     Family("GPT-NeoX, Pythia", "gpt_neox"),
     Family("BLOOM", "bloom", {}, "alibi"),
-    Family("CodeGen", "codegen", {"rotary_dim": 4, "n_ctx": 64}),
+    Family("CodeGen", "codegen", {"rotary_dim": 4, "n_ctx": 64}, "eager before transformers 5.24"),
     Family("Llama, Llama 2", "llama"),
     Family(
         "Llama 3",

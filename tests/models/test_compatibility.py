@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import transformers
+from packaging.version import Version
 
 import accelerators
 from accelerators import KernelImpl, Support
@@ -101,11 +102,11 @@ OWN = "cpu_composed"
 UNREGISTERED = "takes none that is registered with transformers"
 WITHOUT_SDPA = {
     "bloom": "BloomForCausalLM",
-    "gptj": "GPTJForCausalLM",
     "gpt_neo": "GPTNeoForCausalLM",
-    "codegen": "CodeGenForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
 }
+if Version(transformers.__version__) < Version("5.24"):
+    WITHOUT_SDPA |= {"gptj": "GPTJForCausalLM", "codegen": "CodeGenForCausalLM"}
 
 
 def offer(name: str, **changes: Any) -> KernelImpl:
@@ -134,7 +135,7 @@ def choose(cpu: Any, folder: Path, name: str, **values: Any) -> AttentionChoice:
     return choose_attention(cpu, save_config(folder, name, **SIZES, **values), ModelConfig())
 
 
-@pytest.mark.parametrize("name", [*WITHOUT_SDPA, "opt", "llama", "falcon"])
+@pytest.mark.parametrize("name", sorted({*WITHOUT_SDPA, "gptj", "codegen", "opt", "llama", "falcon"}))
 def test_architecture_gets_the_best_it_supports(cpu: Any, tmp_path: Path, name: str) -> None:
     choice = choose(cpu, tmp_path, name, **{"attention_types": [[["global"], 1]]} if name == "gpt_neo" else {})
     if name in WITHOUT_SDPA:

@@ -23,7 +23,7 @@ def test_check_version_rejects_untested_releases(version):
         patches.check_version(version)
 
 
-@pytest.mark.parametrize("version", ["5.17.0", "5.23.1", "5.24.0.dev0"])
+@pytest.mark.parametrize("version", ["5.17.0", "5.24.1", "5.25.0.dev0"])
 def test_check_version_accepts_tested_releases(version):
     patches.check_version(version)
 
@@ -84,10 +84,10 @@ def test_upstream_reads_mask_values_on_the_host():
     config = llama(60).config
     config._attn_implementation = "sdpa"
     like, mask = torch.empty(2, 5, 0), torch.ones(2, 5, dtype=torch.long)
-    assert create_causal_mask(config, like, mask, past_key_values=None) is None  # since all of it is 1
+    assert create_causal_mask(config, like, mask, None) is None  # since all of it is 1
     built = patches.build_causal_mask(config, like, mask, None)
     assert built is not None and built.shape == (2, 1, 5, 5)
     # Tensors on the meta device have no values to read.
     patches.build_causal_mask(config, like.to("meta"), mask.to("meta"), None)
     with pytest.raises(Exception, match=r"meta|data-dependent"):
-        create_causal_mask(config, like.to("meta"), mask.to("meta"), past_key_values=None)
+        create_causal_mask(config, like.to("meta"), mask.to("meta"), None)

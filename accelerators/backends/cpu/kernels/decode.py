@@ -13,10 +13,11 @@ is the same list as long as it contains the same tensors. `column` is the column
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ class _Layer(ctypes.Structure):
     )
 
 
-@cache
+@functools.cache
 def _functions() -> ctypes.CDLL:
     functions = compiler.compiled("decode.c")
     if functions.amx() < 0:
@@ -239,13 +240,18 @@ class _Stack:
         self,
         hidden: Tensor,
         *,
+        cache: Any = None,
         past_key_values: Any = None,
         attention_mask: Tensor | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **others: Any,
     ) -> Tensor | None:
-        """Return the output of the last layer; None if this is no decoding step, or if a layer has hooks."""
-        mask, decode_buffers = attention_mask, getattr(past_key_values, "decode_buffers", None)
+        """Return the output of the last layer; None if this is no decoding step, or if a layer has hooks.
+
+        The cache is `past_key_values` before transformers 5.24.
+        """
+        given = past_key_values if cache is None else cache
+        mask, decode_buffers = attention_mask, getattr(given, "decode_buffers", None)
         if (
             decode_buffers is None
             or hidden.shape[1] != 1
@@ -311,7 +317,7 @@ class _Linear:
         return output
 
 
-@cache
+@functools.cache
 def supported(accelerator: object) -> Support:
     """Test that the processor multiplies bf16, that a compiler is installed, and that a product is right."""
     if reason := compiler.why_not(_functions, "generation takes about twice as long"):
