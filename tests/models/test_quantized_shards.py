@@ -64,4 +64,5 @@ def test_resumed_training_is_that_without_an_end(run, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_exported_model_is_that_of_whole_weights(run, kind):
     sharded, plain = (weights(run[0] / f"{kind}, {name}") for name in ("sharded", "plain"))
-    torch.testing.assert_close(sharded, plain, rtol=1e-4, atol=1e-6)
+    # A thousandth of the learning rate: where gradients are near 0, Adam enlarges what another order of sums changes.
+    torch.testing.assert_close(sharded, plain, rtol=1e-4, atol=1e-5)
