@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from accelerators.backends.cpu import attention as cpu_attention
 from accelerators.backends.cpu.kernels import decode
 from rlhf.generation.kv_cache import WindowedStaticCache
+from rlhf.models.transformers_patches import cache_argument
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True},  # of the output's projection too
@@ -30,9 +30,6 @@ SIZES = {
     "rms_norm_eps": 0.01,  # as large as the squares
     "vocab_size": 304,  # 19 panels: the last block has one
 }
-CACHE = ({"cache", "past_key_values"} & {*inspect.signature(LlamaModel.forward).parameters}).pop()
-"""The argument that takes a cache; transformers 5.24 renamed it."""
-
 PROMPT, STEPS = 12, 5
 """Columns of the prompts, and tokens that are decoded one at a time: 17, 18, ... columns in caches that grow."""
 
@@ -100,7 +97,7 @@ def logits_of(model: Any, given: tuple[Tensor, Tensor], kind: str = "viewed", le
             attention_mask=mask[:rows],
             position_ids=positions[:rows],
             use_cache=True,
-            **{CACHE: view.cache},
+            **{cache_argument(model): view.cache},
         ).logits[:, -1]
         outputs.append(torch.cat([logits, logits.new_zeros(len(ids) - rows, logits.shape[1])]))
     return torch.stack(outputs).double()

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from transformers import StaticCache
 
 from accelerators.backends.cpu.kernels import decode
-from tests.accelerators.decoding import CACHE, STEPS, check, logits_of, model_of, off, prompts, truth
+from rlhf.models.transformers_patches import cache_argument
+from tests.accelerators.decoding import STEPS, check, logits_of, model_of, off, prompts, truth
 
 pytestmark = pytest.mark.skipif(not decode.supported(None), reason=decode.supported(None).reason)
 
@@ -33,8 +34,8 @@ def test_weights_are_read_by_nobody_who_computes_otherwise(decode_calls):
             model(ids).logits.float().logsumexp(-1).sum().backward()
             tensors = [model.model.layers[0].self_attn.q_proj.weight.grad.clone()]
             cache = StaticCache(config=model.config, max_cache_len=20)
-            model(ids, **{CACHE: cache})
-            tensors.append(model(ids[:, :1], **{CACHE: cache}).logits)
+            model(ids, **{cache_argument(model): cache})
+            tensors.append(model(ids[:, :1], **{cache_argument(model): cache}).logits)
         model.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
             tensors.append(logits_of(model, (ids, mask)))
@@ -104,7 +105,7 @@ def test_other_positions_and_masks_are_left_to_the_layers(decode_calls):
     kinds += [(1, None, 0), (32, added.expand(3, 6, -1, -1), 0), (32, added == 0, 0)]
     for width, mask, called in kinds:
         positions = tuple(angle.expand(1, 1, width) for angle in torch.tensor([[[0.6]], [[0.8]]]).bfloat16().split(1))
-        named = {CACHE: OneColumn(), "position_embeddings": positions, "attention_mask": mask}
+        named = {cache_argument(layer): OneColumn(), "position_embeddings": positions, "attention_mask": mask}
         expected = layer(hidden, **named)
         restore = decode.prepare(layer, True)
         decode_calls.clear()
@@ -131,7 +132,7 @@ def test_other_positions_and_masks_are_left_to_the_layers(decode_calls):
 def test_caches_that_cannot_be_written_to_are_left_to_the_layers(decode_calls, change):
     layer, cache = model_of().model.layers[0], OneColumn()
     positions = tuple(torch.full((3, 1, 32), angle, dtype=torch.bfloat16) for angle in (0.6, 0.8))
-    named = {CACHE: cache, "position_embeddings": positions}
+    named = {cache_argument(layer): cache, "position_embeddings": positions}
     hidden = torch.randn(3, 1, 96, dtype=torch.bfloat16)
     expected = layer(hidden, **named)
     buffers = change(cache.buffers)
