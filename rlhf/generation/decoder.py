@@ -38,7 +38,11 @@ class Completions(NamedTuple):
 
 
 class Decoder:
-    """Samples completions. The buffers, the cache and the captured steps of each shape are reused by later calls."""
+    """Samples completions. The buffers, the cache and the captured steps of each shape are reused by later calls.
+
+    Attributes:
+        steps: the decoding steps of the latest call, in all of its batches; each adds a token to every row.
+    """
 
     def __init__(
         self,
@@ -70,6 +74,7 @@ class Decoder:
         self.batch_size = batch_size
         self.rank_group = rank_group or SingleRank()
         self._capture: Capture | None = accelerator.capture if self.rank_group.can_capture else None
+        self.steps = 0
         self._states: list[DecodeState] = []
         self._seen_shapes: set[torch.Size] = set()
 
@@ -124,6 +129,7 @@ class Decoder:
             self.release()
 
     def _generate(self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig) -> Completions:
+        self.steps = 0
         parts = [self._generate_batch(model, batch, sampling) for batch in prompts.split(self.batch_size)]
         rows, length = len(prompts.ids), max(part.ids.shape[1] for part in parts)
         ids = [pad(part.ids, (0, length - part.ids.shape[1]), value=self.pad_id) for part in parts]
@@ -150,6 +156,7 @@ class Decoder:
                     self.accelerator.step_boundary("rollout/decode")
         finally:
             state.cache.reset()
+        self.steps += state.step_count
         length = self.shapes.length(state.step_count, self.max_new_tokens)
         own_rows = (self.rank_group.select_own(tensor)[:, :length].clone() for tensor in state.drawn())
         return Completions(*own_rows)

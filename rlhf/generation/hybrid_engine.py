@@ -126,6 +126,25 @@ def choose_rank_group(engine: TrainingEngine, config: Config, *, say: Callable[[
     return LockstepRanks()
 
 
+def count_step_bytes(engine: TrainingEngine, rank_group: SingleRank) -> int:
+    """Return the bytes of weights that this rank reads in a decoding step: each once, whatever the number of rows.
+
+    Adapters are left out, and a token embedding that is not the output embedding too: a step reads a few of its rows.
+    """
+    from rlhf.generation.rank_groups import TensorParallelGroup
+    from rlhf.models import quantized
+
+    model, itemsize = cast(Any, engine.module), engine.precision.dtype.itemsize
+    tokens, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    skipped = None if output is tokens else tokens
+    weights = [weight for name, weight in model.named_parameters() if ".lora_" not in name and weight is not skipped]
+    size: int = sum(getattr(weight, "ds_numel", weight.numel()) * weight.element_size() for weight in weights)
+    if not isinstance(rank_group, TensorParallelGroup):
+        return size + quantized.count_buffer_bytes(model)
+    size -= sum(parameter.ds_numel for parameter in quantized.list_packed_parameters(model))
+    return (size + quantized.count_quantized(model) * itemsize) // rank_group.size  # it splits unpacked weights
+
+
 @contextmanager
 def generation_mode(
     engine: TrainingEngine, rank_group: SingleRank | None = None, *, layout: WeightLayout = "copied"

@@ -242,6 +242,13 @@ def count_quantized(model: nn.Module) -> int:
     return sum(layer.weight.shape.numel() for layer in unique.values())
 
 
+def count_buffer_bytes(model: nn.Module) -> int:
+    """Return the bytes of the packed weights that are no parameters; 0 at ZeRO-3."""
+    layers = [layer for layer in find_quantized_layers(model).values() if not layer.layout]
+    tensors = {id(tensor): tensor for layer in layers for tensor in layer._buffers.values() if tensor is not None}
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
 def list_packed_parameters(model: nn.Module) -> list[Any]:
     """Return the parameters that are packed weights; none below ZeRO-3."""
     layers = [layer for layer in find_quantized_layers(model).values() if layer.layout]

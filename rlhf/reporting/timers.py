@@ -50,22 +50,34 @@ def is_machine_dependent(key: str) -> bool:
 
 
 class PhaseTime(NamedTuple):
-    """Seconds of a phase of a step, the tokens it worked on, and its operations on one device; None if unknown."""
+    """Seconds of a phase of a step, and its work; None if it is not known, or the phase has no such work.
+
+    Attributes:
+        tokens: the tokens that it worked on, of all ranks.
+        flops: the operations of one device.
+        decode_steps: the decoding steps of this rank.
+        bytes_read: the bytes of weights that this rank read in them.
+    """
 
     seconds: float
     tokens: float | None = None
     flops: float | None = None
+    decode_steps: float | None = None
+    bytes_read: float | None = None
 
     def rates(self) -> dict[str, float]:
-        """Return tokens, and 10^12 operations, a second."""
-        rates = {} if self.tokens is None else {"tokens_per_second": self.tokens / self.seconds}
-        return rates | ({} if self.flops is None else {"tflops": self.flops / self.seconds / 1e12})
+        """Return tokens, 10^12 operations and bytes a second, and seconds a decoding step."""
+        seconds = self.seconds
+        rates = {} if self.tokens is None else {"tokens_per_second": self.tokens / seconds}
+        rates |= {} if self.flops is None else {"tflops": self.flops / seconds / 1e12}
+        rates |= {} if self.decode_steps is None else {"step_seconds": seconds / self.decode_steps}
+        return rates | ({} if self.bytes_read is None else {"bytes_per_second": self.bytes_read / seconds})
 
     def __add__(self, other: PhaseTime) -> PhaseTime:  # type: ignore[override]
         """Return the sum of two phases that follow each other."""
-        tokens = None if self.tokens is None or other.tokens is None else self.tokens + other.tokens
-        flops = None if self.flops is None or other.flops is None else self.flops + other.flops
-        return PhaseTime(self.seconds + other.seconds, tokens, flops)
+        pairs = zip(self[1:], other[1:])
+        work = [None if one is None or another is None else one + another for one, another in pairs]
+        return PhaseTime(self.seconds + other.seconds, *work)
 
 
 class PhaseTimers:
@@ -88,6 +100,7 @@ class PhaseTimers:
 
     def _start(self) -> None:
         self._seconds, self._flops, self._tokens = (defaultdict[str, float](float) for _ in range(3))
+        self._decode_steps, self._bytes_read = (defaultdict[str, float](float) for _ in range(2))
         self._known = True  # the operations of all phases
 
     @contextmanager
@@ -112,6 +125,12 @@ class PhaseTimers:
         self._flops[phase] += flops or 0.0
         self._known = self._known and flops is not None
 
+    def count_decode_steps(self, phase: Phase, steps: int, *, step_bytes: float | None) -> None:
+        """Add decoding steps of this rank in a phase; each reads `step_bytes` of weights, None if that is not known."""
+        self._decode_steps[phase] += steps
+        if step_bytes is not None:
+            self._bytes_read[phase] += steps * step_bytes
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """Time a whole step."""
@@ -134,7 +153,8 @@ class PhaseTimers:
         """Return the latest step's phases, and the rest of it as `other`."""
         seconds = self._with_rest(self._seconds, self.seconds)
         flops = {name: value / self._ranks for name, value in self._flops.items()} if self._known else {}
-        return {name: PhaseTime(seconds[name], self._tokens.get(name), flops.get(name)) for name in seconds}
+        work = (self._tokens, flops, self._decode_steps, self._bytes_read)
+        return {name: PhaseTime(seconds[name], *(counts.get(name) for counts in work)) for name in seconds}
 
     def metrics(self) -> dict[str, float]:
         """Return the recorded metrics of the latest step; docs/metrics.md defines the keys."""

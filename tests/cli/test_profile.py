@@ -52,6 +52,8 @@ def test_phases_sum_to_the_steps_and_operators_to_the_trace(profiled):
     assert sum(phase["share"] for phase in report["phases"]) == pytest.approx(1)
     flops = sum(phase["tflops"] * phase["seconds"] for phase in report["phases"] if "tflops" in phase)
     assert report["tflops"] == pytest.approx(flops / seconds, rel=1e-6)
+    generation = report["phases"][0]
+    assert generation["step_seconds"] == pytest.approx(generation["seconds"] / 8), "of completions of 8 tokens"
     operators = report["operators"]
     assert sum(operator["seconds"] for operator in operators) + report["outside_operators"] == pytest.approx(
         report["traced_seconds"], rel=1e-3

@@ -114,6 +114,21 @@ def test_every_row_may_end_at_once(accelerator):
         assert (drawn.ids[:, 1:] == 0).all() and longer.mask.sum() > 12, "the buffers keep an earlier call"
 
 
+def test_steps_are_the_tokens_drawn_one_after_the_other(accelerator):
+    model, (ids, mask) = build("llama"), prompts()
+    decode = decoder(accelerator, length=12)
+    for _ in range(2):
+        decode.generate(model, ids, mask, GREEDY)
+        assert decode.steps == 12, "of the latest call"
+    parts = decoder(accelerator, length=12, batch_size=1)
+    parts.generate(model, ids, mask, GREEDY)
+    assert parts.steps == 3 * 12, "batches follow one another"
+    first_tokens = decode.generate(model, ids, mask, GREEDY).ids[:, 0].tolist()
+    ended = decoder(accelerator, eos=first_tokens, length=12, shapes="dynamic")
+    ended.generate(model, ids, mask, GREEDY)
+    assert ended.steps == 4, "the decoder looks for rows that have ended every four steps"
+
+
 @pytest.mark.parametrize("shapes", ["static", "dynamic"])
 @pytest.mark.parametrize("batch_size", [1, 2, 99])
 def test_samples_do_not_depend_on_the_batch_size(accelerator, shapes, batch_size):

@@ -17,9 +17,11 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 from accelerators.backends.cpu import info as cpu_info
 from accelerators.backends.cpu.kernels import packed
 from rlhf.engine.engine import TrainingEngine, freeze_model
-from rlhf.generation.hybrid_engine import generation_mode
+from rlhf.generation.hybrid_engine import count_step_bytes, generation_mode
+from rlhf.generation.rank_groups import SingleRank
 from rlhf.models.forward import ScalarHead
 from rlhf.models.lora import find_adapted_layers
+from rlhf.models.quantized import quantize
 from tests.engine import engines
 from tests.engine.engines import IDS
 from tests.helpers import llama
@@ -199,3 +201,26 @@ def test_the_last_product_of_a_scalar_head_stays_in_float32(accelerator):
     assert model.model.score.weight.layout == torch.strided
     with torch.no_grad():
         torch.testing.assert_close(model(IDS, torch.ones_like(IDS)), expected, rtol=0, atol=1e-5)
+
+
+# Of `llama`: in each of 2 layers queries and output of 32 x 32, keys and values of 16 x 32, three matrices of 48 x 32,
+# two norms of 32; one norm behind them. The vocabulary is 60.
+LAYERS = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32 + 2 * 32) + 32
+OUTPUT = 60 * 32
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+@pytest.mark.parametrize(("tied", "rank"), [(True, 0), (False, 0), (False, 4)])
+def test_a_decoding_step_reads_each_weight_once(accelerator, zero_stage, tied, rank):
+    model = llama(60, tie_word_embeddings=tied)
+    engine = engines.build(accelerator, zero_stage, model=model, lora=rank)
+    assert count_step_bytes(engine, SingleRank()) == 4 * (LAYERS + OUTPUT)
+
+
+def test_a_decoding_step_reads_packed_weights_as_they_are(accelerator):
+    model, packing = llama(60), accelerator.kernels.get("quantized_weights")
+    quantize(model, "int8", packing, exported=False)
+    engine = engines.build(accelerator, 0, model=model, lora=4)
+    linear = LAYERS - 5 * 32  # a byte each; a scale of two bytes for each row
+    rows = 2 * (2 * 32 + 2 * 16 + 2 * 48 + 32)
+    assert count_step_bytes(engine, SingleRank()) == linear + 2 * rows + 4 * (5 * 32 + OUTPUT)

@@ -204,11 +204,28 @@ def test_metrics_omit_unknown_arithmetic_and_unknown_peak(monkeypatch):
     assert phases.metrics() == {"seconds": 2, "peak_memory": 10, "tokens_per_second": 5}
 
 
+def test_latency_and_bandwidth_are_those_of_all_decoding_steps(monkeypatch):
+    clock = Clock(monkeypatch)
+    phases = clock.phases(ranks=2)
+    rates = []
+    for step_bytes in (600, None):
+        with phases.step():
+            for steps in (6, 2):  # two rollouts, of 3 + 1 seconds
+                with phases("generation"):
+                    clock.now += steps / 2
+                phases.count_decode_steps("generation", steps, step_bytes=step_bytes)
+            with phases("training"):
+                clock.now += 1.0
+        rates.append({key: number for key, number in phases.metrics().items() if "step" in key or "bytes" in key})
+    both = {"generation_step_seconds": 4 / 8, "generation_bytes_per_second": 8 * 600 / 4}
+    assert rates == [both, {"generation_step_seconds": 0.5}], "the bytes of a model of unknown shape are omitted"
+
+
 def test_is_machine_dependent_names_speed_and_memory_only():
     keys = {key for _, key, _ in table("Numbers of a training step")}
     machine = {key for key in keys if is_machine_dependent(key)}
     rates = {"tokens_per_second", "pairs_per_second", "seconds", "tflops", "peak_share", "peak_memory"}
     phases = ("generation", "scoring", "training", "other")
-    measures = ("seconds", "share", "tokens_per_second", "tflops")
+    measures = ("seconds", "share", "tokens_per_second", "tflops", "step_seconds", "bytes_per_second")
     assert machine == rates | {f"{phase}_{measure}" for phase in phases for measure in measures} & keys
     assert {"truncated_share", "other_share"} & machine == {"other_share"}

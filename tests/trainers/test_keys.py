@@ -92,6 +92,7 @@ GROUPS = {
             for phase in ("generation", "scoring", "training")
             for number in ("seconds", "share", "tflops", "tokens_per_second")
         ),
+        *("generation_step_seconds", "generation_bytes_per_second"),
     },
 }
 """The TensorBoard group of each metric of a training step; a new metric needs a place here."""

@@ -34,7 +34,7 @@ from rlhf.engine.engine import (
 )
 from rlhf.engine.fp32_weights import EMA
 from rlhf.generation.decoder import Decoder
-from rlhf.generation.hybrid_engine import WeightLayout, choose_rank_group, generation_mode
+from rlhf.generation.hybrid_engine import WeightLayout, choose_rank_group, count_step_bytes, generation_mode
 from rlhf.losses import advantages as estimators
 from rlhf.losses.advantages import whiten
 from rlhf.losses.log_probs import masked, masked_mean, token_weights
@@ -158,6 +158,9 @@ class PPOTrainer:
             batch_size=settings.generation_batch_size,
             rank_group=choose_rank_group(self.actor, context.config, say=context.say),
         )
+        # Of experts, a step reads only some; such a model has no known shape.
+        is_known = context.model_flops is not None
+        self._step_bytes = count_step_bytes(self.actor, self.decoder.rank_group) if is_known else None
 
     @property
     def engines(self) -> dict[str, TrainingEngine]:
@@ -217,6 +220,8 @@ class PPOTrainer:
         with self.context.phases("generation"):
             rollout = self.generate(prompts)
             self.decoder.release_if_large()
+        if self.decoder.steps:
+            self.context.phases.count_decode_steps("generation", self.decoder.steps, step_bytes=self._step_bytes)
         with self.context.phases("scoring"):
             scores = self.score(rollout, examples, reward_fn, for_update=self._reuses_passes)
         mask = rollout.action_mask
