@@ -23,7 +23,6 @@ from rlhf.evaluation.models import (
     EvaluationDevice,
     check_reward_folder,
     find_base_model,
-    find_run,
     load_language_model,
     load_reward_model,
     model_folder,
@@ -41,6 +40,7 @@ from rlhf.evaluation.reward_scores import (
 from rlhf.evaluation.rows import HELDOUT, draw_rows, list_overrides, read_rows
 from rlhf.reporting.console import console
 from rlhf.reporting.progress import progress
+from rlhf.runs.directory import find_run
 from rlhf.utils.units import format_number
 
 if TYPE_CHECKING:

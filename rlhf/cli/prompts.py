@@ -14,7 +14,7 @@ from rlhf.config.paths import is_path
 from rlhf.config.schema import Config, SamplingConfig, load_config
 from rlhf.config.trust import admit_code
 from rlhf.errors import ConfigError
-from rlhf.evaluation.models import EvaluationDevice, find_base_model, find_run, model_folder
+from rlhf.evaluation.models import EvaluationDevice, find_base_model, model_folder
 from rlhf.evaluation.rows import (
     HELDOUT,
     is_line_source,
@@ -23,6 +23,7 @@ from rlhf.evaluation.rows import (
     read_lines,
     read_prompts,
 )
+from rlhf.runs.directory import find_run
 
 if TYPE_CHECKING:
     from rlhf.data.records import Row

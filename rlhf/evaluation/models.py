@@ -347,12 +347,6 @@ def reward_model_folder(path: Path | str) -> Path:
     return path / "model" if (path / "stage.json").is_file() else path
 
 
-def find_run(path: Path | str) -> RunDirectory | None:
-    """Return the run that contains `path` (a run, a stage or a model), or None."""
-    folders = (Path(path), *Path(path).resolve().parents[:2])
-    return next((run for run in map(RunDirectory, folders) if run.description.is_file()), None)
-
-
 def read_summary(folder: Path | str) -> dict[str, Any]:
     """Return the `stage.json` of the stage that wrote the model in `folder`, else {}."""
     folder = Path(folder)

@@ -428,6 +428,12 @@ class RunDirectory:
         return False
 
 
+def find_run(path: Path | str) -> RunDirectory | None:
+    """Return the run that contains `path` (a run, a stage or a model), or None."""
+    folders = (Path(path), *Path(path).resolve().parents[:2])
+    return next((run for run in map(RunDirectory, folders) if run.description.is_file()), None)
+
+
 def collect_versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that decide a run's numbers."""
     versions = {"python": platform.python_version()}

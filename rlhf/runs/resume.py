@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
+from rlhf.config.paths import is_path
 from rlhf.config.schema import EVERY_STAGE, Config, Stage, build_config
 from rlhf.errors import ConfigError
 from rlhf.roles.lineage import base_models
@@ -31,6 +32,9 @@ SHARED_SECTIONS = ("seed", "model", "data")
 # The part of them that only PPO reads (`data.pretraining`): no other stage depends on it.
 _OF_PPO = {"pretraining"}
 _SEEDS = {"seed", "data.seed"}
+# The keys of `data`, and those of a source, that decide which of the source's prompts each stage gets and holds out.
+_DIVISION = ("stage_split", "heldout_fraction")
+_DIVISION_OF_SOURCE = ("stages", "heldout", "heldout_subset", "heldout_split", "heldout_revision")
 # Sections that every stage is trained with; stages of one run may differ in them.
 _OF_EVERY_STAGE = ("engine", "lora")
 
@@ -106,6 +110,34 @@ def find_row_differences(trained: Config, config: Config, stages: Collection[Sta
     ]
     same_split = trained.data_seed == config.data_seed
     return [leaf for leaf in leaves if not (same_split and leaf[0] in _SEEDS)]
+
+
+def find_other_division(recorded: dict[str, Any], config: Config) -> list[str]:
+    """List the settings by which rows that both runs read are divided otherwise, as `find_differences` does.
+
+    `recorded` is the `run.json` of a run that trained a model which this one starts from: this run may then hold out
+    rows that the model was trained on. Runs without a common source divide nothing in common.
+    """
+    try:
+        trained = build_config(recorded.get("config", {}))
+    except ConfigError:  # keys that this version does not know
+        return []
+    then, now = trained.model_dump(mode="json"), config.model_dump(mode="json")
+    sources = {_source_key(source): source for source in then["data"]["datasets"]}
+    common = {index: sources.get(_source_key(source)) for index, source in enumerate(now["data"]["datasets"])}
+    if not any(common.values()):
+        return []
+    pairs = [("data.seed", trained.data_seed, config.data_seed)]
+    pairs += [(f"data.{key}", then["data"][key], now["data"][key]) for key in _DIVISION]
+    for index, source in common.items():
+        here = now["data"]["datasets"][index]
+        pairs += [(f"data.datasets.{index}.{key}", source[key], here[key]) for key in _DIVISION_OF_SOURCE if source]
+    return [f"{key} ({there!r} there, {here!r} now)" for key, there, here in pairs if there != here]
+
+
+def _source_key(source: Mapping[str, Any]) -> tuple[Any, ...]:
+    path = source["path"]
+    return (os.path.realpath(path) if is_path(path) else path, source["subset"], source["split"])
 
 
 def find_differences_in_complete(

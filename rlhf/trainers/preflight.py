@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf.config.paths import WORLD
+from rlhf.config.paths import WORLD, is_path
 from rlhf.config.schema import Config, Stage
 from rlhf.data import pretraining, readers
 from rlhf.errors import ConfigError, RunError
@@ -30,8 +30,9 @@ from rlhf.roles.lineage import (
 )
 from rlhf.roles.model_identity import check_model_files
 from rlhf.roles.roles import check_placements, model_placements
-from rlhf.runs.directory import RunDirectory
-from rlhf.runs.resume import Fingerprints, StartModels
+from rlhf.runs.directory import RunDirectory, find_run
+from rlhf.runs.resume import Fingerprints, StartModels, find_other_division
+from rlhf.utils.atomic_io import read_json
 from rlhf.utils.process_info import current_process
 
 if TYPE_CHECKING:
@@ -125,6 +126,22 @@ def check(
         if not overwrite:
             directory.stage(stage).check_checkpoint(ranks)
     return pending
+
+
+def describe_divisions(config: Config, pending: Sequence[Stage]) -> list[str]:
+    """Return a line for each model of another run that divided rows which this run reads too in another way."""
+    lines = []
+    for ref in dict.fromkeys(ref for stage in pending for ref in base_models(config, stage)):
+        path = ref.named_in(config)
+        run = find_run(path) if path and is_path(path) else None
+        if run is None or run.path.resolve() == config.output.resolve():
+            continue
+        if differences := find_other_division(read_json(run.description), config):
+            lines.append(
+                f"{ref.key}: the run of {path} divided the same rows in another way: {', '.join(differences)}; set the "
+                "values there, or rows that it was trained on may be held out here"
+            )
+    return lines
 
 
 def examine(

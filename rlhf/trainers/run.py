@@ -150,6 +150,7 @@ def _open(
             verify_checkpoint(directory.stage(stage))
         with distributed.on_main("checking the run", takes_long=True) as main:
             if main:
+                _print_warnings(preflight.describe_divisions(config, pending))
                 findings = preflight.examine(
                     config, pending, directory, accelerator, overwrite=request.overwrite, whole=request.dry_run
                 )
@@ -252,7 +253,11 @@ def _announce(
     console.print(f"[bold]rlhf {__version__}[/]")
     for name, value in facts.items():
         console.print(Text.assemble((f"{name:13}", "dim"), value), soft_wrap=True)
-    for line in describe_rates(config, pending):
+    _print_warnings(describe_rates(config, pending))
+
+
+def _print_warnings(lines: Sequence[str]) -> None:
+    for line in lines:
         console.print(Text.assemble((f"{'warning':13}", "bold yellow"), line), soft_wrap=True)
 
 

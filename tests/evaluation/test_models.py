@@ -20,14 +20,13 @@ from rlhf.data.stage_dataset import load_stage
 from rlhf.errors import ModelError, OutOfMemory, RunError
 from rlhf.evaluation.models import (
     EvaluationDevice,
-    find_run,
     load_language_model,
     load_reward_model,
     read_summary,
     reward_model_folder,
 )
 from rlhf.evaluation.models import model_folder as folder_of
-from rlhf.runs.directory import RunDirectory
+from rlhf.runs.directory import RunDirectory, find_run
 from tests.evaluation.conftest import by_transformers, reward_model
 from tests.helpers import build_tokenizer, llama
 from tests.models.test_deepspeed_chat import saved
