@@ -26,7 +26,7 @@ from typing import Any
 
 import report
 import yaml
-from machine import HERE, ROOT, machine
+from machine import HERE, ROOT, chip_name, cpu_info
 
 FILE = HERE / "figures.yaml"
 ROWS = "ci/bench/README.md"  # the page with the rows of all results
@@ -156,7 +156,7 @@ def find_lack(entry: dict[str, Any]) -> str | None:
     for need in entry["needs"]:
         kind, _, value = need.partition(" ")
         present = {
-            "chip": lambda value=value: value in machine()["model"],
+            "chip": lambda value=value: value in chip_name(),
             "path": lambda value=value: (ROOT / value).exists(),
             "module": lambda value=value: importlib.util.find_spec(value) is not None,
         }[kind]()
@@ -178,8 +178,7 @@ def measure(entry: dict[str, Any]) -> bool:
     for figures in entry["figures"].values():
         for figure in figures:
             figure["text"] = fill(figure["template"], result)
-    chip = machine()
-    entry["machine"] = f"{chip['model']}, {chip['cores']} cores"
+    entry["machine"] = f"{chip_name()}, {cpu_info.cores()} cores"
     entry["date"] = datetime.now(timezone.utc).strftime("%Y-%m-%d")
     entry["commit"], entry["older"] = _git("rev-parse", "--short=7", "HEAD"), False
     for (page, old), (_, new) in zip(earlier, texts(entry), strict=True):

@@ -21,10 +21,26 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
     """Return the modules of ci/bench, imported as its scripts import them."""
     monkeypatch.syspath_prepend(str(BENCH))
     import arithmetic
+    import machine
     import report
     import turns
 
-    return argparse.Namespace(arithmetic=arithmetic, report=report, turns=turns)
+    return argparse.Namespace(arithmetic=arithmetic, machine=machine, report=report, turns=turns)
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "name"),
+    [
+        ("Intel(R) Xeon(R) Processor", {"avx512_bf16", "amx_bf16", "avx2"}, "Intel Xeon with AMX"),
+        ("Intel(R) Xeon(R) Processor", {"avx512_bf16"}, "Intel Xeon with AVX512-BF16"),
+        ("AMD EPYC", {"avx512_bf16"}, "AMD EPYC with AVX512-BF16"),
+        ("AMD EPYC", {"avx2"}, "AMD EPYC without bf16 instructions"),
+    ],
+)
+def test_name_of_a_chip_tells_processors_of_one_name_apart(bench, monkeypatch, model, flags, name) -> None:
+    monkeypatch.setattr(bench.machine.cpu_info, "cpu_model", lambda: model)
+    monkeypatch.setattr(bench.machine.cpu_info, "cpu_flags", lambda: frozenset(flags))
+    assert bench.machine.chip_name() == name
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
