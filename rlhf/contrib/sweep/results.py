@@ -21,8 +21,9 @@ from rlhf.config.schema import Stage, build_config
 from rlhf.contrib.sweep.grid import SHARED, Grid, Point
 from rlhf.errors import RunError
 from rlhf.reporting.summary import format_value
-from rlhf.roles.lineage import base_models
-from rlhf.roles.model_identity import fingerprint_model
+from rlhf.roles.base_sharing import identify_bases
+from rlhf.roles.lineage import base_models, resolve_base_models
+from rlhf.roles.model_identity import StartModel, fingerprint_model
 from rlhf.runs.directory import RunDirectory
 from rlhf.utils.atomic_io import CONSOLE, atomic_file, atomic_write, atomic_write_json, read_json
 from rlhf.utils.file_lock import LOCK_FILES
@@ -89,7 +90,8 @@ class SweepDirectory:
 
         Raises:
             RunError: the folder holds something else, or points that were started with other settings or from other
-                shared models.
+                models.
+            ModelError: a model that a point started from is damaged.
         """
         if self.path.exists() and not self.path.is_dir():
             raise RunError(f"{self.path}: expected a folder, got a file; choose another --output")
@@ -98,7 +100,9 @@ class SweepDirectory:
             raise RunError(
                 f"{self.path}: not empty, and not the folder of a sweep (no sweep.json); choose another --output"
             )
-        for point in (*filter(None, [grid.shared]), *grid.points):
+        all_points = (*filter(None, [grid.shared]), *grid.points)
+        changed: dict[str, str] = {}
+        for point in all_points:
             run = self.run(point.name)
             run.recover()
             if not run.description.is_file():
@@ -109,6 +113,15 @@ class SweepDirectory:
                 problem = str(error).rpartition("; ")[0]
                 folders = [run.path] if point is not grid.shared else self._list_folders([point, *grid.points])
                 raise RunError(f"{problem}; {_delete(folders)}") from error
+            try:
+                run.check_models(point.config, self._identify_outside(point))
+            except RunError as error:
+                changed[point.name] = str(error).rpartition("; ")[0]
+        if changed:
+            stale = [point for point in all_points if point.name in changed or SHARED in changed]
+            raise RunError(
+                f"{next(iter(changed.values()))}; restore the original models, {_delete(self._list_folders(stale))}"
+            )
         models = sorted({model for point in grid.points for model in self._shared_models(point)})
         for model, digest in self._fingerprint(models).items():
             users = [point for point in grid.points if model in self._shared_models(point) and self.is_started(point)]
@@ -119,6 +132,22 @@ class SweepDirectory:
                     f"{self.path / model}: {names} started from this model, {reason}; "
                     f"{_delete(self._list_folders(stale))}"
                 )
+
+    def _identify_outside(self, point: Point) -> dict[Stage, dict[str, StartModel]]:
+        """Return the content of the models outside of the sweep that the started stages of a point start from."""
+        return {
+            stage: identify_bases(
+                point.config,
+                stage,
+                [
+                    base
+                    for base in resolve_base_models(point.config, stage)
+                    if not Path(base.path or "").is_relative_to(self.path)
+                ],
+            )
+            for stage in point.stages
+            if self.run(point.name).stage(stage).started
+        }
 
     def record_bases(self, point: Point) -> None:
         """Record the digests of the shared models that a point starts from, unless it was started before.

@@ -187,6 +187,31 @@ def test_points_of_a_replaced_shared_stage_are_refused(rlhf: Any, tmp_path: Path
     assert changed.startswith(f"{model}: center0, center0.5 started from this model, which is another one")
 
 
+def test_points_of_a_replaced_model_outside_of_the_sweep_are_refused(
+    rlhf: Any, finished_run: Path, tmp_path: Path
+) -> None:
+    base, out = tmp_path / "base", tmp_path / "out"
+    shutil.copytree(finished_run / "sft/model", base)
+    (base / "manifest.json").unlink()  # as in a folder that rlhf did not write
+    grid = (
+        "recipe: {recipe}\noutput: out\nstages: [reward]\nbase: {{reward.max_steps: 2, reward.model: ./base}}\n"
+        "grid: {{reward.center: [0, 0.5]}}\nnames: {{reward.center: center}}\n"
+    )
+    path = written(tmp_path, rlhf.recipe, grid)
+    rlhf("sweep", path, recipe=None)
+    before, original = contents(out / "center0"), (base / "model.safetensors").read_bytes()
+    changed = bytearray(original)
+    changed[-1] ^= 1
+    (base / "model.safetensors").write_bytes(changed)
+    assert error_of(rlhf("sweep", path, recipe=None, check=False)) == (
+        f"{out}/center0: this run was made with other models: {base} (other weights); restore the original models, "
+        f"delete {out}/center0, {out}/center0.5 to train again, or choose another --output"
+    )
+    assert contents(out / "center0") == before
+    (base / "model.safetensors").write_bytes(original)
+    rlhf("sweep", path, recipe=None)
+
+
 def test_dry_run_lists_points_and_refusals_and_writes_nothing(rlhf: Any, tmp_path: Path) -> None:
     path = written(tmp_path, rlhf.recipe)
     before = contents(tmp_path)
