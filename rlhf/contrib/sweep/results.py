@@ -25,7 +25,7 @@ from rlhf.roles.base_sharing import identify_bases
 from rlhf.roles.lineage import base_models, resolve_base_models
 from rlhf.roles.model_identity import StartModel, fingerprint_model
 from rlhf.runs.directory import RunDirectory
-from rlhf.utils.atomic_io import CONSOLE, atomic_file, atomic_write, atomic_write_json, read_json
+from rlhf.utils.atomic_io import CONSOLE, atomic_file, atomic_write, atomic_write_json, read_json, refuse_link
 from rlhf.utils.file_lock import LOCK_FILES
 from rlhf.utils.units import format_bytes, format_seconds
 
@@ -90,7 +90,7 @@ class SweepDirectory:
 
         Raises:
             RunError: the folder holds something else, or points that were started with other settings or from other
-                models.
+                models; or a file in it is a link.
             ModelError: a model that a point started from is damaged.
         """
         if self.path.exists() and not self.path.is_dir():
@@ -101,6 +101,8 @@ class SweepDirectory:
                 f"{self.path}: not empty, and not the folder of a sweep (no sweep.json); choose another --output"
             )
         all_points = (*filter(None, [grid.shared]), *grid.points)
+        for path in (self.path / "recipes", *(self.console(point.name) for point in all_points)):
+            refuse_link(path)
         changed: dict[str, str] = {}
         for point in all_points:
             run = self.run(point.name)

@@ -19,6 +19,7 @@ import pytest
 
 from rlhf.contrib.sweep.grid import load_grid
 from rlhf.contrib.sweep.results import SweepDirectory, collect_results, select_columns
+from rlhf.errors import RunError
 from rlhf.utils.file_lock import lock_folder
 from tests.helpers import assert_same_weights
 from tests.run_folders import contents
@@ -210,6 +211,19 @@ def test_points_of_a_replaced_model_outside_of_the_sweep_are_refused(
     assert contents(out / "center0") == before
     (base / "model.safetensors").write_bytes(original)
     rlhf("sweep", path, recipe=None)
+
+
+@pytest.mark.parametrize("name", ["recipes", "center0/console.log", "shared/console.log"])
+def test_link_in_a_sweep_is_refused(name: str, tmp_path: Path) -> None:
+    home, link = tmp_path / "home", tmp_path / "out" / name
+    home.mkdir()
+    link.parent.mkdir(parents=True)
+    link.symlink_to(home / "new" if name.endswith(".log") else home)
+    (tmp_path / "out/sweep.json").write_text('{"points": []}')
+    grid = load_grid(written(tmp_path, tmp_path / "recipe.yaml", GRID.replace("recipe: {recipe}\noutput: out", "")))
+    with pytest.raises(RunError, match=f"{name}: is a link to"):
+        SweepDirectory(tmp_path / "out").check(grid)
+    assert not list(home.iterdir())
 
 
 def test_dry_run_lists_points_and_refusals_and_writes_nothing(rlhf: Any, tmp_path: Path) -> None:
