@@ -16,7 +16,7 @@ from rlhf.cli.tables import AsJSON, print_json, print_line
 from rlhf.config.schema import Config, Stage, build_config
 from rlhf.errors import RunError
 from rlhf.reporting.console import console
-from rlhf.reporting.recorder import read_records
+from rlhf.reporting.recorder import WARNING_TAGS, read_records
 from rlhf.reporting.summary import format_value, print_summary
 from rlhf.runs.directory import RunDirectory
 from rlhf.runs.stage_directory import StageDirectory
@@ -44,8 +44,9 @@ def show(
 ) -> None:
     """Show how a run went, or goes so far.
 
-    For each stage: its results before and after training, the curves of its main numbers, and completions of the same
-    prompts at the first, a middle and the last evaluation. Nothing is written, and a run in progress is not disturbed.
+    For each stage: its results before and after training, the curves of its main numbers, completions of the same
+    prompts at the first, a middle and the last evaluation, and warnings. Nothing is written, and a run in progress is
+    not disturbed.
 
     [bold]rlhf show runs/a[/]
     """
@@ -71,7 +72,7 @@ def _read_stages(run: Path) -> list[dict[str, Any]]:
 
 
 def _read_stage(stage: StageDirectory, config: Config) -> dict[str, Any]:
-    """Return the state of a stage, its curves as (step, value) pairs, and its texts by tag as (step, text) pairs."""
+    """Return the state of a stage, with curves as (step, value), completions by tag as (step, text), and warnings."""
     records = read_records(stage.metrics)
     curves = {
         name: points
@@ -79,8 +80,11 @@ def _read_stage(stage: StageDirectory, config: Config) -> dict[str, Any]:
         if len(points := [(record["step"], record[name]) for record in records if record.get(name) is not None]) > 1
     }
     texts: dict[str, list[tuple[int, str]]] = {}
+    warnings: list[str] = []
     for record in records:
-        if "tag" in record:
+        if record.get("tag") in WARNING_TAGS:
+            warnings.append(record["text"])
+        elif "tag" in record:
             texts.setdefault(record["tag"], []).append((record["step"], record["text"]))
     return {
         "stage": stage.name,
@@ -91,6 +95,7 @@ def _read_stage(stage: StageDirectory, config: Config) -> dict[str, Any]:
         "age": time.time() - records[-1]["time"] if records else None,
         "curves": curves,
         "texts": texts,
+        "warnings": warnings,
     }
 
 
@@ -120,6 +125,12 @@ def _print_stage(stage: dict[str, Any], samples: int) -> None:
             table.add_row(f"  {name.replace('_', ' ')}", first, draw_curve([value for _, value in points]), last)
         console.print(table)
     _print_texts(stage["texts"], samples)
+    if not stage["summary"]:  # those of a complete stage are under the closing table
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        for line in stage["warnings"]:
+            grid.add_row(Text("  warning", style="bold yellow", no_wrap=True), Text(line))
+        if stage["warnings"]:
+            console.print("", grid, sep="\n")
 
 
 def _print_texts(texts: dict[str, list[tuple[int, str]]], samples: int) -> None:

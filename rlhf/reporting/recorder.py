@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from rlhf.runs.stage_directory import StageDirectory
 
 
+WARNING_TAGS = ("warning", "heldout_warning")
+"""The tags of the health monitor's lines; other texts are completions."""
+
+
 class Recorder(AbstractContextManager["Recorder"]):
     """Writer of one stage's records; a context manager.
 

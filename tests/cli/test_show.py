@@ -47,6 +47,20 @@ def test_show_of_run_in_progress_reads_up_to_cut_line(finished_run: Path, tmp_pa
     assert [stage["stage"] for stage in document["stages"] if stage["summary"]] == ["sft", "reward"]
 
 
+def test_show_of_run_in_progress_has_its_warnings_apart_from_completions(finished_run: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    (run / "ppo/stage.json").unlink()
+    for stage, tag, text in [("reward", "heldout_warning", "of 13 rows only"), ("ppo", "warning", "KL is too high")]:
+        line = {"stage": stage, "step": 1, "time": 0.0, "tag": tag, "text": text}
+        with (run / stage / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+    printed = show(run, "--samples", 99).stdout
+    assert re.search(r"^  warning  KL is too high *$", printed, re.MULTILINE)
+    assert not re.search(r"step 1 .*(of 13 rows only|KL is too high)", printed)
+    stages = {stage["stage"]: stage for stage in json.loads(show(run, "--json").stdout)["stages"]}
+    assert stages["reward"]["warnings"][-1] == "of 13 rows only" and "heldout_warning" not in stages["reward"]["texts"]
+
+
 def test_show_of_epochs_states_no_total(finished_run: Path, tmp_path: Path) -> None:
     """The rollouts of an epoch depend on the number of prompts."""
     run = shutil.copytree(finished_run, tmp_path / "run")
