@@ -215,4 +215,15 @@ for _command in (
     app.command()(_command)
 for _command_info in (*app.registered_commands, *accelerators.app.registered_commands):
     _command_info.help = join_lines(_command_info.help or _command_info.callback.__doc__)
+
+
+@app.command("train", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def _refuse_train() -> None:
+    """Point to the command that trains, which other programs call `train`."""
+    raise ConfigError(
+        "No such command 'train': rlhf trains without one; use `rlhf --config recipe.yaml`, or for one stage "
+        "`rlhf sft`, `rlhf reward`, `rlhf dpo` or `rlhf ppo`"
+    )
+
+
 app.add_typer(accelerators.app, name="accelerators", short_help="Show and check the installed accelerator backends.")

@@ -99,7 +99,8 @@ class ExitStatus:
         message = str(error) if isinstance(error, InvalidValuesError) else " ".join(str(error).split())
         if isinstance(error, TyperException):
             command = getattr(getattr(error, "ctx", None), "command_path", "rlhf")
-            message = f"{error.format_message().rstrip('.')}; see `{command} --help`"
+            text = error.format_message().rstrip(".")
+            message = f"{text} See `{command} --help`" if text.endswith("?") else f"{text}; see `{command} --help`"
         return cls(code, (_INTERRUPTED if code == INTERRUPTED else _ERROR) + message, known, type(error).__name__)
 
     @classmethod

@@ -160,7 +160,9 @@ def test_config_prints_absolute_paths_of_a_recipe(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--zzz"], "No such option: --zzz; see `rlhf --help`"),
-        (["train"], "No such command 'train'"),
+        (["train"], "No such command 'train': rlhf trains without one; use `rlhf --config recipe.yaml`"),
+        (["train", "--config", "x.yaml", "--epochs", "3", "more"], "No such command 'train': rlhf trains without one"),
+        (["evalute"], "No such command 'evalute'. Did you mean 'evaluate'? See `rlhf --help`"),
         (["sft", "--seed", "x"], "Invalid value for '--seed'"),
         (["--set", "ppo.stepz=5"], "unknown key 'ppo.stepz'; did you mean 'steps'?"),
         (["--config", "absent.yaml"], "absent.yaml: cannot be read"),
