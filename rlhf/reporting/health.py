@@ -137,9 +137,15 @@ def _gradient(reading: Reading) -> str | None:
     if reading.last(_LONG, lambda numbers: not math.isfinite(numbers["grad_norm"])):
         return f"the gradient is not finite for {_LONG} steps"
     first = reading.first["grad_norm"]
-    if math.isfinite(first) and reading.last(_IN_A_ROW, lambda numbers: numbers["grad_norm"] <= 1e-5 * first):
+    if 0 < first < math.inf and reading.last(_IN_A_ROW, lambda numbers: numbers["grad_norm"] <= 1e-5 * first):
         return f"the model no longer learns: grad_norm is {reading.now['grad_norm']:.1g} (at the start {first:.2g})"
     return None
+
+
+def _no_gradient(reading: Reading) -> str | None:
+    if reading.first["grad_norm"] != 0 or not reading.last(_IN_A_ROW, lambda numbers: numbers["grad_norm"] == 0):
+        return None
+    return "the model learns nothing: grad_norm is 0, as in the first step"
 
 
 def _loss(reading: Reading) -> str | None:
@@ -166,7 +172,7 @@ def _hardly_learned(reading: Reading) -> str | None:
     if not uniform / 2 < math.log(perplexity) <= uniform:
         return None
     return (
-        f"SFT has hardly learned: held-out perplexity is {format_number(perplexity)}, and guessing has "
+        f"SFT has hardly learned: held-out perplexity is {format_number(perplexity)}, that of random guessing "
         f"{reading.vocabulary:,}"
     )
 
@@ -243,6 +249,14 @@ RULES = (
         "raise {ppo.critic_optimizer.learning_rate} or set {ppo.normalize_scores}",
     ),
     Rule("gradient", EVERY_STAGE, ("step",), ("grad_norm",), _gradient, f"look for an earlier cause, or {_CALM}"),
+    Rule(
+        "no gradient",
+        EVERY_STAGE,
+        ("step",),
+        ("grad_norm",),
+        _no_gradient,
+        "look for an earlier warning; in PPO, check that the rewards of a prompt's completions differ",
+    ),
     Rule("loss", ("sft", "reward", "dpo"), ("step",), ("loss",), _loss, _CALM),
     Rule(
         "forgotten replies",

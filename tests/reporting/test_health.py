@@ -76,7 +76,7 @@ EVALUATIONS: dict[str, Any] = {
     "repetition": ("ppo", 99, 5, {"distinct_2": 0.03}, "distinct_2 fell from 0.4 to 0.03"),
     "bad start": ("ppo", 99, 0, {"entropy": 5.5, "truncated_share": 0.2}, "entropy is 5.5 nats (88% of uniform)"),
     "few prompts": ("ppo", 7, 0, {}, "7 rows only; raise data.heldout_fraction (now 0.05)"),
-    "hardly learned": ("sft", 99, None, {"perplexity": 67.0}, "perplexity is 67, and guessing has 512"),
+    "hardly learned": ("sft", 99, None, {"perplexity": 67.0}, "perplexity is 67, that of random guessing 512"),
     "endless": ("sft", 99, None, {"truncated_share": 1.0}, "none of the greedy completions"),
     "few rows": ("reward", 13, None, {"accuracy": 1.0}, "accuracy 13 of 13 has the 95 % interval 77% to 100%"),
 }
@@ -107,7 +107,7 @@ def test_evaluation_has_its_rules(name: str) -> None:
 
 
 def test_every_rule_is_tried() -> None:
-    tried = {name.partition(" of ")[0] for name in STEPS} | set(EVALUATIONS)
+    tried = {name.partition(" of ")[0] for name in STEPS} | set(EVALUATIONS) | {"no gradient"}
     assert {rule.name for rule in RULES} == tried
 
 
@@ -117,6 +117,13 @@ def test_resumed_stage_repeats_nothing_and_remembers_its_start() -> None:
     resumed.load_state_dict(first.state_dict())
     lines = resumed.judge_step(3, PPO | {"kl": 11.0, "entropy": 0.01})
     assert len(lines) == 1 and "fell from 2 to 0.01" in lines[0]
+
+
+def test_gradient_of_zero_from_the_first_step_does_not_ask_for_a_lower_rate() -> None:
+    monitor = HealthMonitor(build_config({}), "ppo")
+    lines = [line for step in range(1, 9) for line in monitor.judge_step(step, PPO | {"grad_norm": 0.0})]
+    assert len(lines) == 1 and lines[0].startswith("step 3: the model learns nothing: grad_norm is 0")
+    assert "learning_rate" not in lines[0]
 
 
 def test_numbers_that_a_stage_lacks_break_no_rule() -> None:
