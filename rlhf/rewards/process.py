@@ -57,7 +57,7 @@ REWARDS = FunctionUse(
     "reward function",
     "ppo.reward_functions",
     "ppo.reward_timeout",
-    "fix the function, then repeat this command with --resume",
+    "fix the function, then repeat this command, with --resume if the run has completed a step",
     REWARDS_GROUP,
 )
 METRICS = FunctionUse(

@@ -94,7 +94,7 @@ def starts_another(prompt, completion, row):
 SAMPLES = [Sample("what is it?", "an answer", {"source": "rows.jsonl:3"}), Sample("and this?", "b", {})]
 LARGE = [Sample(f"{number:01000}", "y", {}) for number in range(2000)]  # pickle stores equal objects once
 SHOWN = "for the prompt 'what is it?' with the completion 'an answer' (rows.jsonl:3)"
-WHERE = f"{SHOWN}; fix the function, then repeat this command with --resume"
+WHERE = f"{SHOWN}; fix the function, then repeat this command, with --resume if the run has completed a step"
 
 
 @pytest.fixture

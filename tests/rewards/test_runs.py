@@ -107,7 +107,7 @@ def test_run_resumes_after_the_failing_function_is_fixed(
     (line,) = (line for line in result.stderr.splitlines() if line.startswith("rlhf: error: "))
     assert result.returncode == 2
     start = f"rlhf: error: reward function {rewards}:until_fixed: KeyError: 'answer' at {rewards}:"
-    assert line.startswith(start) and line.endswith("fix the function, then repeat this command with --resume")
+    assert line.startswith(start) and line.endswith("with --resume if the run has completed a step")
     # 6 rows of the first evaluation, then 4 a step: the 20th is in the fourth step.
     assert (
         sorted(path.name for path in (rewards.parent / "run" / "ppo" / "checkpoints").iterdir())[-1] == "step-00000003"
