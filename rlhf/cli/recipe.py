@@ -154,7 +154,8 @@ def _list_facts(stage: dict[str, Any], source: dict[str, Any]) -> list[tuple[str
     ]
     if source["train"]:  # a held-out source is not divided among the stages
         shares = ":".join(f"{share:g}" for share in stage["split"].values())
-        facts.append(("share", f"{source['share']:,} of its {source['rows']:,} rows (data.stage_split {shares})"))
+        share = f"{source['share']:,} of its {source['rows']:,} rows (data.stage_split {shares})"
+        facts.append(("share", share if source["share"] < source["rows"] else f"all of its {source['rows']:,} rows"))
     if source["truncated"]:
         facts.append(("truncated", f"{source['truncated']:,} rows"))
     if source["by_weight"]:

@@ -114,7 +114,7 @@ def test_text_has_the_facts_of_the_json_and_nothing_is_written(
     for words in (
         "supervised fine-tuning 7 rows for training, 2 held out",
         "read as text: text",
-        "share 10 of its 10 rows (data.stage_split 2:4:4)",
+        "share all of its 10 rows left out",
         "left out 1 completion too long (first: texts.jsonl:10); raise data.max_completion_length",
         "(at most 40)",
         "<eos> [learned]",
