@@ -371,10 +371,16 @@ def _find(reading: Reading, when: When) -> Iterator[tuple[Rule, str]]:
 
 
 def fill_keys(remedy: str, config: Config, stage: Stage) -> str:
-    """Replace each key in braces by the key and its value, `ppo.kl_coef (now 0.1)`."""
+    """Replace each key in braces by the key and its value, `ppo.kl_coef (now 0.1)`.
+
+    `max_steps` replaces `epochs` if it is set, because it may end the stage earlier.
+    """
 
     def show(match: re.Match[str]) -> str:
         key = match[1].replace("*", stage)
+        section, _, name = key.rpartition(".")
+        if name == "epochs" and getattr(config, section).max_steps:
+            key = f"{section}.max_steps"
         value: Any = config
         for part in key.split("."):
             value = getattr(value, part)

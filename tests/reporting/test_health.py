@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlhf.config.schema import build_config
-from rlhf.reporting.health import RULES, HealthMonitor, describe_rates
+from rlhf.reporting.health import RULES, HealthMonitor, describe_rates, fill_keys
 from rlhf.utils.units import format_number
 
 PPO = {
@@ -124,6 +124,12 @@ def test_gradient_of_zero_from_the_first_step_does_not_ask_for_a_lower_rate() ->
     lines = [line for step in range(1, 9) for line in monitor.judge_step(step, PPO | {"grad_norm": 0.0})]
     assert len(lines) == 1 and lines[0].startswith("step 3: the model learns nothing: grad_norm is 0")
     assert "learning_rate" not in lines[0]
+
+
+def test_remedy_names_max_steps_instead_of_epochs_if_it_is_set() -> None:
+    config = build_config({"sft": {"epochs": 20, "max_steps": 6}})
+    assert fill_keys("raise {sft.epochs}", config, "ppo") == "raise sft.max_steps (now 6)"
+    assert fill_keys("raise {*.epochs}", build_config({"sft": {"epochs": 20}}), "sft") == "raise sft.epochs (now 20)"
 
 
 def test_numbers_that_a_stage_lacks_break_no_rule() -> None:
