@@ -14,12 +14,12 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import Distribution, EntryPoint, distributions, entry_points, packages_distributions
 from itertools import islice
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, TypeVar
 
 import pluggy
@@ -51,6 +51,9 @@ _IMPORTS_TORCH = (
     "imports torch {when}, which must come after the choice of a backend: some runtimes read their environment then"
 )
 
+
+_CALLERS = ("threading", "importlib", "_frozen_importlib", "_frozen_importlib_external", "pluggy", __package__)
+"""Packages whose frames come before those of a plugin's code."""
 
 _MAY_LACK_MEMORY = re.compile(r"exhaust|memory|\bHBM\b|alloc", re.IGNORECASE)
 
@@ -340,10 +343,27 @@ def run_within(limit: float | None, what: str, task: Callable[[], Result]) -> Re
     if results:
         return results[0]
     if failures:
-        raise PluginError(f"{what} failed ({describe_error(failures[0])})") from failures[0]
+        place = _last_place(traceback.walk_tb(failures[0].__traceback__))
+        raise PluginError(f"{what} failed ({describe_error(failures[0])}){place}") from failures[0]
+    frame = sys._current_frames().get(thread.ident or 0)
+    place = _last_place(reversed(list(traceback.walk_stack(frame)))) if frame else ""
     raise PluginError(
-        f"{what} did not answer within {limit:g} s; the driver may hang ({TIME_LIMIT_ENV} sets the limit)"
+        f"{what} did not answer within {limit:g} s{place}; the driver may hang ({TIME_LIMIT_ENV} sets the limit)"
     )
+
+
+def _last_place(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """Return " at FILE, line N" of the innermost frame in a plugin's package; "" if no frame is a plugin's.
+
+    Args:
+        frames: frames with their lines, the outermost first. The first package outside `_CALLERS` is the plugin's.
+    """
+    plugin, place = "", ""
+    for frame, line in frames:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package not in _CALLERS and package == (plugin := plugin or package):
+            place = f" at {Path(frame.f_code.co_filename).name}, line {line}"
+    return place
 
 
 @contextlib.contextmanager
