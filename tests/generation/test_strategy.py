@@ -98,10 +98,6 @@ def test_models_that_cannot_be_split(model, ranks, ppo, line):
     check_generation_model(model(), configuration().ppo, ranks)
 
 
-def test_as_many_ranks_share_a_model_as_can():
-    check_generation_model(llama(60), configuration(generation_weights="tensor_parallel").ppo, 4)  # two groups of two
-
-
 def test_experts_are_not_split():
     from transformers import MixtralConfig, MixtralForCausalLM
 
