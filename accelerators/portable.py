@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from accelerators.errors import AcceleratorError
+from accelerators.errors import AUTHORS, AcceleratorError, PluginError
 from accelerators.types import KernelImpl, Support
 
 
@@ -69,7 +69,8 @@ def register_attention(name: str, attend: Callable[..., Any], lacking: Iterable[
         lacking: features that some models pass and `attend` does not implement.
 
     Returns:
-        `name`, as the factory of an `attention` returns it. A call with a lacking feature raises `AcceleratorError`.
+        `name`, as the factory of an `attention` returns it. A call with a lacking feature raises `AcceleratorError`,
+        and a result of another form raises `PluginError`: the model's next layer would fail without naming it.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, eager_mask
@@ -77,15 +78,34 @@ def register_attention(name: str, attend: Callable[..., Any], lacking: Iterable[
     lacking = tuple(lacking)
 
     @functools.wraps(attend)
-    def checked(*args: Any, **features: Any) -> Any:
+    def checked(module: Any, query: Any, key: Any, value: Any, *args: Any, **features: Any) -> Any:
         for feature in lacking:
             if features.get(feature) is not None:
                 raise AcceleratorError(f"attention {name}: it does not support {feature}; use a model without it")
-        return attend(*args, **features)
+        result = attend(module, query, key, value, *args, **features)
+        if problem := _find_wrong_form(result, query, value):
+            raise PluginError(f"attention {name} of {attend.__module__}: it returned {problem}; {AUTHORS}")
+        return result
 
     AttentionInterface.register(name, checked)
     AttentionMaskInterface.register(name, eager_mask)
     return name
+
+
+def _find_wrong_form(result: Any, query: Any, value: Any) -> str:
+    """Return what is wrong with a result of attention, and what is expected; "" if nothing is."""
+    import torch
+
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], torch.Tensor)):
+        return f"a {type(result).__name__}, expected (outputs, None)"
+    output, (rows, heads, tokens, _) = result[0], query.shape
+    expected = (rows, tokens, heads, value.shape[-1])
+    if tuple(output.shape) != expected:
+        return f"outputs of shape {tuple(output.shape)}, expected {expected}"
+    # Under autocast, and after rotations in float32, another dtype is right.
+    if output.dtype not in (query.dtype, value.dtype) and not torch.is_autocast_enabled(query.device.type):
+        return f"outputs in {output.dtype}, expected {query.dtype}"
+    return ""
 
 
 def missing_features(lacking: Iterable[str]) -> Callable[[Any], str]:
