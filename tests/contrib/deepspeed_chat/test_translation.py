@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import OPTConfig, OPTForCausalLM
 
 from rlhf.config.loader import parse_yaml
 from rlhf.config.schema import Config, load_config
 from rlhf.contrib.deepspeed_chat.translate import format_translation, translate_commands
 from rlhf.errors import ConfigError
+from rlhf.models.lora import add_adapters
 from rlhf.roles.roles import check_placements
 from tests.contrib.deepspeed_chat.originals import FORK, SCRIPTS
 
@@ -393,6 +396,38 @@ def test_each_model_has_its_own_scale_of_adapters() -> None:
         "--critic_model_name_or_path facebook/opt-350m --critic_lora_dim 16"
     )
     assert (recipe["roles.actor.lora_alpha"], recipe["roles.critic.lora_alpha"]) == (16.0, 8.0)  # of widths 2048, 1024
+
+
+@pytest.mark.parametrize(("layer", "share"), [("self_attn.q_proj", 1.0), ("fc2", 0.5)])  # fc2: an input of 4 x width
+def test_first_update_of_an_adapter_is_that_of_deepspeed_chat(layer: str, share: float, tmp_path: Path) -> None:
+    """DeepSpeed-Chat: right drawn within 1 / sqrt(dim), left zeros, output + input @ right @ left / dim."""
+    width, dim = 64, 8
+    torch.manual_seed(0)
+    model = OPTForCausalLM(
+        OPTConfig(vocab_size=32, hidden_size=width, ffn_dim=4 * width, num_hidden_layers=1, num_attention_heads=4)
+    )
+    model.config.save_pretrained(tmp_path / "model")
+    flags = f"--model_name_or_path {tmp_path}/model --lora_dim {dim} --only_optimize_lora"
+    config = loaded(text(f"deepspeed --num_gpus 1 {MAIN['sft']} {flags}"), tmp_path)
+    assert config.roles.sft.lora_alpha is not None
+    lora = config.lora.model_copy(update={"rank": dim, "alpha": config.roles.sft.lora_alpha})
+    add_adapters(model, lora, seed=0)
+    here = model.get_submodule(f"model.decoder.layers.0.{layer}")
+    drawn = here.lora_A["default"].weight.detach()
+    right = (drawn * (drawn.shape[1] / dim) ** 0.5).T.clone().requires_grad_()
+    assert right.abs().max().item() == pytest.approx(dim**-0.5, rel=0.02)
+    left = torch.zeros(dim, width, requires_grad=True)
+    rows, target = torch.randn(16, drawn.shape[1]), torch.randn(16, width)
+
+    with torch.no_grad():
+        frozen = here.get_base_layer()(rows)
+    factors = [here.lora_A["default"].weight, here.lora_B["default"].weight]
+    for parameters, output in ((factors, here(rows)), ([right, left], frozen + rows @ right @ left / dim)):
+        (output - target).square().mean().backward()
+        torch.optim.AdamW(parameters, lr=5e-4, weight_decay=0.0).step()
+
+    there = (right @ left / dim).T
+    torch.testing.assert_close(here.get_delta_weight("default"), share * there, rtol=1e-3, atol=1e-7)
 
 
 def test_recipe_with_an_unknown_width_does_not_load(tmp_path: Path) -> None:
