@@ -45,6 +45,9 @@ RETURNS: Mapping[str, type] = {
 }
 """Methods of a backend whose result is checked on every call; the conformance kit checks all of them."""
 
+NEVER_NONE = ("device", "dist_backend", "host_device", "rng_state", "shape_policy", "to_device")
+"""Other methods whose result is used at once; a backend may have forgotten to return it."""
+
 PASSED_ON: Mapping[str, tuple[type[Exception], ...]] = {
     # A checkpoint may contain the generator state of another device; trainers handle that.
     "set_rng_state": (KeyError, TypeError, ValueError, RuntimeError),
@@ -232,7 +235,8 @@ class _Named:
         where = f"{self._where}: {name}()"
         if name == "capture":
             return _name_recorder(value, where, self._remedy)
-        return _name_function(value, where, self._remedy, RETURNS.get(name), PASSED_ON.get(name, ()))
+        kind = object if name in NEVER_NONE else RETURNS.get(name)
+        return _name_function(value, where, self._remedy, kind, PASSED_ON.get(name, ()))
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._target, name, value)
@@ -253,8 +257,9 @@ def _name_function(
     def call(*args: Any, **kwargs: Any) -> Any:
         with naming(where, remedy, passed_on, callers_function):
             result = function(*args, **kwargs)
-            if kind and not isinstance(result, kind):
-                raise TypeError(f"it returned {reprlib.repr(result)}, expected a {kind.__name__}")
+            if kind and (result is None or not isinstance(result, kind)):
+                expected = "a result" if kind is object else f"a {kind.__name__}"
+                raise TypeError(f"it returned {reprlib.repr(result)}, expected {expected}")
         if isinstance(result, Precision) and not is_built_in(type(result)):
             return _Named(result, where, remedy)
         return result

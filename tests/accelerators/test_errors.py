@@ -86,6 +86,19 @@ CALLS = {
         "precision()",
         OSError,
     ),
+    "to_device returns None": (
+        {"to_device": returns(None)},
+        lambda npu: npu.to_device({"rows": torch.zeros(1)}),
+        "to_device() failed (TypeError: it returned None, expected a result)",
+        TypeError,
+    ),
+    "shape_policy returns None": (
+        {"shape_policy": returns(None)},
+        lambda npu: npu.shape_policy(),
+        "shape_policy()",
+        TypeError,
+    ),
+    "rng_state returns None": ({"rng_state": returns(None)}, lambda npu: npu.rng_state(), "rng_state()", TypeError),
     "kernel_implementations returns a dict": (
         {"kernel_implementations": returns([{"operation": "adamw"}])},
         lambda npu: npu.kernels.capabilities(),
