@@ -103,13 +103,15 @@ def test_zero_shares_sixteen_bytes_a_number_as_published() -> None:
     Without what the figure leaves out: activations, buckets, and gradients in float32 while a step is taken.
     """
     numbers = 6_738_415_616
-    per_number = {0: 4 + 12, 1: 4 + 12 / 64, 2: 2 + 14 / 64, 3: 16 / 64}
-    for stage, expected in per_number.items():
+    per_number = {0: (2 + 12, 2), 1: (2 + 12 / 64, 2), 2: (2 + 12 / 64, 2 / 64), 3: (14 / 64, 2 / 64)}
+    for stage, (expected, gradients) in per_number.items():
         config = seven(engine={"zero_stage": stage, "zero_persistence_threshold": 0})
         config = config.model_copy(update={"sft": config.sft.model_copy(update={"batch_size": 64})})
         (stage_plan,) = plan_stages(config, ["sft"], Environment(64, "fp16"))
         held = sum(item.size for item in stage_plan.fullest.items if item.kind in ("weights", "masters", "moments"))
-        assert held / numbers + gradients_in_16_bits(config, stage) / numbers == pytest.approx(expected, rel=0.02)
+        assert held / numbers == pytest.approx(expected, rel=0.02)
+        # Compared separately: at ZeRO 2, two bytes divided by 64 are less than the tolerance of the sum.
+        assert gradients_in_16_bits(config, stage) / numbers == pytest.approx(gradients, rel=0.02)
 
 
 def gradients_in_16_bits(config: Any, stage: int) -> float:
