@@ -26,7 +26,7 @@ from typing import Any
 
 import report
 import yaml
-from machine import HERE, ROOT, chip_name, cpu_info
+from machine import HERE, ROOT, chip_name, machine
 
 FILE = HERE / "figures.yaml"
 ROWS = "ci/bench/README.md"  # the page with the rows of all results
@@ -178,7 +178,7 @@ def measure(entry: dict[str, Any]) -> bool:
     for figures in entry["figures"].values():
         for figure in figures:
             figure["text"] = fill(figure["template"], result)
-    entry["machine"] = f"{chip_name()}, {cpu_info.cores()} cores"
+    entry["machine"] = f"{chip_name()}, {machine()['cores']} cores"
     entry["date"] = datetime.now(timezone.utc).strftime("%Y-%m-%d")
     entry["commit"], entry["older"] = _git("rev-parse", "--short=7", "HEAD"), False
     for (page, old), (_, new) in zip(earlier, texts(entry), strict=True):
