@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
+from deepspeed.runtime.zero.partition_parameters import register_external_parameter
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
@@ -218,6 +219,18 @@ def restart_trace(engine: Any) -> None:
     coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
     if not coordinator.is_invalid_trace():
         coordinator._invalidate_trace()
+
+
+def declare_adapters(layers: Iterable[Any]) -> None:
+    """Tell ZeRO-3 that layers with adapters read the type of their adapters' first factors, as peft does.
+
+    DeepSpeed counts a weight of another module among those of a layer once the layer reads it while it is released. If
+    that happens after it has recorded the order of weights, the next backward pass raises "tracing error"
+    (`ZeROOrderedDict`, `PartitionedParameterCoordinator`): in a resumed run, the step after an evaluation.
+    """
+    for layer in layers:
+        for factor in layer.lora_A.values():
+            register_external_parameter(layer, factor.weight)
 
 
 @contextmanager

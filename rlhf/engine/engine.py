@@ -25,6 +25,7 @@ from rlhf.engine.deepspeed_config import build_deepspeed_config
 from rlhf.engine.fp32_weights import keep_precision, restore_precision
 from rlhf.models import quantized
 from rlhf.models.loading import place_buffers, place_model
+from rlhf.models.lora import find_adapted_layers
 from rlhf.models.weight_loading import clear_sources
 from rlhf.reporting import verbosity
 from rlhf.roles.roles import ModelPlacement
@@ -145,6 +146,8 @@ class TrainingEngine:
             )
         patches.undo_setup_step(self.engine)
         patches.read_without_code(self.engine)
+        if self.zero_stage == 3:
+            patches.declare_adapters(find_adapted_layers(model).values())
         if self.zero_stage == 0:
             patches.replace_step(self.engine, ranks=distributed.world().size, loss_scaling=precision.loss_scaling)
         restore_precision(self.engine)

@@ -187,6 +187,25 @@ def test_upstream_records_a_scoring_pass_as_training_order(accelerator, monkeypa
     assert not trace_is_complete()
 
 
+def test_upstream_adds_adapters_to_their_layer_after_it_recorded_the_order(accelerator, monkeypatch):
+    def train_and_evaluate():
+        engine = build(accelerator, 3, lora=4, zero_persistence_threshold=100_000)
+        persistent = engine.optimizer.persistent_parameters
+        persistent[0].all_gather(persistent)  # as when DeepSpeed has loaded a checkpoint
+        for _ in range(2):
+            step(engine)
+        with engine.whole_weights():  # releases them
+            pass
+        with torch.no_grad():
+            engine.engine(input_ids=IDS)
+        step(engine)
+
+    train_and_evaluate()
+    monkeypatch.setattr(patches, "declare_adapters", lambda layers: None)
+    with pytest.raises(RuntimeError, match="tracing error"):
+        train_and_evaluate()
+
+
 def test_upstream_releases_gathered_weights_after_each_layer(accelerator):
     from deepspeed.runtime.zero import GatheredParameters
 
