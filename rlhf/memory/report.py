@@ -189,7 +189,7 @@ def format_peak(plan: MemoryPlan, environment: Environment) -> str:
     """Return `peak about 5.1 GiB of 23.4 GiB on each device (training of the actor)`, and what the runtime takes."""
     phase, reserved = plan.fullest, environment.reserved
     used, total = format_bytes(phase.device), format_bytes(environment.device_limit + reserved)
-    runtime = f", beside {format_bytes(reserved)} for the device's runtime," if reserved else ""
+    runtime = f", plus {format_bytes(reserved)} for the device's runtime," if reserved else ""
     return f"peak about {used}{runtime} of {total} on each device ({phase.name})"
 
 

@@ -102,7 +102,7 @@ def test_verdict_names_the_whole_memory_and_what_is_reserved(forks: Forks) -> No
         (report,) = plan_reports(forks, "--memory", memory, "--stage", "sft", code=1)
         verdict = report["verdict"]
         assert f" of {whole} on each device (" in verdict, verdict
-        assert ", beside 512 MiB for the device's runtime, of" in verdict, verdict
+        assert ", plus 512 MiB for the device's runtime, of" in verdict, verdict
     assert report["memory"] == 100 * 2**30 - 2**29
 
 
