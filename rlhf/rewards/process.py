@@ -66,7 +66,7 @@ METRICS = FunctionUse(
 
 
 def check_reward_functions(config: Config, ranks: int, *, run_code: bool = True) -> None:
-    """Check that the functions can be imported and called; without `run_code`, that their files are valid Python.
+    """Check that the functions can be imported and called; without `run_code`, only read their files.
 
     Raises:
         RewardError: a function cannot be imported or called.
@@ -80,13 +80,35 @@ def check_reward_functions(config: Config, ranks: int, *, run_code: bool = True)
             f"ppo.reward_timeout: must be less than engine.timeout, {config.engine.timeout:g} s, got "
             f"{settings.reward_timeout:g} s; lower it, or raise engine.timeout"
         )
+    trees = {}
     for file in _find_files(settings.reward_functions, REWARDS):
         try:
-            ast.parse(file.read_bytes())
+            trees[str(file)] = ast.parse(file.read_bytes())
         except (SyntaxError, ValueError) as error:
             raise RewardError(f"ppo.reward_functions: {file}: is not valid Python ({error}); correct it") from error
+    if not run_code:
+        for function in settings.reward_functions:
+            file_name, _, name = function.function.rpartition(":")
+            tree = trees.get(str(Path(file_name)))
+            if tree and not _may_define(tree, name):
+                raise RewardError(f"ppo.reward_functions: {file_name} has no {name}; check the name")
     if run_code:
         RewardProcess(settings.reward_functions, settings.reward_timeout).close()
+
+
+def _may_define(tree: ast.AST, name: str) -> bool:
+    """Return False only if the code does not mention `name` where it could define it."""
+    for node in ast.walk(tree):
+        found: object
+        if isinstance(node, ast.Name | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found = node.id if isinstance(node, ast.Name) else node.name
+        elif isinstance(node, ast.alias):
+            found = name if node.name == "*" else node.asname or node.name
+        else:
+            found = node.value if isinstance(node, ast.Constant) else None
+        if found in (name, "__getattr__"):
+            return True
+    return False
 
 
 def _find_files(functions: Sequence[RewardFunctionConfig], use: FunctionUse) -> list[Path]:

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from rlhf.config.schema import RewardFunctionConfig
+from rlhf.config.schema import RewardFunctionConfig, build_config
 from rlhf.errors import RewardError
-from rlhf.rewards.process import RewardProcess, Sample
+from rlhf.rewards.process import RewardProcess, Sample, check_reward_functions
 
 ROOT = Path(__file__).parents[2]
 FUNCTIONS = '''
@@ -95,6 +95,28 @@ SAMPLES = [Sample("what is it?", "an answer", {"source": "rows.jsonl:3"}), Sampl
 LARGE = [Sample(f"{number:01000}", "y", {}) for number in range(2000)]  # pickle stores equal objects once
 SHOWN = "for the prompt 'what is it?' with the completion 'an answer' (rows.jsonl:3)"
 WHERE = f"{SHOWN}; fix the function, then repeat this command, with --resume if the run has completed a step"
+
+
+@pytest.mark.parametrize(
+    ("code", "known"),
+    [
+        ("def says(prompt, completion, row): return 1.0", False),
+        ("def wanted(prompt, completion, row): return 1.0", True),
+        ("wanted = lambda prompt, completion, row: 1.0", True),
+        ("from other import function as wanted", True),
+        ("from other import *", True),
+        ("globals()['wanted'] = print", True),
+    ],
+)
+def test_name_that_a_file_lacks_is_an_error_without_running_it(tmp_path: Path, code: str, known: bool) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"{code}\nraise SystemExit('was run')\n")
+    config = build_config({"ppo": {"reward_functions": [f"{file}:wanted"]}})
+    if known:
+        check_reward_functions(config, 1, run_code=False)
+        return
+    with pytest.raises(RewardError, match=r"mine\.py has no wanted; check the name"):
+        check_reward_functions(config, 1, run_code=False)
 
 
 @pytest.fixture
@@ -352,8 +374,8 @@ def test_worker_ends_when_closed_and_when_forgotten(functions: Path) -> None:
 
 PARENT = """
 import sys
-from rlhf.config.schema import RewardFunctionConfig
-from rlhf.rewards.process import RewardProcess, Sample
+from rlhf.config.schema import RewardFunctionConfig, build_config
+from rlhf.rewards.process import RewardProcess, Sample, check_reward_functions
 process = RewardProcess([RewardFunctionConfig(function=sys.argv[1])], 60)
 process([Sample("p", "c", {"pids": sys.argv[2]})])
 """
