@@ -98,15 +98,13 @@ def check_reward_functions(config: Config, ranks: int, *, run_code: bool = True)
 
 def _may_define(tree: ast.AST, name: str) -> bool:
     """Return False only if the code does not mention `name` where it could define it."""
+    wanted = {name, "__getattr__"}
     for node in ast.walk(tree):
-        found: object
-        if isinstance(node, ast.Name | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found = node.id if isinstance(node, ast.Name) else node.name
-        elif isinstance(node, ast.alias):
-            found = name if node.name == "*" else node.asname or node.name
-        else:
-            found = node.value if isinstance(node, ast.Constant) else None
-        if found in (name, "__getattr__"):
+        if isinstance(node, ast.alias):
+            mentioned: object = name if node.name == "*" else node.asname or node.name
+        else:  # a definition, a variable, or a text that names one
+            mentioned = getattr(node, "name", getattr(node, "id", getattr(node, "value", None)))
+        if isinstance(mentioned, str) and mentioned in wanted:
             return True
     return False
 

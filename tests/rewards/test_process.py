@@ -374,8 +374,8 @@ def test_worker_ends_when_closed_and_when_forgotten(functions: Path) -> None:
 
 PARENT = """
 import sys
-from rlhf.config.schema import RewardFunctionConfig, build_config
-from rlhf.rewards.process import RewardProcess, Sample, check_reward_functions
+from rlhf.config.schema import RewardFunctionConfig
+from rlhf.rewards.process import RewardProcess, Sample
 process = RewardProcess([RewardFunctionConfig(function=sys.argv[1])], 60)
 process([Sample("p", "c", {"pids": sys.argv[2]})])
 """
