@@ -16,7 +16,7 @@ from rlhf.config.schema import RewardFunctionConfig
 from rlhf.data.records import Row
 from rlhf.errors import ConfigError, DependencyError
 from rlhf.rewards.process import METRICS, RewardProcess, Sample
-from rlhf.utils.statistics import CONFIDENCE, estimate
+from rlhf.utils.statistics import CONFIDENCE, estimate, wilson
 
 BLEU = "bleu"
 ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
@@ -133,6 +133,8 @@ def compute_bleu(completions: Sequence[str], references: Sequence[str]) -> Metri
 
 def _average(values: list[float]) -> MetricResult:
     mean, _, interval = estimate(values)
+    if interval and set(values) <= {0.0, 1.0}:  # a share: Student's interval would leave [0, 1], or be a point
+        interval = wilson(sum(values), len(values))
     low, high = interval or (None, None)
     return MetricResult(mean, low, high, values)
 

@@ -15,6 +15,7 @@ import torch
 from rlhf.data.formats import ColumnMapping
 from rlhf.data.records import Row, parse_record
 from rlhf.errors import RLHFError
+from rlhf.evaluation import metrics
 from rlhf.evaluation.metrics import Metrics, compute_bleu, compute_rouge
 from tests.evaluation.conftest import Evaluate, documented_keys, lines, printed_json
 from tests.helpers import build_tokenizer, llama
@@ -33,7 +34,7 @@ MOST = 6
 T_4 = 2.776445  # Student's two-sided 95 % quantile for 4 degrees of freedom, of a table
 FUNCTIONS = """
 def words(prompt, completion, row):
-    return len(completion.split())
+    return 2 * len(completion.split())
 
 def reference(prompt, completion, row):
     assert row["chosen"] == row["response"] and row["messages"][0]["content"] == row["prompt"] == prompt
@@ -96,7 +97,7 @@ def test_metric_is_the_mean_over_completions_of_transformers(
         assert numbers.keys() == documented_keys("metrics")
         written = [write_plainly(folder, prompt) for prompt, _ in PAIRS]
         texts = [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in written]
-        counts = [len(text.split()) for text in texts]
+        counts = [2 * len(text.split()) for text in texts]
         assert [row["completion"] for row in numbers["each"]] == texts
         assert [row["metrics"][names[0]] for row in numbers["each"]] == counts
         words = numbers["metrics"][names[0]]
@@ -121,6 +122,13 @@ def test_table_of_metrics_as_tsv(evaluate: Evaluate, writers: list[Path], functi
     assert table[:2] == [["metrics", str(writers[0])], ["prompts", "3"]]
     assert table[2] == [name, "16"] and table[3][0] == "95% interval"
     assert table[3][1] == f"{16 - reach:.4f} to {16 + reach:.4f}"
+
+
+@pytest.mark.parametrize(("right", "low", "high"), [(13, 0.7719, 1.0), (2, 0.0433, 0.4224), (0, 0.0, 0.2281)])
+def test_interval_of_a_share_is_wilsons(right: int, low: float, high: float) -> None:
+    """Bounds for 13 trials, of a table."""
+    result = metrics._average([1.0] * right + [0.0] * (13 - right))
+    assert (result.value, result.low, result.high) == pytest.approx((right / 13, low, high), abs=1e-4)
 
 
 def test_heldout_prompts_are_those_of_the_runs_recipe(
