@@ -13,18 +13,22 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from rlhf.config.data import DataConfig
 from rlhf.config.dump import format_recipe
 from rlhf.config.schema import Stage, build_config
 from rlhf.contrib.sweep.grid import SHARED, Grid, Point
+from rlhf.data.load_sources import read_sources
 from rlhf.errors import RunError
 from rlhf.reporting.summary import format_value
 from rlhf.roles.base_sharing import identify_bases
 from rlhf.roles.lineage import base_models, resolve_base_models
 from rlhf.roles.model_identity import StartModel, fingerprint_model
 from rlhf.runs.directory import RunDirectory
+from rlhf.runs.resume import Fingerprints
 from rlhf.utils.atomic_io import CONSOLE, atomic_file, atomic_write, atomic_write_json, read_json, refuse_link
 from rlhf.utils.file_lock import LOCK_FILES
 from rlhf.utils.units import format_bytes, format_seconds
@@ -89,9 +93,10 @@ class SweepDirectory:
         """Check that the folder belongs to this sweep.
 
         Raises:
-            RunError: the folder holds something else, or points that were started with other settings or from other
-                models; or a file in it is a link.
+            RunError: the folder holds something else, or points that were started with other settings, from other
+                models or, if points are still to be trained, on other rows; or a file in it is a link.
             ModelError: a model that a point started from is damaged.
+            DataError: the rows of a source cannot be read.
         """
         if self.path.exists() and not self.path.is_dir():
             raise RunError(f"{self.path}: expected a folder, got a file; choose another --output")
@@ -103,7 +108,8 @@ class SweepDirectory:
         all_points = (*filter(None, [grid.shared]), *grid.points)
         for path in (self.path / "recipes", *(self.console(point.name) for point in all_points)):
             refuse_link(path)
-        changed: dict[str, str] = {}
+        changed: dict[str, tuple[str, str]] = {}
+        read_rows = cache(self._fingerprint_rows) if not all(map(self.is_complete, all_points)) else None
         for point in all_points:
             run = self.run(point.name)
             run.recover()
@@ -117,13 +123,16 @@ class SweepDirectory:
                 raise RunError(f"{problem}; {_delete(folders)}") from error
             try:
                 run.check_models(point.config, self._identify_outside(point))
+                if read_rows:
+                    data = point.config.data.model_dump_json(exclude={"pretraining"})
+                    run.check_rows(point.config, read_rows(data, point.config.data_seed, self._started(point)))
             except RunError as error:
-                changed[point.name] = str(error).rpartition("; ")[0]
+                problem, _, remedies = str(error).rpartition("; ")
+                changed[point.name] = problem, remedies.partition(",")[0]
         if changed:
             stale = [point for point in all_points if point.name in changed or SHARED in changed]
-            raise RunError(
-                f"{next(iter(changed.values()))}; restore the original models, {_delete(self._list_folders(stale))}"
-            )
+            problem, remedy = next(iter(changed.values()))
+            raise RunError(f"{problem}; {remedy}, {_delete(self._list_folders(stale))}")
         models = sorted({model for point in grid.points for model in self._shared_models(point)})
         for model, digest in self._fingerprint(models).items():
             users = [point for point in grid.points if model in self._shared_models(point) and self.is_started(point)]
@@ -147,9 +156,13 @@ class SweepDirectory:
                     if not Path(base.path or "").is_relative_to(self.path)
                 ],
             )
-            for stage in point.stages
-            if self.run(point.name).stage(stage).started
+            for stage in self._started(point)
         }
+
+    @staticmethod
+    def _fingerprint_rows(data: str, seed: int, stages: tuple[Stage, ...]) -> Fingerprints:
+        """Return the fingerprint of each source of `stages`; `data` is that section of the settings, as JSON."""
+        return read_sources(DataConfig.model_validate_json(data), stages, seed=seed).fingerprints()
 
     def record_bases(self, point: Point) -> None:
         """Record the digests of the shared models that a point starts from, unless it was started before.
@@ -188,7 +201,10 @@ class SweepDirectory:
 
     def is_started(self, point: Point) -> bool:
         """Return whether some stage of a point was started."""
-        return any(self.run(point.name).stage(stage).started for stage in point.stages)
+        return bool(self._started(point))
+
+    def _started(self, point: Point) -> tuple[Stage, ...]:
+        return tuple(stage for stage in point.stages if self.run(point.name).stage(stage).started)
 
     def write_recipe(self, point: Point) -> None:
         """Write the point's recipe, with absolute paths.

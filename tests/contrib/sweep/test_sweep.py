@@ -213,6 +213,30 @@ def test_points_of_a_replaced_model_outside_of_the_sweep_are_refused(
     rlhf("sweep", path, recipe=None)
 
 
+def test_rows_that_changed_since_a_point_was_trained_are_refused(rlhf: Any, data_file: Path, tmp_path: Path) -> None:
+    """The table would compare points that were trained on different rows."""
+    shutil.copy(data_file, tmp_path / "rows.jsonl")
+    grid = (
+        "recipe: {recipe}\noutput: out\nstages: [sft]\nbase: {{sft.max_steps: 2, data.datasets: ./rows.jsonl}}\n"
+        "grid: {{sft.batch_size: [2]}}\n"
+    )
+    path, out = written(tmp_path, rlhf.recipe, grid), tmp_path / "out"
+    rlhf("sweep", path, recipe=None)
+    rows = (tmp_path / "rows.jsonl").read_text()
+    count = len(rows.splitlines())
+    (tmp_path / "rows.jsonl").write_text("".join(rows.splitlines(keepends=True)[:-1]))
+    assert rlhf("sweep", path, "--tsv", recipe=None).returncode == 0, "a complete sweep needs no rows"
+    path.write_text(path.read_text().replace("[2]", "[2, 4]"))
+    before, (point,) = contents(out), [folder.name for folder in out.glob("*2") if folder.is_dir()]
+    assert error_of(rlhf("sweep", path, recipe=None, check=False)) == (
+        f"{out}/{point}: this run was made with other rows: {tmp_path}/rows.jsonl ({count} rows there, {count - 1} "
+        f"now); restore the original data, delete {out}/{point} to train again, or choose another --output"
+    )
+    assert contents(out) == before
+    (tmp_path / "rows.jsonl").write_text(rows)
+    rlhf("sweep", path, recipe=None)
+
+
 @pytest.mark.parametrize("name", ["recipes", "center0/console.log", "shared/console.log"])
 def test_link_in_a_sweep_is_refused(name: str, tmp_path: Path) -> None:
     home, link = tmp_path / "home", tmp_path / "out" / name
