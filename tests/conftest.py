@@ -9,12 +9,13 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from accelerators.backends.cpu import info as cpu_info
 from tests.forks import Forks
 from tests.helpers import WORDS, build_tokenizer, llama, user_environment
 
@@ -35,6 +36,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if missing := [folder for folder in sorted(LONG) if not Path(__file__).with_name(folder).is_dir()]:
         raise pytest.UsageError(f"LONG of tests/conftest.py: no such folder, got {', '.join(missing)}; rename it there")
     items.sort(key=lambda item: item.path.parent.name not in LONG)
+
+
+def _skip_if_bf16_is_refused() -> Generator[None, object, object]:
+    """Skip a test that asks for bf16, itself or in a process that it starts, on a processor without bf16."""
+    try:
+        return (yield)
+    except Exception as error:
+        if not cpu_info.native_bf16() and "this processor has no native bf16" in str(error):
+            pytest.skip("this processor has no native bf16, and the CPU's backend refuses it")
+        raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Generator[None, object, object]:
+    return (yield from _skip_if_bf16_is_refused())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, object, object]:
+    return (yield from _skip_if_bf16_is_refused())
 
 
 @pytest.fixture(scope="module", autouse=True)
