@@ -41,21 +41,6 @@ STEPS = {
     "step3_rlhf_finetuning": "ppo",
 }
 DEVICES = 8  # of a launcher that is not told
-WIDTHS = {
-    "facebook/opt-125m": 768,
-    "facebook/opt-350m": 1024,
-    "facebook/opt-1.3b": 2048,
-    "facebook/opt-6.7b": 4096,
-    "facebook/opt-13b": 5120,
-    "facebook/opt-30b": 7168,
-    "facebook/opt-66b": 9216,
-    "bigscience/bloom-560m": 1024,
-    "bigscience/bloom-1b1": 1536,
-    "bigscience/bloomz-1b7": 2048,
-    "meta-llama/Llama-2-7b-hf": 4096,
-}
-"""Widths of the models in the scripts, from their pages on the hub; other models are folders that are not here."""
-
 ENVIRONMENT = {
     "HL_DATASET_PATH": "Dahoas/rm-static Dahoas/full-hh-rlhf",
     "HL_ACTOR_MODEL_PATH": "out/actor",
@@ -364,9 +349,9 @@ def _expect_adapters(given: argparse.Namespace, prefixes: Mapping[str, str]) -> 
             continue
         rate = getattr(given, f"{prefix}lora_learning_rate", getattr(given, f"{prefix}learning_rate"))
         rows[f"roles.{role}.lora_learning_rate"] = rate
-        width = WIDTHS.get(getattr(given, f"{prefix}model_name_or_path"))
-        rows[f"roles.{role}.lora_alpha"] = round(math.sqrt(width / rank), 4) if width else "refused"
         scopes.append(getattr(given, f"{prefix}lora_module_name"))
+        # lora.py of all versions: output + input @ right @ left / dim, right uniform within 1 / sqrt(dim), left 0.
+        rows |= {"lora.alpha": 1.0, "lora.init": "rank"}
         rows["lora.also_train"] = () if given.only_optimize_lora else ("norms", "biases", "embeddings")
     if scopes:
         rows["adapted"] = scopes
@@ -374,19 +359,11 @@ def _expect_adapters(given: argparse.Namespace, prefixes: Mapping[str, str]) -> 
 
 
 def read_recipe(recipe: str, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of the expected keys in a recipe; alphas that must be set are `refused` if they really are."""
+    """The values of the expected keys in a recipe."""
     path = Path("recipe.yaml").resolve()
     path.write_text(recipe, encoding="utf-8")
-    refused: dict[str, str] = {}
-    for key in [key for key, value in keys.items() if value == "refused"]:
-        try:
-            load_config(path, [f"{other}=1" for other in keys if other.endswith("lora_alpha") and other != key])
-        except ConfigError as error:
-            refused[key] = "refused" if key in str(error) else str(error)
-        else:
-            refused[key] = "accepted"
-    config = load_config(path, [f"{key}=1" for key in refused])
-    return {key: refused[key] if key in refused else _read_key(config, key, value) for key, value in keys.items()}
+    config = load_config(path)
+    return {key: _read_key(config, key, value) for key, value in keys.items()}
 
 
 def _read_key(config: Config, key: str, expected: Any) -> Any:

@@ -91,6 +91,11 @@ class LoraConfig(ConfigModel):
 
     rank: int = Field(0, ge=0, description="rank of the adapters; 0: no LoRA, all weights are trained")
     alpha: float = Field(16.0, gt=0, description="adapters are scaled by alpha / rank")
+    init: Literal["inputs", "rank"] = Field(
+        "inputs",
+        description="initial values of an adapter's first factor, uniform; inputs: within 1 / sqrt(inputs of its "
+        "layer), as in peft; rank: within 1 / sqrt(rank), as in DeepSpeed-Chat. The second factor starts at 0",
+    )
     dropout: float = Field(
         0.0, ge=0, lt=1, description="dropout rate of an adapter's inputs in training; not used in PPO"
     )

@@ -44,9 +44,9 @@ def add_adapters(model: Any, config: LoraConfig, *, seed: int) -> None:
 
     The norm before the head is trained too if it was reset under a new head, and so are the parts in `also_train`.
 
-    One factor of each adapter starts at zero, so the model's results do not change by a bit; `seed`, the same on every
-    rank, draws the other one. Both are float32, whatever the model's type is: an engine's float32 weights start as the
-    factors were drawn.
+    The second factor of each adapter starts at zero, so the model's results do not change by a bit; `seed`, the same on
+    every rank, draws the first one, in the range that `init` names. Both are float32, whatever the model's type is: an
+    engine's float32 weights start as the factors were drawn.
 
     Raises:
         ConfigError: `target_modules` names a layer that does not exist, or matches none.
@@ -60,9 +60,9 @@ def add_adapters(model: Any, config: LoraConfig, *, seed: int) -> None:
         if TRAINED_ADAPTER in layer.lora_A:
             for factor in (layer.lora_A[TRAINED_ADAPTER], layer.lora_B[TRAINED_ADAPTER]):
                 factor.weight = nn.Parameter(torch.zeros(factor.out_features, factor.in_features, dtype=torch.float32))
-            nn.init.kaiming_uniform_(
-                layer.lora_A[TRAINED_ADAPTER].weight, a=math.sqrt(5), generator=drawn
-            )  # as peft does
+            first = layer.lora_A[TRAINED_ADAPTER]
+            bound = 1 / math.sqrt(config.rank if config.init == "rank" else first.in_features)
+            nn.init.uniform_(first.weight, -bound, bound, generator=drawn)
     for parameter in _find_also_trained(model, config):
         parameter.requires_grad_(True)
 

@@ -15,7 +15,6 @@ from typing import Any
 
 from rlhf.contrib.deepspeed_chat.tables import SCHEDULES, read_source
 from rlhf.errors import ConfigError
-from rlhf.models.shape import shape_of
 
 
 @dataclass(frozen=True)
@@ -33,14 +32,12 @@ class Setting:
 
     Attributes:
         explicit: not all of the flags are defaults of DeepSpeed-Chat.
-        unknown: the user must replace the value; a run refuses it.
     """
 
     key: str
     value: Any
     why: str
     explicit: bool = True
-    unknown: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,6 @@ class CommandFlags:
         devices: number of devices, on all machines.
         nodes: number of machines.
         earlier: output folders of the other steps in the recipe, by stage.
-        bases: models that the other steps start from, by stage.
         alone: the recipe has no other step.
         adapter_rate: whether this version of DeepSpeed-Chat has a learning rate for adapters, which it got on
             2023-08-14; None if neither main.py nor flags tell.
@@ -78,7 +74,6 @@ class CommandFlags:
     devices: int
     nodes: int = 1
     earlier: Mapping[str, str] = field(default_factory=dict)
-    bases: Mapping[str, str] = field(default_factory=dict)
     alone: bool = True
     adapter_rate: bool | None = True
 
@@ -314,7 +309,6 @@ def translate_lora(flags: CommandFlags) -> Translation:
             continue
         yield flags.setting(f"roles.{role}.lora_rank", flags[f"{prefix}lora_dim"].value, f"{prefix}lora_dim")
         yield from _translate_adapter_rate(flags, role, prefix)
-        yield from _translate_alpha(flags, role, prefix)
         scopes.append(re.escape(flags[f"{prefix}lora_module_name"].value.removeprefix("rw")))
         names.append(f"{prefix}lora_module_name")
     if not used:
@@ -323,6 +317,8 @@ def translate_lora(flags: CommandFlags) -> Translation:
     scope = "|".join(dict.fromkeys(scopes))
     scope = f"(?:{scope})" if "|" in scope else scope
     yield flags.setting("lora.target_modules", [f"re:.*{scope}.*"], *names)
+    yield Setting("lora.alpha", 1.0, "DeepSpeed-Chat scales adapters by 1 / dim", explicit=False)
+    yield Setting("lora.init", "rank", "as in DeepSpeed-Chat", explicit=False)
     if flags["only_optimize_lora"].value:
         yield flags.setting("lora.also_train", [], "only_optimize_lora")
     else:
@@ -343,27 +339,6 @@ def _translate_adapter_rate(flags: CommandFlags, role: str, prefix: str) -> Tran
             f"{key} is {flags[name].value}, the default since 2023-08-14; before, adapters learned at --{whole}: if "
             f"your version is older, set {key}={flags[whole].value}"
         )
-
-
-def _translate_alpha(flags: CommandFlags, role: str, prefix: str) -> Translation:
-    """Translate the scale of adapters: DeepSpeed-Chat's 1 / dim, for adapters with larger initial values.
-
-    DeepSpeed-Chat initializes their input side within 1 / sqrt(dim), rlhf and peft within 1 / sqrt(width).
-    """
-    key, dim = f"roles.{role}.lora_alpha", flags[f"{prefix}lora_dim"].value
-    model = flags[f"{prefix}model_name_or_path"].value
-    base = flags.bases.get({"actor": "sft", "critic": "reward"}.get(role, ""), "")
-    is_earlier = _is_earlier(model, flags.earlier.get({"actor": "sft", "critic": "reward"}.get(role, "")))
-    for name in filter(None, (model, base if is_earlier else "")):
-        try:
-            ratio = math.sqrt(shape_of(name).hidden / dim)
-        except ConfigError:
-            continue
-        why = f"1 / dim in DeepSpeed-Chat, whose adapters start {ratio:.1f} times larger: sqrt(width / dim)"
-        yield Setting(key, round(ratio, 4), why)
-        return
-    yield Setting(key, f"sqrt(width / {dim})", f"set the number: the width of {model} is not known here", unknown=True)
-    yield Note(f"{key} must be set before a run: sqrt(width / {dim}), because the width of {model} is not known here")
 
 
 def translate_hpz(flags: CommandFlags) -> Translation:

@@ -145,12 +145,9 @@ def _collect_flags(command: Command, devices: int, nodes: int, others: Sequence[
         for name, row in load_flags().items()
         if command.stage in row.of
     }
-    earlier, bases = (
-        {other.stage: " ".join(other.given.get(flag, ())) for other in others}
-        for flag in ("--output_dir", "--model_name_or_path")
-    )
+    earlier = {other.stage: " ".join(other.given.get("--output_dir", ())) for other in others}
     adapter_rate = _has_adapter_rate(command, others)
-    return CommandFlags(command.stage, values, devices, nodes, earlier, bases, not others, adapter_rate)
+    return CommandFlags(command.stage, values, devices, nodes, earlier, not others, adapter_rate)
 
 
 _ADAPTER_RATE = "2023-08-14"
@@ -311,7 +308,7 @@ def _apply_variables(variables: Mapping[str, str], stages: Sequence[str], recipe
 
 def _drop_defaults(recipe: TranslatedRecipe) -> None:
     """Drop settings that are defaults of both; those of flags in the command stay, to be compared with it."""
-    known = {key: setting.value for key, setting in recipe.settings.items() if not setting.unknown}
+    known = {key: setting.value for key, setting in recipe.settings.items()}
     values = build_config(_nest(known), source="these flags").model_dump()
     defaults = Config().model_dump()
 
@@ -320,9 +317,7 @@ def _drop_defaults(recipe: TranslatedRecipe) -> None:
         return bool(_get(values, key) == default)
 
     recipe.settings = {
-        key: setting
-        for key, setting in recipe.settings.items()
-        if setting.explicit or setting.unknown or not is_default(key)
+        key: setting for key, setting in recipe.settings.items() if setting.explicit or not is_default(key)
     }
 
 
