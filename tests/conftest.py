@@ -42,7 +42,7 @@ def _skip_if_bf16_is_refused() -> Generator[None, object, object]:
     """Skip a test that asks for bf16, itself or in a process that it starts, on a processor without bf16."""
     try:
         return (yield)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if not cpu_info.native_bf16() and "this processor has no native bf16" in str(error):
             pytest.skip("this processor has no native bf16, and the CPU's backend refuses it")
         raise

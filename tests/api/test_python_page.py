@@ -50,7 +50,8 @@ def test_page_shows_the_actual_output(tmp_path: Path) -> None:
     cells = run_cells(code, tmp_path)
     for (block, expected), (printed, error) in zip(shown(), cells):
         assert error is None, f"{block}\n{error}\n{printed}"
-        assert printed.rstrip().endswith(expected.rstrip()), f"{block}\n{printed}"
+        lines = [line for line in printed.splitlines() if ": warning: " not in line]  # of numbers, which rounding moves
+        assert "\n".join(lines).rstrip().endswith(expected.rstrip()), f"{block}\n{printed}"
     assert len(cells) == len(code)
     assert (tmp_path / "runs/mine/ppo/stage.json").is_file()
 

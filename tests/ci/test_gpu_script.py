@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from accelerators.backends.cpu import info as cpu_info
 from ci.gpu import FAMILIES
 from tests.helpers import user_environment
 
@@ -21,7 +22,8 @@ def test_everything_is_examined_and_written_down(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(output.read_text())
     assert report["passed"]
-    assert {check["result"] for check in report["conformance"]["report"]} == {"passed"}
+    skipped = {check["check"] for check in report["conformance"]["report"] if check["result"] != "passed"}
+    assert skipped == (set() if "avx512_bf16" in cpu_info.cpu_flags() else {"fused-layers"})
     assert "DeepSpeed's CPU accelerator does not train in fp16" in report["stages"]["fp16"]["refused"]
     assert [len(report["zero"][stage]["losses"]) for stage in "0123"] == [4, 4, 4, 4]
     families = {name: facts for name, facts in report["rollout"].items() if name != "passed"}

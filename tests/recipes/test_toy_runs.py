@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from accelerators.backends.cpu import info as cpu_info
 from rlhf.config.loader import parse_yaml
 from rlhf.config.schema import STAGES, Config, Stage, load_config
 from tests.forks import Forks
@@ -84,12 +85,14 @@ def assert_trained(config: Config, stage: Stage, output: Path) -> None:
 
 def assert_learned_what_it_should(config: Config, stage: Stage, output: Path, recipe: Path, toy_folder: Path) -> None:
     """Under LoRA, embeddings are those that training started from; where all weights are trained, they are not."""
+    import torch
     from transformers import AutoModel
 
     start = {"sft": config.model.path, "reward": config.reward.model, "dpo": config.model.path}[stage]
     folder = toys.toy_model(toys.shape(recipe, start), toy_folder) if start else output / "sft/model"
     before, after = (AutoModel.from_pretrained(path).float() for path in (folder, output / stage / "model"))
-    frozen = {name: weight.bfloat16().float() for name, weight in before.state_dict().items()}  # as they are held
+    dtype = torch.bfloat16 if cpu_info.native_bf16() else torch.float32  # as they are held
+    frozen = {name: weight.to(dtype).float() for name, weight in before.state_dict().items()}
     same = {name for name, weight in after.state_dict().items() if frozen[name].equal(weight)}
     weights = after.get_input_embeddings().weight
     embedding = next(name for name, parameter in after.named_parameters() if parameter is weights)
