@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
+from rlhf.config.data import DatasetConfig
 from rlhf.config.paths import is_path
 from rlhf.config.schema import EVERY_STAGE, Config, Stage, build_config
 from rlhf.errors import ConfigError
@@ -113,31 +114,40 @@ def find_row_differences(trained: Config, config: Config, stages: Collection[Sta
 
 
 def find_other_division(recorded: dict[str, Any], config: Config) -> list[str]:
-    """List the settings by which rows that both runs read are divided otherwise, as `find_differences` does.
+    """Return the settings by which a run divides rows differently than a recorded one, as `find_differences` does.
 
-    `recorded` is the `run.json` of a run that trained a model which this one starts from: this run may then hold out
-    rows that the model was trained on. Runs without a common source divide nothing in common.
+    Only rows of sources that both runs read count. If this run starts from a model of the recorded run, it may hold out
+    rows that the model was trained on.
+
+    Args:
+        recorded: the contents of `run.json` of the other run.
+        config: the settings of this run.
     """
     try:
         trained = build_config(recorded.get("config", {}))
     except ConfigError:  # keys that this version does not know
         return []
-    then, now = trained.model_dump(mode="json"), config.model_dump(mode="json")
-    sources = {_source_key(source): source for source in then["data"]["datasets"]}
-    common = {index: sources.get(_source_key(source)) for index, source in enumerate(now["data"]["datasets"])}
-    if not any(common.values()):
+    sources = {_source_key(source): source for source in trained.data.datasets}
+    common = {
+        index: (sources[key], source)
+        for index, source in enumerate(config.data.datasets)
+        if (key := _source_key(source)) in sources
+    }
+    if not common:
         return []
-    pairs = [("data.seed", trained.data_seed, config.data_seed)]
-    pairs += [(f"data.{key}", then["data"][key], now["data"][key]) for key in _DIVISION]
-    for index, source in common.items():
-        here = now["data"]["datasets"][index]
-        pairs += [(f"data.datasets.{index}.{key}", source[key], here[key]) for key in _DIVISION_OF_SOURCE if source]
-    return [f"{key} ({there!r} there, {here!r} now)" for key, there, here in pairs if there != here]
+    values = [("data.seed", trained.data_seed, config.data_seed)]
+    values += [(f"data.{key}", getattr(trained.data, key), getattr(config.data, key)) for key in _DIVISION]
+    for index, pair in common.items():
+        values += [
+            (f"data.datasets.{index}.{key}", *(getattr(one, key) for one in pair)) for key in _DIVISION_OF_SOURCE
+        ]
+    return [f"{key} ({there!r} there, {here!r} now)" for key, there, here in values if there != here]
 
 
-def _source_key(source: Mapping[str, Any]) -> tuple[Any, ...]:
-    path = source["path"]
-    return (os.path.realpath(path) if is_path(path) else path, source["subset"], source["split"])
+def _source_key(source: DatasetConfig) -> tuple[str, str | None, str]:
+    """Return what identifies a source in two runs."""
+    path = os.path.realpath(source.path) if is_path(source.path) else source.path
+    return path, source.subset, source.split
 
 
 def find_differences_in_complete(

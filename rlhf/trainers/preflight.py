@@ -129,7 +129,7 @@ def check(
 
 
 def describe_divisions(config: Config, pending: Sequence[Stage]) -> list[str]:
-    """Return a line for each model of another run that divided rows which this run reads too in another way."""
+    """Return a warning for each model whose own run divides the rows that both runs read differently than this run."""
     lines = []
     for ref in dict.fromkeys(ref for stage in pending for ref in base_models(config, stage)):
         path = ref.named_in(config)
@@ -138,8 +138,8 @@ def describe_divisions(config: Config, pending: Sequence[Stage]) -> list[str]:
             continue
         if differences := find_other_division(read_json(run.description), config):
             lines.append(
-                f"{ref.key}: the run of {path} divided the same rows in another way: {', '.join(differences)}; set the "
-                "values there, or rows that it was trained on may be held out here"
+                f"{ref.key}: the run that trained {path} divides the same rows differently: {', '.join(differences)}; "
+                "use its values, or this run may hold out rows that the model was trained on"
             )
     return lines
 

@@ -1,4 +1,4 @@
-"""A run that starts from another run's model is told if both divide the same rows, but not in the same way."""
+"""Warn about a run that starts from another run's model and divides the rows of that run differently."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_every_key_of_data_is_tried() -> None:
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_rows_in_common_with_the_other_runs_training_are_told(key: str) -> None:
+def test_division_that_shares_rows_with_the_other_runs_training_warns(key: str) -> None:
     """The truth are the prompts themselves: those that SFT was trained on there, and those that PPO reads here."""
     name = key.rpartition(".")[2]
     source, data = ({name: SOURCE[name]}, {}) if "datasets" in key else ({}, {name: DATA[name]})
@@ -103,7 +103,7 @@ def test_rows_in_common_with_the_other_runs_training_are_told(key: str) -> None:
     trained, now = read(there, "sft")["train"], read(here, "ppo")
     lines = describe_divisions(here, ["ppo"])
     if trained & (now["train"] | now["heldout"]):
-        assert len(lines) == 1 and lines[0].startswith("ppo.actor: the run of ") and f"{key} (" in lines[0]
+        assert len(lines) == 1 and lines[0].startswith("ppo.actor: the run that trained ") and f"{key} (" in lines[0]
     elif name not in ("heldout", "stages", "heldout_fraction"):  # which divide otherwise, but share no row by chance
         assert lines == []
 
