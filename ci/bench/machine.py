@@ -49,13 +49,17 @@ def chip_name() -> str:
     """Return the processor's name with its instructions for bf16, which decide every figure in bf16."""
     native = cpu_info.native_bf16()
     widest = "with AMX" if "amx_bf16" in native else "with AVX512-BF16" if native else "without bf16 instructions"
-    return f"{' '.join(re.sub(r'[(](R|TM)[)]|Processor', '', cpu_info.cpu_model()).split())} {widest}"
+    return f"{_short_model()} {widest}"
+
+
+def _short_model() -> str:
+    """Return the processor's name without marks and the word Processor, such as "Intel Xeon"."""
+    return " ".join(re.sub(r"\((R|TM)\)|Processor", "", cpu_info.cpu_model()).split())
 
 
 def results_file(folder: Path, benchmark: str) -> Path:
     """Return the file for the results of `benchmark` on this machine."""
-    chip = slug(re.sub(r"\((R|TM)\)|Processor", "", cpu_info.cpu_model()), " +")
-    return folder / "results" / f"{benchmark}-{chip}.json"
+    return folder / "results" / f"{benchmark}-{slug(_short_model(), ' +')}.json"
 
 
 def device_file(chip: str) -> Path:

@@ -133,12 +133,13 @@ def count_step_bytes(engine: TrainingEngine, rank_group: SingleRank) -> int:
     """
     from rlhf.generation.rank_groups import TensorParallelGroup
     from rlhf.models import quantized
+    from rlhf.models.weight_loading import whole_bytes
 
     model, itemsize = cast(Any, engine.module), engine.precision.dtype.itemsize
     tokens, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     skipped = None if output is tokens else tokens
     weights = [weight for name, weight in model.named_parameters() if ".lora_" not in name and weight is not skipped]
-    size: int = sum(getattr(weight, "ds_numel", weight.numel()) * weight.element_size() for weight in weights)
+    size: int = sum(map(whole_bytes, weights))
     if not isinstance(rank_group, TensorParallelGroup):
         return size + quantized.count_buffer_bytes(model)
     size -= sum(parameter.ds_numel for parameter in quantized.list_packed_parameters(model))
@@ -160,14 +161,12 @@ def generation_mode(
     from rlhf.generation.rank_groups import LockstepRanks, TensorParallelGroup
     from rlhf.generation.tensor_parallel import split_model
     from rlhf.models.lora import adapters_for_rollout
+    from rlhf.models.weight_loading import whole_bytes
 
     accelerator = engine.accelerator
     prepare = None if layout == "unchanged" else accelerator.kernels.get("inference_weights")
-    sizes = (
-        getattr(weight, "ds_numel", weight.numel()) * weight.element_size() for weight in engine.module.parameters()
-    )
     with ExitStack() as stack:
-        if prepare and sum(sizes) > accelerator.memory().total / _LARGE:
+        if prepare and sum(map(whole_bytes, engine.module.parameters())) > accelerator.memory().total / _LARGE:
             stack.callback(accelerator.empty_cache)  # training would not fit into the gaps that the copies leave
         if isinstance(rank_group, TensorParallelGroup):
             module = split_model(engine.module, rank_group)
@@ -203,6 +202,7 @@ def _resolve_group_size(model: Any, ppo: PPOConfig, ranks: int) -> int:
 def _estimate_memory(engine: TrainingEngine, config: Config, ranks: int) -> GenerationMemory:
     from rlhf.models import quantized
     from rlhf.models.lora import should_merge
+    from rlhf.models.weight_loading import whole_bytes
 
     data, model = config.data, cast(Any, engine.module).config.get_text_config(decoder=True)
     accelerator = engine.accelerator
@@ -212,7 +212,7 @@ def _estimate_memory(engine: TrainingEngine, config: Config, ranks: int) -> Gene
     weights = 0
     for name, weight in engine.module.named_parameters():
         copies = 2 if merges and name.endswith("base_layer.weight") else 1  # merging keeps the original weight
-        weights += copies * getattr(weight, "ds_numel", weight.numel()) * weight.element_size()
+        weights += copies * whole_bytes(weight)
     rows = config.ppo.generation_rows(ranks)
     heads = model.num_attention_heads
     width = getattr(model, "head_dim", None) or model.hidden_size // heads

@@ -27,6 +27,7 @@ from transformers.pytorch_utils import Conv1D
 from rlhf.config.schema import LoraConfig
 from rlhf.errors import ConfigError, ModelError
 from rlhf.models.scalar_head import was_reset
+from rlhf.models.weight_loading import whole_bytes
 
 TRAINED_ADAPTER = "default"
 """peft's name of the adapters that are trained."""
@@ -155,10 +156,7 @@ def should_merge(model: nn.Module, config: LoraConfig, memory: int) -> tuple[boo
     weights = [getattr(layer.get_base_layer(), "weight", None) for layer in find_adapted_layers(model).values()]
     if not all(weight is not None and weight.is_floating_point() for weight in weights):
         return False, "the frozen weights are quantized"
-    # A parameter partitioned by ZeRO-3 is empty; `ds_numel` counts its numbers.
-    copied = sum(
-        getattr(weight, "ds_numel", weight.numel()) * weight.element_size() for weight in weights if weight is not None
-    )
+    copied = sum(whole_bytes(weight) for weight in weights if weight is not None)
     if config.merges(copied, memory):
         return True, ""
     return False, "" if config.merge is False else (

@@ -200,6 +200,12 @@ def is_sharded(parameter: Tensor) -> bool:
     return hasattr(parameter, "ds_id")
 
 
+def whole_bytes(parameter: Any) -> int:
+    """Return the bytes of a whole parameter. ZeRO-3 leaves a sharded one empty, and `ds_numel` counts its numbers."""
+    size: int = getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
+    return size
+
+
 def local_range(parameter: Any) -> tuple[int, int]:
     """Return (start, stop): this rank's part of a sharded parameter, flattened."""
     size = -(-parameter.ds_numel // parameter.ds_zero_partition_world_size)
