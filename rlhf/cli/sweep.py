@@ -18,8 +18,9 @@ from rlhf.utils.process_info import current_process
 from rlhf.utils.units import parse_bytes
 
 if TYPE_CHECKING:
+    from rlhf.contrib.sweep.directory import PointOutcome, SweepDirectory
     from rlhf.contrib.sweep.grid import Grid, Point
-    from rlhf.contrib.sweep.results import PointOutcome, PointResult, SweepDirectory
+    from rlhf.contrib.sweep.results import PointResult
 
 
 @shared("overrides", "accelerator", "precision", "output", "seed", "dry_run", "ranks", "trust", "debug")
@@ -73,8 +74,9 @@ def sweep(
     Exit code 0: every point is complete, refused, excluded, or out of memory; 1: a point failed; 2: an error that you
     can fix.
     """
+    from rlhf.contrib.sweep.directory import SweepDirectory
     from rlhf.contrib.sweep.grid import load_grid
-    from rlhf.contrib.sweep.results import SweepDirectory, to_document
+    from rlhf.contrib.sweep.results import to_document
 
     if launcher := current_process().launcher:
         raise ConfigError(f"rlhf sweep starts the processes of each point itself; start it without {launcher}")

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from rlhf.contrib.sweep.directory import PointOutcome, SweepDirectory
 from rlhf.contrib.sweep.grid import SHARED, Grid, Point
-from rlhf.contrib.sweep.results import PointOutcome, SweepDirectory
 from rlhf.errors import USER_ERRORS, OutOfMemory, RunError
 from rlhf.launchers import local
 from rlhf.launchers.exit_status import INTERRUPTED, USER_ERROR, Interrupted

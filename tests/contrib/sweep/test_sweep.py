@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
+from rlhf.contrib.sweep.directory import SweepDirectory
 from rlhf.contrib.sweep.grid import load_grid
-from rlhf.contrib.sweep.results import SweepDirectory, collect_results, select_columns
+from rlhf.contrib.sweep.results import collect_results, select_columns
 from rlhf.errors import RunError
 from rlhf.utils.file_lock import lock_folder
 from tests.helpers import assert_same_weights
