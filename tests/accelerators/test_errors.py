@@ -23,7 +23,6 @@ from accelerators import (
     Precision,
     Problem,
     find_out_of_memory,
-    register_attention,
     select,
 )
 from accelerators.backends.cpu.backend import CPU
@@ -275,42 +274,6 @@ def test_kernel_fails_names_plugin(created, case):
         use(created([kernel]).kernels.get(kernel.operation))
     assert str(raised.value).endswith("or leave it out with RLHF_PLUGINS")
     assert raised.value.__cause__ is NO_CARD
-
-
-OUTPUTS = torch.zeros(2, 5, 4, 8)
-
-
-@pytest.mark.parametrize(
-    ("result", "problem"),
-    [
-        (OUTPUTS, "a Tensor, expected (outputs, None)"),
-        ((None, None), "a tuple, expected (outputs, None)"),
-        ((OUTPUTS.transpose(1, 2), None), "outputs of shape (2, 4, 5, 8), expected (2, 5, 4, 8)"),
-        ((OUTPUTS.flatten(2), None), "outputs of shape (2, 5, 32), expected (2, 5, 4, 8)"),
-        ((OUTPUTS.float(), None), "outputs in torch.float32, expected torch.bfloat16"),
-    ],
-    ids=["no tuple", "no tensor", "heads before tokens", "heads joined", "another dtype"],
-)
-def test_attention_of_another_form_names_its_module(result, problem):
-    """4 heads of queries over 2 of keys, 2 rows of 5 tokens, values of 8 numbers."""
-    from transformers import AttentionInterface
-
-    name = register_attention("of_another_form", lambda *arguments, **features: result)
-    query, key, value = (torch.zeros(2, heads, 5, size).bfloat16() for heads, size in ((4, 16), (2, 16), (2, 8)))
-    attend = AttentionInterface()[name]
-    with pytest.raises(PluginError) as raised:
-        attend(None, query, key, value, None, scaling=1.0)
-    where = f"attention of_another_form of {__name__}"
-    assert str(raised.value) == f"{where}: it returned {problem}; report it to the plugin's authors"
-
-
-def test_attention_under_autocast_may_return_another_dtype():
-    from transformers import AttentionInterface
-
-    name = register_attention("for_autocast", lambda *arguments, **features: (OUTPUTS, None))
-    query = torch.zeros(2, 4, 5, 8).bfloat16()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert AttentionInterface()[name](None, query, query, query, None)[0] is OUTPUTS
 
 
 def test_scheduler_of_torch_drives_optimizer_of_plugin(created):

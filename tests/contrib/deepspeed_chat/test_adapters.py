@@ -1,4 +1,4 @@
-"""Adapters of a translated recipe are initialized, scaled and trained as in DeepSpeed-Chat, at the rate of its version."""
+"""Train the adapters of translated recipes as DeepSpeed-Chat does, at the rate of its version."""
 
 from __future__ import annotations
 
