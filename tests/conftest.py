@@ -17,7 +17,7 @@ import pytest
 
 from accelerators.backends.cpu import info as cpu_info
 from tests.forks import Forks
-from tests.helpers import WORDS, build_tokenizer, llama, user_environment
+from tests.helpers import WORDS, build_tokenizer, emulate_bf16, llama, user_environment
 
 if TYPE_CHECKING:
     from accelerators import Accelerator
@@ -89,6 +89,7 @@ def accelerator() -> Iterator[Accelerator]:
 
     selection = accelerators.select("cpu", environ={})
     with distributed.start_process_group(selection) as bound:
+        emulate_bf16(bound)
         yield bound
 
 

@@ -55,6 +55,22 @@ def build_tokenizer() -> Any:
     return build_tokenizer((" ".join(rng.choices(WORDS, k=6)) for _ in range(200)), vocab_size=300)
 
 
+def emulate_bf16(accelerator: Any) -> None:
+    """Have the CPU's backend give bf16 where it is asked for by name, on a processor without bf16 instructions too.
+
+    Torch emulates it: slower, and with the same rounding.
+    """
+    import torch
+
+    from accelerators import Precision
+    from accelerators.backends.cpu import info as cpu_info
+
+    refused = accelerator.precision
+    if not cpu_info.native_bf16():
+        emulated = Precision(torch.bfloat16, "bf16", "emulated, for a test")
+        accelerator.precision = lambda wish="auto": emulated if wish == "bf16" else refused(wish)
+
+
 def llama(vocabulary: int, *, seed: int = 0, **changes: Any) -> Any:
     """A Llama with random weights, small enough for a step of a few milliseconds."""
     import torch

@@ -164,7 +164,6 @@ def test_resource_errors_do_not_blame_the_checkpoint(engine, tmp_path, monkeypat
         training_state.restore_checkpoint(place(tmp_path), {"model": engine})
 
 
-@pytest.mark.skipif("not __import__('accelerators.backends.cpu.info', fromlist=['']).native_bf16()")
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_bf16_training_in_micro_batches_resumes_bit_for_bit(accelerator, zero_stage, tmp_path):
     settings = (accelerator, zero_stage, "bf16", 2)

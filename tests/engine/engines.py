@@ -24,9 +24,6 @@ IDS = torch.randint(2, 60, (ROWS, PROMPT + COMPLETION), generator=torch.Generato
 DECAY = 0.75
 CONSTANT = {"learning_rate": 1e-2, "schedule": "constant", "warmup": 0, "weight_decay": 0.1}
 FALLING = {"learning_rate": 1e-2, "schedule": "linear", "warmup": 0.3}
-BF16 = pytest.param(
-    "bf16", marks=pytest.mark.skipif("not __import__('accelerators.backends.cpu.info', fromlist=['']).native_bf16()")
-)
 
 
 def build(

@@ -11,7 +11,6 @@ import torch
 from rlhf.checkpoint.export import save_model
 from rlhf.engine.fp32_weights import EMA
 from tests.engine.engines import (
-    BF16,
     DECAY,
     FALLING,
     IDS,
@@ -46,7 +45,7 @@ def assert_equal(tensors, expected):
 
 
 @pytest.mark.parametrize("lora", [0, 4], ids=["", "LoRA"])
-@pytest.mark.parametrize("precision", ["fp32", BF16])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_average_is_that_of_a_plain_loop(accelerator, zero_stage, precision, lora):
     """With LoRA it holds the adapters alone."""

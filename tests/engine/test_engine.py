@@ -11,8 +11,6 @@ from tests.engine.engines import COMPLETION, IDS, ROWS, build, loss, masters, tr
 from tests.helpers import assert_close_weights, llama
 from tests.in_process import make_placement
 
-NATIVE_BF16 = pytest.mark.skipif("not __import__('accelerators.backends.cpu.info', fromlist=['']).native_bf16()")
-
 
 @pytest.fixture(scope="module")
 def plain(accelerator):
@@ -44,7 +42,6 @@ def test_steps_are_those_of_plain_torch(accelerator, plain, zero_stage, accumula
     assert norms == pytest.approx(plain[1], rel=1e-3)
 
 
-@NATIVE_BF16
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_gradients_that_are_not_finite_take_no_step(accelerator, bad):
     engine = build(accelerator, 0, "bf16")
@@ -63,7 +60,6 @@ def test_gradients_that_are_not_finite_take_no_step(accelerator, bad):
     assert not any(torch.equal(tensor, before[name]) for name, tensor in masters(engine).items())
 
 
-@NATIVE_BF16
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_bf16_follows_the_path_of_float32(accelerator, zero_stage, accumulation):
@@ -75,7 +71,6 @@ def test_bf16_follows_the_path_of_float32(accelerator, zero_stage, accumulation)
     assert losses[-1] < losses[0] - 0.5
 
 
-@NATIVE_BF16
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_bf16_gradients_of_many_micro_batches_lose_no_digits(accelerator, zero_stage):
     """Rows that are all alike: the gradient of 64 micro-batches is the one of a single row, whatever it is."""
@@ -94,7 +89,6 @@ def test_bf16_gradients_of_many_micro_batches_lose_no_digits(accelerator, zero_s
     assert norm(1) == pytest.approx(norm(rows), rel=1.5e-3 if zero_stage > 1 else 1e-2)
 
 
-@NATIVE_BF16
 @pytest.mark.parametrize("names", [[], ["input_layernorm", "q_proj"]], ids=["plain", "named for float32"])
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_bf16_frozen_model_computes_what_the_trained_one_does(accelerator, monkeypatch, zero_stage, names):

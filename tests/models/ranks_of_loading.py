@@ -25,7 +25,7 @@ from rlhf.models.forward import ScalarHead
 from rlhf.models.loading import load_causal_lm, load_scalar_head
 from rlhf.models.lora import add_adapters, merged_adapters
 from rlhf.models.weight_loading import is_sharded, place_in_memory, place_sharded
-from tests.helpers import build_tokenizer
+from tests.helpers import build_tokenizer, emulate_bf16
 from tests.in_process import make_placement, plain_state_dict
 
 LORA = LoraConfig(rank=4)
@@ -36,6 +36,7 @@ def main(folder: str) -> None:
     problems: list[str] = []
     safetensors_writer.FILE_SIZE = 20_000
     with distributed.start_process_group(accelerators.select("cpu", environ={})) as accelerator:
+        emulate_bf16(accelerator)
         for path in sorted(Path(folder).glob("* *")):
             if path.is_dir():
                 problems += Check(accelerator, path).differences()

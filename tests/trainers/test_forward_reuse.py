@@ -15,7 +15,7 @@ from rlhf.trainers.ppo.trainer import PPOTrainer
 from tests.engine.engines import accepted_fp16
 from tests.helpers import llama
 from tests.in_process import build_ppo, ppo_models
-from tests.trainers.test_ppo import NO_BF16, gpt2, scalar
+from tests.trainers.test_ppo import gpt2, scalar
 
 ONE = {"batch_size": 6, "minibatch_size": None, "micro_batch_size": 2, "ppo_epochs": 1, "kl_target": None}
 
@@ -138,9 +138,9 @@ def state(ppo: PPOTrainer) -> dict[str, torch.Tensor]:
         {"zero_stage": 0, "lora": {"rank": 2}, "estimator": "rloo", "completions_per_prompt": 2},
         {"zero_stage": 2, "entropy_coef": 0.1},
         {"zero_stage": 3, "micro_batch_size": None},
-        pytest.param({"precision": "bf16"}, marks=NO_BF16),
-        pytest.param({"precision": "bf16", "zero_stage": 0}, marks=NO_BF16),
-        pytest.param({"precision": "bf16", "zero_stage": 2}, marks=[NO_BF16, pytest.mark.slow]),
+        {"precision": "bf16"},
+        {"precision": "bf16", "zero_stage": 0},
+        pytest.param({"precision": "bf16", "zero_stage": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

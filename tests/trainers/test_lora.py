@@ -23,8 +23,7 @@ from tests.trainers.test_shapes import comparisons_by_step, steps_of_different_l
 LORA = ("--set", "lora.rank=4")
 STAGES = ("sft", "reward", "ppo")
 IDS = torch.randint(2, 60, (4, 12), generator=torch.Generator().manual_seed(0))
-NO_BF16 = "not __import__('accelerators.backends.cpu.info', fromlist=['']).native_bf16()"
-PRECISIONS = ["fp32", pytest.param("bf16", marks=pytest.mark.skipif(NO_BF16))]
+PRECISIONS = ["fp32", "bf16"]
 
 
 def adapted():

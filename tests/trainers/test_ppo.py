@@ -8,8 +8,6 @@ from tests.families.table import build as architecture
 from tests.helpers import llama
 from tests.in_process import build_ppo, ppo_models
 
-NO_BF16 = pytest.mark.skipif("not __import__('accelerators.backends.cpu.info', fromlist=['']).native_bf16()")
-
 
 def gpt2(vocabulary):
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -72,7 +70,6 @@ def test_a_model_with_linear_attention_takes_a_step(build):
     assert size <= state.cache.nbytes() <= size + 64, "and a counter or two"
 
 
-@NO_BF16
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_bf16_reference_is_the_policy_before_its_first_step(build, zero_stage):
     ppo = build(llama, zero_stage=zero_stage, precision="bf16")

@@ -25,8 +25,7 @@ from rlhf.trainers.oom import measure_models
 from tests.helpers import llama, sets, weights
 from tests.in_process import stage_context
 
-NO_BF16 = "not __import__('accelerators.backends.cpu.info', fromlist=['']).native_bf16()"
-PRECISIONS = ["fp32", pytest.param("bf16", marks=pytest.mark.skipif(NO_BF16))]
+PRECISIONS = ["fp32", "bf16"]
 RANK = 4
 BASE = "actor, reference, critic and reward share one frozen base"
 
