@@ -42,6 +42,7 @@ sys.path.insert(0, str(ROOT))
 from ci.faults import FAULTS, Fault, read_faults  # noqa: E402
 
 RESULTS = FAULTS / "RESULTS.md"
+_ALL_SKIPPED = 71  # an exit code of no other meaning
 _SECONDS = 300  # a fault may make a test hang, and that counts as noticed
 
 
@@ -92,6 +93,8 @@ class Worker:
             failed = [f"{fault.tests[0]} (no end within {_SECONDS} s)"]
         elif code < 0:
             failed = [f"{fault.tests[0]} (ended by signal {-code})"]
+        elif code == _ALL_SKIPPED:
+            return Verdict(fault, problem=f"{fault.name}: all of its tests are skipped on this machine")
         elif code and not failed:  # the tests were not run
             return Verdict(fault, problem=f"{fault.name}: pytest ended with {code}: {output[-1000:]}")
         return Verdict(fault, failed[0] if failed else None, answer["seconds"], output)
@@ -170,15 +173,23 @@ def _run_pytest(arguments: list[str], output: Path, failed: Path) -> None:
         import pytest
 
         class Failures:
+            tests = skipped = 0
+
             def pytest_runtest_logreport(self, report: Any) -> None:
+                self.tests += report.when == "setup"
+                self.skipped += report.skipped
+                self.pytest_collectreport(report)
+
+            def pytest_collectreport(self, report: Any) -> None:
                 if report.failed:
                     with failed.open("a") as file:
                         print(json.dumps(report.nodeid), file=file)
 
-            pytest_collectreport = pytest_runtest_logreport
-
         # Slow tests too: -m "" takes the marker's place in pyproject.toml.
-        code = int(pytest.main(["-m", "", "-p", "no:cacheprovider", "-q", "--tb=short", *arguments], [Failures()]))
+        failures = Failures()
+        code = int(pytest.main(["-m", "", "-p", "no:cacheprovider", "-q", "--tb=short", *arguments], [failures]))
+        if code == 0 and failures.tests == failures.skipped:
+            code = _ALL_SKIPPED
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
