@@ -53,7 +53,7 @@ def admit_code(
         if trust and process.local_rank == 0:  # ranks of one machine would write one file
             _record_consent(path, digest)
     if process.rank == 0 and process.launcher != "rlhf":  # our launcher has printed it
-        named_in = " and ".join(map(str, files)) or "options"
+        named_in = " or ".join([*map(str, files), "options"])
         _print_once(f"rlhf: note: runs {' and '.join(code)}, named in {named_in}")
 
 

@@ -281,7 +281,8 @@ RULES = (
         ("result",),
         ("truncated_share",),
         _endless_greedy,
-        "look at the end tokens in `rlhf data`, then raise {*.epochs} or {data.max_completion_length}",
+        "look for an earlier warning, and at the end tokens in `rlhf data`; else raise {*.epochs} or "
+        "{data.max_completion_length}",
     ),
     Rule(
         "bad start",

@@ -46,7 +46,7 @@ def admit(recipe: Path, *stages: str, **options: bool) -> None:
 def test_own_recipe_is_one_line(theirs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     admit(theirs)
     admit(theirs)
-    expected = f"rlhf: note: runs reward functions {theirs.parent}/rewards.py:f, named in {theirs}\n"
+    expected = f"rlhf: note: runs reward functions {theirs.parent}/rewards.py:f, named in {theirs} or options\n"
     assert capsys.readouterr().err == expected and not consents_path().exists()
     admit(theirs, "sft")  # calls no reward function
     assert not capsys.readouterr().err
