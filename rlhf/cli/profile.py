@@ -249,8 +249,10 @@ def _print(report: Report, title: str, tsv: bool) -> None:
     print_table("time of a step by phase", ("phase", "time", "share", "TFLOP/s", "tokens/s"), rows, tsv=tsv)
     for phase in report["phases"]:
         if "step_seconds" in phase:
-            read = f", {phase['bytes_per_second'] / 1e9:.3g} GB/s of weights" if "bytes_per_second" in phase else ""
-            print_line(f"{phase['phase']}: {_format_time(phase['step_seconds'])} a token of each row{read}")
+            speed = phase.get("bytes_per_second")
+            read = f", weights read at {speed / 1e9:.3g} GB/s" if speed else ""
+            latency = _format_time(phase["step_seconds"])
+            print_line(f"{phase['phase']}: {latency} per decoding step (one token of every row){read}")
     total, operators = report["traced_seconds"], report["operators"]
     others = operators[_OPERATORS_SHOWN:]
     rest = {"name": f"({len(others):,} others)", "phase": "", "seconds": sum(row["seconds"] for row in others)}
