@@ -166,6 +166,16 @@ def test_each_rank_gets_its_gpu(on, runtime):
     assert cuda.info().count == 2 and "driver 570.86.15" in cuda.info().software
 
 
+def test_attention_of_cudnn_is_off_and_explained(on, runtime):
+    runtime("H200")
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    cuda = on("H200")
+    cuda.bind(0)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    reasons = {kernel.name: support.reason for kernel, support in cuda.kernels.candidates("attention")}
+    assert "never cuDNN's" in reasons["sdpa"]
+
+
 def test_more_ranks_than_gpus_are_refused_before_opening_one(on, runtime, monkeypatch):
     calls = runtime("A100", "A100", "A100")
     with pytest.raises(AcceleratorError, match="local rank 3, this machine shows 3; start at most 3 ranks per machine"):
@@ -335,7 +345,18 @@ def test_captured_function_is_replayed_after_two_calls(bound, graphs):
     assert bound.compilations() == 1
 
 
-def test_failed_recording_is_not_counted_and_restores_the_stream(bound, graphs):
+def test_failed_recording_is_not_counted_and_restores_stream_and_generator(bound, graphs, monkeypatch):
+    """On an H200 a recording that the driver ends leaves the generator in recording mode until another one succeeds."""
+    monkeypatch.setattr(bound, "device", lambda: torch.device("cpu"))
+    ended, graph = [], torch.cuda.graph
+
+    @contextlib.contextmanager
+    def watched(recorded):
+        with graph(recorded):
+            yield
+        ended.append(recorded)
+
+    monkeypatch.setattr(torch.cuda, "graph", watched)
     calls = []
 
     def step(x):
@@ -350,3 +371,4 @@ def test_failed_recording_is_not_counted_and_restores_the_stream(bound, graphs):
         captured(torch.ones(2))
     assert bound.compilations() == 0
     assert torch.cuda.current_stream() == "default"
+    assert len(ended) == 1

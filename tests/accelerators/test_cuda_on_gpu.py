@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from accelerators import CaptureError
 from accelerators.backends.cuda.backend import CUDA
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -44,3 +45,29 @@ def test_the_generators_state_of_a_gpu_survives_a_checkpoint(gpu, tmp_path):
     expected = torch.rand(3, device=gpu.device())
     gpu.set_rng_state(torch.load(tmp_path / "rng.pt", weights_only=True))
     assert torch.equal(torch.rand(3, device=gpu.device()), expected)
+
+
+@needs_gpu
+def test_random_numbers_can_be_drawn_after_a_recording_that_the_driver_ended(gpu):
+    def step(x):
+        torch.cuda.synchronize()
+        return x * 2
+
+    x = torch.ones(2, device=gpu.device())
+    captured = gpu.capture(step, key="step")
+    captured(x)
+    with pytest.raises(CaptureError, match="step cannot be recorded"):
+        captured(x)
+    assert torch.rand(3, device=gpu.device()).isfinite().all()
+
+
+@needs_gpu
+@pytest.mark.parametrize("tokens", [64, 128, 192])
+def test_gradients_of_left_padded_rows_are_finite(gpu, tokens):
+    mask = torch.ones(tokens, tokens, dtype=torch.bool, device=gpu.device()).tril()
+    mask = (mask & (torch.arange(tokens, device=gpu.device()) >= 5)).expand(2, 1, tokens, tokens)
+    inputs = [torch.randn(2, 4, tokens, 64, device=gpu.device(), dtype=torch.bfloat16) for _ in range(3)]
+    query, key, value = (tensor.requires_grad_() for tensor in inputs)
+    output = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    output[:, :, 5:].sum().backward()
+    assert all(tensor.grad.isfinite().all() for tensor in inputs)

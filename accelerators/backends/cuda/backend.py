@@ -6,6 +6,7 @@ opens the device. Repeated work is recorded as CUDA graphs.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import os
@@ -69,6 +70,9 @@ class CUDA(Accelerator):
                 f"{', '.join(architectures) or 'no GPU at all'}; {cuda_info.torch_for(gpu, self.machine.cuda)}"
             )
         torch.cuda.set_device(local_rank)
+        # cuDNN's attention (9.19 on an H200, torch 2.11): NaN gradients of queries that see nothing, which left padding
+        # makes, if there are 64 columns mod 128 (pytorch #196678); on B200 wrong outputs (pytorch #193893).
+        torch.backends.cuda.enable_cudnn_sdp(False)
         if torch.cuda.get_device_capability(local_rank) < self.machine.weakest.capability:
             raise AcceleratorError(
                 f"cuda: device {local_rank} is {torch.cuda.get_device_name(local_rank)}, which NVML counts elsewhere; "
@@ -121,7 +125,7 @@ class CUDA(Accelerator):
 
     def kernel_implementations(self) -> Iterable[KernelImpl]:
         """Return PyTorch's implementations and those for CUDA."""
-        return (*portable.KERNELS, FUSED_ADAMW, FLASH_ATTENTION_2, CUDA_GRAPHS, PACKED_PRODUCTS)
+        return (*PORTABLE, FUSED_ADAMW, FLASH_ATTENTION_2, CUDA_GRAPHS, PACKED_PRODUCTS)
 
     def shape_policy(self) -> ShapePolicy:
         """Return few lengths, because each is a separate recording; tensor cores multiply multiples of 8 fastest."""
@@ -146,12 +150,25 @@ class CUDA(Accelerator):
         The graph has a separate memory pool, which `empty_cache` returns after the replay is deleted.
         """
         graph = torch.cuda.CUDAGraph()
-        # The outer context restores the current stream even if a recording fails at its end (torch 2.11 to 2.13).
-        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
-            outputs = fn()
+        try:
+            # The outer context restores the current stream even if a recording fails at its end (torch 2.11 to 2.13).
+            with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
+                outputs = fn()
+        except Exception:
+            self._leave_recording()
+            raise
         self._recordings += 1
         graph.replay()
         return outputs, graph.replay
+
+    def _leave_recording(self) -> None:
+        """Let the generator draw numbers again after a recording that the driver has ended.
+
+        torch 2.11 then leaves its generator in recording mode, in which every later random number is an error; a
+        recording that succeeds ends this mode.
+        """
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            torch.zeros(1, device=self.device())
 
 
 def _precisions(chip: cuda_info.GPU) -> dict[str, Support]:
@@ -173,7 +190,7 @@ def _flash_attention_2(accelerator: Accelerator) -> Support:
     return Support(
         False,
         "batches are padded to fixed shapes: it takes no mask, and its path for rows of different lengths reads them "
-        "on the host, which no recording allows; sdpa has memory-efficient and cuDNN kernels for masked batches",
+        "on the host, which no recording allows; sdpa has a memory-efficient kernel for masked batches",
     )
 
 
@@ -182,6 +199,13 @@ def _cuda_graphs(accelerator: Accelerator) -> Callable[..., Any]:
     return functools.partial(Graph, record=accelerator.record)
 
 
+_SDPA = portable.always(
+    "torch's scaled_dot_product_attention picks its kernel, but never cuDNN's, whose gradients of padded rows are NaN "
+    "for some lengths (pytorch #196678)"
+)
+PORTABLE = tuple(
+    dataclasses.replace(kernel, supported=_SDPA) if kernel.name == "sdpa" else kernel for kernel in portable.KERNELS
+)
 FUSED_ADAMW = KernelImpl(
     operation="adamw",
     name="torch-fused",
