@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from deepspeed import get_accelerator
 
 from rlhf.engine.engine import freeze_model
 from rlhf.models.forward import completion_log_probs
@@ -128,6 +129,18 @@ def test_step_boundary_follows_the_update(accelerator, monkeypatch, zero_stage):
     for name, tensor in weights["test/step"].items():
         assert not torch.equal(tensor, weights["test/backward"][name])
         assert torch.equal(tensor, masters(engine)[name])
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_forward_pass_of_a_trained_model_does_not_wait_for_the_device(accelerator, monkeypatch, zero_stage):
+    """DeepSpeed's hooks run in the steps of a generation too, and a wait ends their recording on a GPU."""
+    engine = build(accelerator, zero_stage)
+    train(engine, steps=3)
+    waits = []
+    monkeypatch.setattr(get_accelerator(), "synchronize", lambda *device: waits.append(device))
+    with torch.no_grad(), engine.whole_weights() as module:
+        module(input_ids=IDS)
+    assert not waits
 
 
 def test_whole_weights_are_sharded_again_after_the_block(accelerator):

@@ -118,6 +118,12 @@ def test_a_recording_replays_what_ran_and_nothing_of_python() -> None:
     assert calls == ["once"]
 
 
+def test_the_device_cannot_be_waited_for_in_a_recording() -> None:
+    with pytest.raises(RuntimeError, match="cannot be waited for"), hpu.graph(hpu.HPUGraph()):
+        hpu.synchronize()
+    hpu.synchronize()
+
+
 def test_a_recording_that_was_never_made_cannot_be_replayed() -> None:
     with pytest.raises(RuntimeError, match="nothing has been recorded"):
         hpu.HPUGraph().replay()

@@ -119,7 +119,9 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 
 
 def synchronize(device: Any = None) -> None:
-    """Wait for the device, which is never behind."""
+    """Wait for the device, which is never behind; refused while a graph is recorded, as CUDA refuses it."""
+    if accounting.is_lazy() and HPUGraph.is_recording:
+        raise RuntimeError("synchronize: the device cannot be waited for while a graph is recorded")
 
 
 _initialized = True  # asked by PyTorch

@@ -17,14 +17,18 @@ class HPUGraph:
     """One recording; freed with this object."""
 
     _handle: int | None = None
+    is_recording = False
+    """True while any graph is recorded."""
 
     def capture_begin(self) -> None:
-        """Record from now on; reading a value on the host is an error until `capture_end`."""
+        """Record from now on; to read a value on the host, or to wait for the device, is an error until the end."""
         _device.capture_begin()
+        HPUGraph.is_recording = True
 
     def capture_end(self) -> None:
         """End the recording."""
         self.reset()
+        HPUGraph.is_recording = False
         self._handle = _device.capture_end()
 
     def replay(self, asynchronous: bool = False) -> None:
