@@ -745,14 +745,14 @@ BROKEN: dict[str, list[tuple[str, dict[str, Any]]]] = {
     ],
     "attention": [
         ("whole rows: outputs: differs by", with_attention(unmasked)),
-        ("token 1 after them, static cache of 20: outputs: differs by", with_attention(unmasked_tokens)),
+        ("token 1 after them, static cache of 72: outputs: differs by", with_attention(unmasked_tokens)),
         ("as many heads of keys, whole rows: outputs of padding are not finite", with_attention(infinite_masks)),
         ("grouped heads, whole rows: outputs: differs by", with_attention(mixed_groups)),
         ("whole rows: gradient of keys: differs by", with_attention(frozen_keys)),
         ("whole rows: keys have no gradient", with_attention(keys_without_gradient)),
         ("whole rows: gradients of keys are not finite", with_attention(keys_with_infinite_gradient)),
-        ("prompts, static cache of 20: outputs are not finite", with_attention(infinite_masks_in_rollouts)),
-        (": gives (3, 4, 12, 16), expected (3, 12, 4, 16)", with_attention(heads_before_tokens)),
+        ("prompts, static cache of 72: outputs are not finite", with_attention(infinite_masks_in_rollouts)),
+        (": gives (3, 4, 64, 16), expected (3, 64, 4, 16)", with_attention(heads_before_tokens)),
         (
             "attention 'broken_attention' of transformers against 'eager', rows padded left: logits: differs by",
             with_attention(right, mask_without_padding),
