@@ -70,8 +70,8 @@ class CUDA(Accelerator):
                 f"{', '.join(architectures) or 'no GPU at all'}; {cuda_info.torch_for(gpu, self.machine.cuda)}"
             )
         torch.cuda.set_device(local_rank)
-        # cuDNN's attention (9.19 on an H200, torch 2.11): NaN gradients of queries that see nothing, which left padding
-        # makes, if there are 64 columns mod 128 (pytorch #196678); on B200 wrong outputs (pytorch #193893).
+        # cuDNN's attention gives NaN gradients for left-padded rows of 64 columns mod 128 (pytorch #196678, seen on an
+        # H200 with cuDNN 9.19), and wrong outputs on B200 (pytorch #193893).
         torch.backends.cuda.enable_cudnn_sdp(False)
         if torch.cuda.get_device_capability(local_rank) < self.machine.weakest.capability:
             raise AcceleratorError(
@@ -125,7 +125,7 @@ class CUDA(Accelerator):
 
     def kernel_implementations(self) -> Iterable[KernelImpl]:
         """Return PyTorch's implementations and those for CUDA."""
-        return (*PORTABLE, FUSED_ADAMW, FLASH_ATTENTION_2, CUDA_GRAPHS, PACKED_PRODUCTS)
+        return (*_PORTABLE, FUSED_ADAMW, FLASH_ATTENTION_2, CUDA_GRAPHS, PACKED_PRODUCTS)
 
     def shape_policy(self) -> ShapePolicy:
         """Return few lengths, because each is a separate recording; tensor cores multiply multiples of 8 fastest."""
@@ -162,10 +162,10 @@ class CUDA(Accelerator):
         return outputs, graph.replay
 
     def _leave_recording(self) -> None:
-        """Let the generator draw numbers again after a recording that the driver has ended.
+        """End the recording mode of torch's generator after a failed recording.
 
-        torch 2.11 then leaves its generator in recording mode, in which every later random number is an error; a
-        recording that succeeds ends this mode.
+        If the driver ends a recording, torch 2.11 leaves its generator in this mode, and every later random number is
+        an error. A recording that succeeds ends the mode.
         """
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             torch.zeros(1, device=self.device())
@@ -203,7 +203,7 @@ _SDPA = portable.always(
     "torch's scaled_dot_product_attention picks its kernel, but never cuDNN's, whose gradients of padded rows are NaN "
     "for some lengths (pytorch #196678)"
 )
-PORTABLE = tuple(
+_PORTABLE = tuple(
     dataclasses.replace(kernel, supported=_SDPA) if kernel.name == "sdpa" else kernel for kernel in portable.KERNELS
 )
 FUSED_ADAMW = KernelImpl(

@@ -181,7 +181,7 @@ def _run(stage: str, folder: Path, *, zero_3: bool) -> StageReport:
     totals = [int(step["compilations"]) for step in steps]
     warm_up = WARM_UP_ZERO_3 if zero_3 else WARM_UP
     events = json.loads(report.read_text())["events"]
-    late = events_between(events, steps[warm_up - 1], (steps if zero_3 else of_numbers(records))[-1])
+    late = events_between(events, steps[warm_up - 1], (steps if zero_3 else numeric_records(records))[-1])
     return StageReport(
         stage=stage,
         compilations=[after - before for before, after in zip([0, *totals], totals)],
@@ -192,8 +192,8 @@ def _run(stage: str, folder: Path, *, zero_3: bool) -> StageReport:
     )
 
 
-def of_numbers(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the records of numbers. Texts have tags; the last one may be a warning, written after the model."""
+def numeric_records(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the records without a tag; texts have one, and the last text may be written after the model is saved."""
     return [record for record in records if "tag" not in record]
 
 

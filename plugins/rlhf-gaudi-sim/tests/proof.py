@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gaudi_sim.doctor import events_between, of_numbers
+from gaudi_sim.doctor import events_between, numeric_records
 
 STAGES = ("sft", "reward", "ppo")
 STEPS = 5
@@ -40,7 +40,7 @@ class Run:
 
     def late(self, stage: str, warm_up: int, *, evaluation: bool = True) -> list[dict[str, Any]]:
         """Events of a stage after its first `warm_up` steps, with the evaluation at its end or without."""
-        steps, records = self.steps(stage), of_numbers(self.records(stage))
+        steps, records = self.steps(stage), numeric_records(self.records(stage))
         return events_between(self.report["events"], steps[warm_up - 1], (records if evaluation else steps)[-1])
 
 
