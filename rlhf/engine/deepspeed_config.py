@@ -140,7 +140,7 @@ def build_deepspeed_config(
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
-        # Its hook waits for the device in every forward pass, and no accelerator can record a step that waits.
+        # The timer's hook waits for the device in every forward pass, and a step that waits cannot be recorded.
         "timers": {"throughput": {"enabled": False}},
         **({"gradient_clipping": max_grad_norm} if max_grad_norm else {}),
         **_sum_in_float32(placement, precision, accumulation),

@@ -48,7 +48,7 @@ def test_family_goes_through_stages_and_compiles_nothing_late(
     run = proof.Run(tmp_path / "run", json.loads(report.read_text()))
     for stage in proof.STAGES:
         assert len(run.steps(stage)) == proof.STEPS
-        # The refused recording is part of the first rollout's graphs, so that the second one, after SFT, has others.
+        # The first rollout includes the refused recording, so the second one, after SFT, has other graphs.
         proof.assert_nothing_compiled_late(run, stage, evaluation=(name, stage) != ("Falcon", "sft"))
         proof.assert_no_reads_inside_a_step(run, stage)
     proof.assert_no_mixed_devices(run)
