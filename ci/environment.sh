@@ -5,8 +5,9 @@
 # PYTHON       the interpreter to make it with; python3 by default.
 # RLHF_TORCH   the torch to install, as pip names it, or `installed`: the one that PYTHON has, whatever it is.
 #              By default: a vendor's torch where PYTHON has one (what tells it: ci/versions.py); .venv is then built
-#              on it, and neither it nor what it needs is replaced. Else the CPU build where no NVIDIA GPU is found and
-#              one of pip's package indexes has it, else the default build.
+#              on it, and neither it nor what it needs is replaced. Else the build that the NVIDIA GPUs and their driver
+#              can run (accelerators/backends/cuda/builds.py). Without a GPU, the CPU build if one of pip's package
+#              indexes has it, else the default build.
 
 make_environment() {
     local extras=$1 lowest=${2:-} python=${PYTHON:-python3} folder=.venv
@@ -29,7 +30,7 @@ make_environment() {
     if [ "${RLHF_TORCH:-}" = installed ]; then
         why="as RLHF_TORCH=installed says"
         if ! base=$(version_of torch "$python"); then
-            echo "error: RLHF_TORCH=installed, and $python has no torch; install one there, or name one: RLHF_TORCH=torch" >&2
+            echo "error: RLHF_TORCH=installed, and $python has no torch; install one there, or name one: RLHF_TORCH=$torch+cpu" >&2
             return 2
         fi
     elif [ -z "${RLHF_TORCH:-}$lowest" ]; then
@@ -53,7 +54,7 @@ make_environment() {
         : >$folder/constraints
         [ -z "$lowest" ] || $folder/bin/python ci/versions.py lowest >$folder/constraints
         if ! version_of torch $folder/bin/python >/dev/null || [ -n "${RLHF_TORCH:-}" ]; then
-            install_torch
+            install_torch || return
         fi
     fi
     echo "torch $(version_of torch $folder/bin/python): $(cat $folder/which-torch 2>/dev/null || echo "found in $folder")"
@@ -79,7 +80,7 @@ build_on() {
         return 2
     fi
     if ! problem=$(.venv/bin/python ci/versions.py constraints .venv/constraints); then
-        echo "error: $python has torch $base, and $problem; take an image of the vendor's with such a torch, or name a torch for .venv alone: RLHF_TORCH=torch" >&2
+        echo "error: $python has torch $base, and $problem; take an image of the vendor's with such a torch, or name a torch for .venv alone: RLHF_TORCH=$torch+cpu" >&2
         return 2
     fi
     [ -z "$problem" ] || echo "$problem"
@@ -87,13 +88,20 @@ build_on() {
 
 # Installs a torch of this environment's own, and notes why that one.
 install_torch() {
-    local torch=torch==2.13.0 which
+    local torch=torch==2.13.0 which gpus index=""
     [ -z "$lowest" ] || torch=$(grep '^torch==' $folder/constraints)
     if [ -n "${RLHF_TORCH:-}" ]; then
         which="RLHF_TORCH names it"
         torch=$RLHF_TORCH
-    elif { command -v nvidia-smi && nvidia-smi -L; } >/dev/null 2>&1; then
-        which="the default build; nvidia-smi lists a GPU"
+    elif ! gpus=$($folder/bin/python ci/versions.py nvidia); then
+        echo "error: no build of torch runs on this machine's NVIDIA GPUs: $gpus; to go on with the CPU: RLHF_TORCH=$torch+cpu" >&2
+        return 2
+    elif [ -n "$gpus" ]; then
+        local tag
+        IFS=$'\t' read -r tag which <<<"$gpus"
+        if [ "$tag" != - ]; then
+            torch+=+$tag index=https://download.pytorch.org/whl/$tag
+        fi
     else
         which="the CPU build; no NVIDIA GPU is found"
         echo "installing $torch for the CPU"
@@ -105,7 +113,7 @@ install_torch() {
     fi
     if [ -n "$torch" ]; then
         echo "installing $torch"
-        pip_install "$torch"
+        pip_install ${index:+--extra-index-url "$index"} "$torch"
     fi
     echo "$which" >$folder/which-torch
 }

@@ -3,13 +3,18 @@
     python ci/versions.py vendor              a vendor's torch in this interpreter: its version, a tab, how it is known
     python ci/versions.py constraints FILE    writes pip's constraints for an environment that is built on that torch
     python ci/versions.py lowest              the lowest admitted version of each of the project's requirements
+    python ci/versions.py nvidia              the tag of the torch for this machine's NVIDIA GPUs (cu126; - for PyPI's build), a
+                                              tab, and why; nothing if nvidia-smi lists none
 
-Nothing is imported but metadata, so a torch whose driver is absent is seen too. The last two use what pip carries.
+Nothing is imported but metadata, so a torch whose driver is absent is seen too. `constraints` and `lowest` use what pip
+carries.
 """
 
 from __future__ import annotations
 
 import re
+import runpy
+import subprocess
 import sys
 from collections.abc import Iterable
 from importlib import metadata
@@ -17,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
+BUILDS = Path(__file__).parents[1] / "accelerators" / "backends" / "cuda" / "builds.py"
+NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,compute_cap,driver_version", "--format=csv,noheader")
 _PLAIN = re.compile(r"[\d.]+(\.post\d+)?(\+(cpu|cu\d+))?")
 """Versions of PyPI's and PyTorch's own builds for the CPU and NVIDIA's GPUs, which can be had again anywhere."""
 
@@ -65,6 +72,21 @@ def lowest() -> list[str]:
         need.name: next(part.version for part in need.specifier if part.operator == ">=") for need in _requirements()
     }
     return [f"{name}==" + re.sub(r"(a|b|rc|\.dev)\d+$", "", bound) for name, bound in bounds.items()]
+
+
+def nvidia(listed: str) -> tuple[str | None, str]:
+    """(tag of the torch for these GPUs, empty for PyPI's build and None if there is none; why).
+
+    Args:
+        listed: what `nvidia-smi` answers to `NVIDIA_SMI`: a line for each GPU.
+    """
+    rows = [[cell.strip() for cell in line.split(",")] for line in listed.splitlines() if line.strip()]
+    gpus = []
+    for name, capability, _ in rows:
+        major, _, minor = capability.partition(".")
+        gpus.append((name, (int(major), int(minor))))
+    choice = runpy.run_path(str(BUILDS))["choose"](gpus, rows[0][2])
+    return (choice.build.tag if choice.build else None), choice.why
 
 
 def _requirements(extras: bool = False) -> list[Any]:
@@ -117,6 +139,17 @@ def main(arguments: list[str]) -> int:
     if command == "vendor":
         if known := vendor(metadata.distributions()):
             print("\t".join(known))
+    elif command == "nvidia":
+        try:
+            listed = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=60, check=True).stdout
+        except (OSError, subprocess.SubprocessError):
+            return 0
+        if listed.strip():
+            tag, why = nvidia(listed)
+            if tag is None:
+                print(why)
+                return 2
+            print(tag or "-", why, sep="\t")
     elif command == "lowest":
         print("\n".join(lowest()))
     elif command == "constraints":

@@ -24,13 +24,22 @@ class Checkout:
         (self.folder / "ci").mkdir(parents=True)
         for name in ("ci/environment.sh", "ci/versions.py", "pyproject.toml", "README.md", "LICENSE"):
             shutil.copy(places.ROOT / name, self.folder / name)
-        for package in ("rlhf", "accelerators"):
-            (self.folder / package).mkdir()
+        for package in ("rlhf", "accelerators/backends/cuda"):
+            (self.folder / package).mkdir(parents=True)
             (self.folder / package / "__init__.py").touch()
+        (self.folder / "accelerators" / "__init__.py").touch()
+        shutil.copy(versions.BUILDS, self.folder / "accelerators" / "backends" / "cuda")
         self.base = folder / "base"
         wheels_below = [wheel(folder / "vendor", "torch", torch)] if torch else []
         self.python = places.interpreter(self.base, wheels_below)
-        (self.base / "bin" / "nvidia-smi").symlink_to("/bin/false")
+        self.gpus()
+
+    def gpus(self, *lines: str) -> None:
+        """Let nvidia-smi list these GPUs; without any it fails, as where no driver is installed."""
+        path = self.base / "bin" / "nvidia-smi"
+        text = "\n".join(lines)
+        path.write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\n" if lines else "#!/bin/sh\nexit 9\n")
+        path.chmod(0o755)
 
     def make(self, arguments: str = '""', **environment: str) -> subprocess.CompletedProcess[str]:
         shell = places.offline(self.wheels, PYTHON=str(self.python), **environment)
@@ -109,6 +118,33 @@ def test_a_plain_torch_below_is_left_alone_unless_asked_for(wheels: Path, tmp_pa
     done = checkout.make()
     assert "torch 2.13.0+cpu: the CPU build; no NVIDIA GPU is found" in done.stdout.splitlines(), done.stderr
     assert "torch 2.9.1" not in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("gpu", "version", "why"),
+    [
+        ("Tesla V100-SXM2-32GB, 7.0, 535.183.01", "2.13.0+cu126", "the build for CUDA 12.6; that for CUDA 13.0 needs"),
+        ("NVIDIA H200, 9.0, 580.159.04", "2.13.0", "the build for CUDA 13.0"),
+    ],
+)
+def test_nvidia_gpus_get_the_torch_that_they_and_their_driver_run(
+    wheels: Path, tmp_path: Path, gpu: str, version: str, why: str
+) -> None:
+    checkout = Checkout(tmp_path, wheels, None)
+    checkout.gpus(gpu)
+    if version != "2.13.0":
+        wheel(tmp_path / "more", "torch", version)
+    done = checkout.make(PIP_FIND_LINKS=f"{wheels} {tmp_path / 'more'}")
+    assert checkout.held()["torch"] == version, done.stderr
+    assert f"torch {version}: {why}" in done.stdout
+
+
+def test_gpus_that_no_torch_runs_on_are_refused(wheels: Path, tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path, wheels, None)
+    checkout.gpus("NVIDIA B200, 10.0, 570.86.15")
+    line = checkout.refused()
+    assert "update the driver to 580 or later; to go on with the CPU: RLHF_TORCH=torch==2.13.0+cpu" in line
 
 
 @pytest.mark.slow

@@ -1,0 +1,72 @@
+"""Which build of torch runs on which NVIDIA GPUs, under which driver.
+
+Only the standard library is used: `ci/environment.sh` asks before anything is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Version = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Build:
+    """A build of torch 2.12 to 2.14 for Linux (pytorch #190355).
+
+    Attributes:
+        cuda: version of CUDA.
+        tag: end of its version on PyTorch's own index; empty for PyPI's build.
+        oldest, newest: compute capabilities that it has code for.
+        driver: oldest driver that runs it. Within a major version of CUDA, older drivers run newer minor versions.
+    """
+
+    cuda: Version
+    tag: str
+    oldest: Version
+    newest: Version
+    driver: int
+
+    def __str__(self) -> str:
+        return "CUDA {}.{}".format(*self.cuda)
+
+
+BUILDS = (
+    Build((13, 0), "", (7, 5), (12, 1), 580),
+    Build((12, 6), "cu126", (5, 0), (9, 0), 525),
+)
+"""The preferred build first."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The build to install, and why; without a build, why there is none and what to do."""
+
+    build: Build | None
+    why: str
+
+
+def choose(gpus: Sequence[tuple[str, Version]], driver: str) -> Choice:
+    """Return the first of `BUILDS` that has code for all GPUs (name, compute capability) and that the driver runs.
+
+    If none has code for all GPUs, the first that has code for some of them.
+    """
+    release = int(driver.partition(".")[0])
+    reasons = []
+    for build in BUILDS:
+        without = [f"{name} (sm_{cap[0]}{cap[1]})" for name, cap in gpus if not build.oldest <= cap <= build.newest]
+        if release < build.driver:
+            reasons.append(f"that for {build} needs driver {build.driver} or later, and this is {driver}")
+        elif without:
+            reasons.append(f"that for {build} has no code for {', '.join(dict.fromkeys(without))}")
+        else:
+            return Choice(build, "; ".join([f"the build for {build}", *reasons]))
+    for build in BUILDS:
+        some = [name for name, cap in gpus if build.oldest <= cap <= build.newest]
+        if some and release >= build.driver:
+            which = f"the build for {build}, for {', '.join(dict.fromkeys(some))} alone"
+            return Choice(build, "; ".join([which, *reasons]))
+    drivers = [build.driver for build in BUILDS if any(build.oldest <= cap <= build.newest for _, cap in gpus)]
+    remedy = f"update the driver to {min(drivers)} or later" if drivers else "no build of torch has code for this GPU"
+    return Choice(None, "; ".join([*reasons, remedy]))
