@@ -21,7 +21,7 @@ import torch
 from rlhf.engine import distributed
 from rlhf.errors import as_resource_error
 from rlhf.runs.stage_directory import STATE, parse_step
-from rlhf.utils.atomic_io import PARTIAL, atomic_rename_dir
+from rlhf.utils.atomic_io import PARTIAL, PICKLE_PROTOCOL, atomic_rename_dir
 from rlhf.utils.manifest import digest_folder, write_manifest
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ def save_checkpoint(
             engine.engine.save_checkpoint(
                 str(_partial(final) / name), tag="weights", save_latest=False, exclude_frozen_parameters=True
             )
-        torch.save(state, _partial(final) / STATE.format(rank=distributed.world().rank))
+        file = _partial(final) / STATE.format(rank=distributed.world().rank)
+        torch.save(state, file, pickle_protocol=PICKLE_PROTOCOL)
     with distributed.on_all_ranks("reading the checkpoint's files"):
         digests = digest_folder(_partial(final), _is_of_this_rank)
     gathered = distributed.all_gather_objects(digests)

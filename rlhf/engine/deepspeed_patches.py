@@ -25,6 +25,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
 from rlhf.errors import DependencyError
+from rlhf.utils.atomic_io import PICKLE_PROTOCOL
 
 KNOWN = (0, 19)  # the release series that these patches were written for and are tested with
 _IN_CHECKPOINTS = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
@@ -132,12 +133,18 @@ def _step(optimizer: Any) -> bool:
 
 
 def read_without_code(engine: Any) -> None:
-    """Read checkpoints without running code in them.
+    """Read checkpoints without running code in them, and write them so that any device can read them.
 
     DeepSpeed unpickles whatever a file names (`TorchCheckpointEngine.load`). Its own checkpoints name the classes in
     `_IN_CHECKPOINTS` in addition to those of tensors.
     """
     engine.checkpoint_engine.load = _load_file
+    zipped = engine.checkpoint_engine.zipfile_serialization
+    engine.checkpoint_engine.save = partial(_save_file, zipped=zipped)
+
+
+def _save_file(state_dict: Any, path: str, *, zipped: bool) -> None:
+    torch.save(state_dict, path, pickle_protocol=PICKLE_PROTOCOL, _use_new_zipfile_serialization=zipped)
 
 
 def _load_file(path: str, map_location: Any = None) -> Any:

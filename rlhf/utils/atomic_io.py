@@ -16,6 +16,9 @@ from rlhf.utils.manifest import write_manifest
 PARTIAL = ".partial"
 """The suffix of unfinished files and folders; after a crash they can be deleted."""
 
+PICKLE_PROTOCOL = 2
+"""For torch.save: the only one that torch.load reads without code. In lazy mode Gaudi's bridge has another default."""
+
 CONSOLE = "console.log"
 """The file with a run's output in its folder, if its caller (`rlhf sweep`) stores it."""
 

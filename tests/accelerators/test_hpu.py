@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from accelerators import AcceleratorError, CaptureError, ShapePolicy
+from accelerators.backends.hpu import backend
 from tests.accelerators import habana
 
 MODES = {"lazy": True, "eager": False}
@@ -39,7 +40,18 @@ def test_card_in_use_is_an_error_with_cause_and_remedy(machine):
 def test_bridge_that_cannot_be_imported_is_an_error(machine, monkeypatch):
     hpu = machine()
     monkeypatch.delitem(sys.modules, "habana_frameworks.torch.distributed.hccl")
-    with pytest.raises(AcceleratorError, match=r"cannot be imported \(ModuleNotFoundError.*install the one for torch"):
+    with pytest.raises(AcceleratorError, match=r"cannot be imported \(ModuleNotFoundError.*use Intel's container for"):
+        hpu.bind(0)
+
+
+def test_lazy_mode_of_stock_torch_is_named(machine, monkeypatch):
+    hpu = machine()
+
+    def stock(module):
+        raise AssertionError("Stock PyTorch version 2.11.0 is not supported in Lazy mode")
+
+    monkeypatch.setattr(backend, "runtime", stock)
+    with pytest.raises(AcceleratorError, match="has no lazy mode: unset PT_HPU_LAZY_MODE$"):
         hpu.bind(0)
 
 

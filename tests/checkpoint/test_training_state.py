@@ -60,6 +60,18 @@ def test_the_newest_two_are_kept(engine, tmp_path):
     assert training_state.restore_checkpoint(place(tmp_path), {"model": engine}) == (3, {"number": 3})
 
 
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+def test_checkpoint_of_a_lazy_gaudi_is_read_elsewhere(accelerator, monkeypatch, tmp_path, zero_stage):
+    """Gaudi's bridge gives `torch.save` another default in lazy mode, of which plain torch reads nothing."""
+    lazy, save = build(accelerator, zero_stage), torch.save
+    train(lazy)
+    with monkeypatch.context() as bridge:
+        bridge.setattr(torch, "save", lambda *a, pickle_protocol=4, **k: save(*a, pickle_protocol=pickle_protocol, **k))
+        training_state.save_checkpoint(place(tmp_path), 1, {"model": lazy}, {"rng": torch.get_rng_state()})
+    step, state = training_state.restore_checkpoint(place(tmp_path), {"model": build(accelerator, zero_stage)})
+    assert step == 1 and torch.equal(state["rng"], torch.get_rng_state())
+
+
 def test_unreadable_checkpoint_error_names_the_one_before(engine, tmp_path):
     for step in (1, 2):
         training_state.save_checkpoint(place(tmp_path), step, {"model": engine}, {})

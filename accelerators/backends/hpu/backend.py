@@ -56,9 +56,13 @@ class HPU(Accelerator):
         except AcceleratorError:  # from a bridge that words its errors for users
             raise
         except Exception as error:  # a missing library, or a bridge that was built for another torch
+            if "stock pytorch" in str(error).lower():
+                remedy = "this container has PyTorch's own torch, which has no lazy mode: unset PT_HPU_LAZY_MODE"
+            else:
+                remedy = f"use Intel's container for driver {cards.driver}, with the torch in it"
             raise AcceleratorError(
                 f"hpu: {hpu_info.RUNTIME} cannot be imported ({describe_error(error)}); "
-                f"install the one for torch {torch.__version__} and driver {cards.driver}"
+                f"{remedy}{hpu_info.describe_mismatch(cards.driver)}"
             ) from error
         try:
             # Under a launcher (LOCAL_RANK, WORLD_SIZE) each rank gets its own module, otherwise any free card. The
@@ -68,8 +72,8 @@ class HPU(Accelerator):
         except Exception as error:
             raise AcceleratorError(
                 f"hpu: the card of rank {local_rank} cannot be opened ({describe_error(error)}); "
-                "hl-smi shows who uses it; if a container has only some of the cards, "
-                f"set {hpu_info.VISIBLE_MODULES} to their module ids"
+                "hl-smi shows who uses it, and one process has a card for itself; if a container has only some of the "
+                f"cards, set {hpu_info.VISIBLE_MODULES} to their module ids{hpu_info.describe_mismatch(cards.driver)}"
             ) from error
         return torch.device("hpu")
 

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -22,6 +23,8 @@ from accelerators.types import Probe
 RUNTIME = "habana_frameworks"
 BRIDGE = "habana-torch-plugin"
 VISIBLE_MODULES = "HABANA_VISIBLE_MODULES"
+DEFAULT_LOGS = "/var/log/habana_logs"
+"""Folder of Gaudi's software for its logs if HABANA_LOGS names none; it ends the process if it cannot write there."""
 SECONDS = 10.0
 """Time limit of `hl-smi`, which takes about one second, even with eight cards."""
 
@@ -99,7 +102,7 @@ def probe() -> Probe:
     if importlib.util.find_spec(RUNTIME) is None:
         reason = (
             f"{RUNTIME} (Gaudi's PyTorch bridge) is not installed here; use Intel's container for driver "
-            f"{usable.driver}, or install its {BRIDGE} with its torch"
+            f"{usable.driver}, the only place that has it"
         )
         return Probe(ok=False, reason=reason, present=usable.source == "hl-smi" or bool(files), **facts)
     reason = f"{usable.source}: driver {usable.driver}"
@@ -108,12 +111,36 @@ def probe() -> Probe:
 
 def environment(run: Mapping[str, Any]) -> dict[str, str]:
     """Return variables for every run on Gaudi, set before torch is imported; PT_HPU_LAZY_MODE is the user's choice."""
-    return {
-        # Token ids, positions and the indices of gather are int64; without this they are cut to int32 on the device.
-        "PT_ENABLE_INT64_SUPPORT": "1",
-        # Lazy mode: collectives become part of the graphs; HPU graphs on several cards need it. Eager mode ignores it.
-        "PT_HPU_ENABLE_LAZY_COLLECTIVES": "true",
-    }
+    variables = {}
+    if asks_for_lazy():
+        variables = {
+            # Token ids, positions and the indices of gather are int64; without this they are cut to int32 on the card.
+            # Eager mode has int64 anyway.
+            "PT_ENABLE_INT64_SUPPORT": "1",
+            # Collectives become part of the graphs; HPU graphs on several cards need it.
+            "PT_HPU_ENABLE_LAZY_COLLECTIVES": "true",
+        }
+    logs = Path(os.environ.get("HABANA_LOGS") or DEFAULT_LOGS)
+    existing = next(folder for folder in (logs, *logs.absolute().parents) if folder.exists())
+    if not os.access(existing, os.W_OK):
+        variables["HABANA_LOGS"] = str(Path(tempfile.gettempdir(), f"habana_logs-{os.getuid()}"))
+    return variables
+
+
+def asks_for_lazy() -> bool:
+    """Return whether PT_HPU_LAZY_MODE asks for lazy mode; without it, current releases run eagerly."""
+    return os.environ.get("PT_HPU_LAZY_MODE", "0").strip() not in ("", "0")
+
+
+def describe_mismatch(driver: str) -> str:
+    """Return `; ...` if driver and bridge are of different releases, which fails at the first operator, else ""."""
+    pattern = re.compile(r"\d+\.\d+")
+    theirs, ours = pattern.match(driver), pattern.match(release())
+    if theirs is None or ours is None or theirs[0] == ours[0]:
+        return ""
+    return (
+        f"; this container has release {ours[0]}, and the driver is of {theirs[0]}: use the container for {theirs[0]}"
+    )
 
 
 def _listed_by(tool: str) -> list[_Card]:
@@ -185,8 +212,10 @@ def _some(listed: list[_Card], reason: str) -> list[_Card]:
 
 def _visible(listed: list[_Card]) -> list[_Card]:
     wish = os.environ.get(VISIBLE_MODULES)
-    if wish is None or wish.strip().lower() == "all":
+    if wish is None:
         return listed
+    if wish.strip().lower() == "all":  # the bridge makes numbers of the parts
+        raise AcceleratorError(f"{VISIBLE_MODULES}={wish}: Gaudi's PyTorch bridge reads module ids alone; unset it")
     modules = {part.strip() for part in wish.split(",")}
     visible = [card for card in listed if card.module in modules]
     if not visible:
