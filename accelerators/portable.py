@@ -59,8 +59,8 @@ def beyond_sdpa(model: Any) -> str:
 def register_attention(name: str, attend: Callable[..., Any], lacking: Iterable[str] = ()) -> str:
     """Register an implementation of attention with transformers.
 
-    Its masks are added to scores. They are made once per forward pass without reading values on the host, and a row
-    without a real token gets a finite mean instead of NaN.
+    Its masks are added to scores. They are made once per forward pass without reading values on the host, and no row
+    of them hides all columns (`open_empty_rows`).
 
     Args:
         name: its name in `attn_implementation`.
@@ -91,8 +91,48 @@ def register_attention(name: str, attend: Callable[..., Any], lacking: Iterable[
         return result
 
     AttentionInterface.register(name, checked)
-    AttentionMaskInterface.register(name, eager_mask)
+    AttentionMaskInterface.register(name, _opened(eager_mask))
     return name
+
+
+def sdpa(accelerator: object) -> str:
+    """Return torch's attention, with masks of which no row hides all columns."""
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    AttentionMaskInterface.register("sdpa", _opened(sdpa_mask))
+    return "sdpa"
+
+
+def open_empty_rows(mask: Any) -> Any:
+    """Let a query that sees nothing see the first column, because its softmax has no value.
+
+    Padding on the left makes such queries. Their outputs are not used, but some kernels give them NaN, in outputs or in
+    gradients, and 0 times NaN is NaN.
+
+    Args:
+        mask: [B, 1 or H, T, S], True or 0 where a query sees a column, else False or the lowest number.
+    """
+    import torch
+
+    if mask.shape[2] == 1:  # a decoding step: every token sees itself
+        return mask
+    if mask.dtype == torch.bool:
+        empty, opened = ~mask.any(-1, keepdim=True), True
+    else:
+        empty, opened = mask.amax(-1, keepdim=True) < 0, 0.0
+    first = torch.arange(mask.shape[-1], device=mask.device) == 0
+    return mask.masked_fill(empty & first, opened)
+
+
+def _opened(make_mask: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of transformers that makes masks, with `open_empty_rows` after it."""
+
+    @functools.wraps(make_mask)
+    def make(*args: Any, **options: Any) -> Any:
+        mask = make_mask(*args, **options)
+        return None if mask is None else open_empty_rows(mask)
+
+    return make
 
 
 def _find_wrong_form(result: Any, query: Any, value: Any) -> str:
@@ -148,7 +188,7 @@ KERNELS = (
     _plain("adamw", "torch-foreach", adamw, _TORCH),
     _plain("adamw_cpu_offload", "torch-fused", fused_adamw, _HOST),
     _plain("clip_grad_norm", "torch", clip_grad_norm, _TORCH),
-    _plain("attention", "sdpa", lambda accelerator: "sdpa", _SDPA, refuses=beyond_sdpa),
+    _plain("attention", "sdpa", sdpa, _SDPA, refuses=beyond_sdpa),
     _plain("attention", "eager", lambda accelerator: "eager", _EAGER, priority=-1000),
     _plain("quantized_weights", "torch", quantized_weights, _UNPACKED),
 )

@@ -199,7 +199,7 @@ def test_logs_go_where_they_can_be_written(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("release", "words"),
     [
-        ("1.22.0.740", "; this container has release 1.22, and the driver is of 1.24: use the container for 1.24"),
+        ("1.22.0.740", "; this container is of release 1.22, and the driver of 1.24: use the container of 1.24"),
         ("1.24.1.3", ""),
         ("", ""),
     ],

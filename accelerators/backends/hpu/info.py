@@ -138,9 +138,7 @@ def describe_mismatch(driver: str) -> str:
     theirs, ours = pattern.match(driver), pattern.match(release())
     if theirs is None or ours is None or theirs[0] == ours[0]:
         return ""
-    return (
-        f"; this container has release {ours[0]}, and the driver is of {theirs[0]}: use the container for {theirs[0]}"
-    )
+    return f"; this container is of release {ours[0]}, and the driver of {theirs[0]}: use the container of {theirs[0]}"
 
 
 def _listed_by(tool: str) -> list[_Card]:
