@@ -3,8 +3,8 @@
     python ci/versions.py vendor              a vendor's torch in this interpreter: its version, a tab, how it is known
     python ci/versions.py constraints FILE    writes pip's constraints for an environment that is built on that torch
     python ci/versions.py lowest              the lowest admitted version of each of the project's requirements
-    python ci/versions.py nvidia              the tag of the torch for this machine's NVIDIA GPUs (cu126; - for PyPI's), a tab,
-                                              and why; nothing if nvidia-smi lists no GPU
+    python ci/versions.py nvidia              the tag of the torch for this machine's NVIDIA GPUs (cu126; - for PyPI's),
+                                              a tab, and why; nothing if nvidia-smi lists no GPU
 
 Nothing is imported but metadata, so a torch whose driver is absent is seen too. `constraints` and `lowest` use what pip
 carries.

@@ -182,18 +182,24 @@ class DecodeState:
         def step() -> None:
             self._step(width)
 
-        return capture(step, self._key(width)) if capture else step
+        run = capture(step, self._key(width)) if capture else step
+
+        def shown() -> None:
+            # Outside of what is captured: torch.compile makes a second graph of a function that changes Python values.
+            self.cache.show(self.rows, width, self.cache_column, self.cache_column[0])
+            run()
+
+        return shown
 
     def _key(self, width: int) -> str:
         rows, prompt_length = self.shape
         return f"decode {rows} x {prompt_length} up to {width}"
 
     def _step(self, width: int) -> None:
-        """Draw one token for each row, with `width` columns of the cache visible."""
+        """Draw one token for each row, with the visible `width` columns of the cache."""
         rows = self.rows
         self.position.add_(1)
         self.cache_column.add_(1)
-        self.cache.show(rows, width, self.cache_column, self.cache_column[0])
         self.local_attention.set_token(self.cache_column, width)
         output = self.model(
             input_ids=self.token[:rows],

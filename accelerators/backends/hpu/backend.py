@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from accelerators import capture, portable
 from accelerators.accelerator import Accelerator
 from accelerators.backends.hpu import info as hpu_info
 from accelerators.backends.hpu.kernels import FUSED, runtime
-from accelerators.errors import AcceleratorError, describe_error
+from accelerators.errors import AcceleratorError, CaptureError, describe_error
 from accelerators.shapes import ShapePolicy
 from accelerators.types import DeviceInfo, KernelImpl, Memory, Precision, Support
 
@@ -25,6 +26,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 COMPILER = "hpu_backend"
 """Gaudi's backend of torch.compile."""
+
+COMPILED_SHAPES = 256
+"""Maximum number of graphs of one function in eager mode; a recipe needs four for each shape of its rollouts."""
 
 _NO_MEMORY = re.compile(
     r"PT_DEVMEM\b.*(?:allocation failed|cannot obtain device memory)|out\s?of\s?(?:device|host)\s?memory",
@@ -209,7 +213,15 @@ def hpu_graphs(accelerator: Any) -> Callable[[Function, str], Any]:
 
 
 def torch_compile(accelerator: Accelerator) -> Callable[[Function, str], Any]:
-    """Return a compiler for eager mode; the first call runs the function itself, to check for host reads."""
+    """Return a compiler for eager mode; the first call runs the function itself, to check for host reads.
+
+    Every window of every shape of a rollout compiles the same code again, and torch stops after eight times by default:
+    the function then runs operator by operator without a word. Here the limit is higher, and reaching it is an error.
+    """
+    limits = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, COMPILED_SHAPES)
+    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, COMPILED_SHAPES)
+    limits.fail_on_recompile_limit_hit = True
 
     def record(fn: Function, key: str) -> Any:
         # Not `checked(torch.compile(fn))`: torch never compiles a function that it first saw under the guard.
@@ -220,7 +232,10 @@ def torch_compile(accelerator: Accelerator) -> Callable[[Function, str], Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal checked
             if checked:
-                return compiled(*args, **kwargs)
+                try:
+                    return compiled(*args, **kwargs)
+                except FailOnRecompileLimitHit as error:
+                    raise CaptureError(f"{key}: {COMPILED_SHAPES} shapes are compiled already") from error
             result = check(*args, **kwargs)
             checked = True
             return result
