@@ -10,4 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source ci/environment.sh
 make_environment test
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+if nvidia-smi -L >/dev/null 2>&1; then
+    CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0} .venv/bin/pytest -q tests/accelerators/test_cuda_on_gpu.py
+fi
 exec .venv/bin/python ci/gpu.py "$@"

@@ -26,6 +26,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's job in the ba
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # one test process a core
+# Tests run on the CPU, and where there is a GPU, it would be chosen. `ci/gpu.sh` sets this for those that need one.
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 
 LONG = {"accelerators", "engine", "families", "matrix", "optimum", "preflight", "recipes", "reference", "trainers"}
