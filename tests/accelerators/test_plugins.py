@@ -57,7 +57,7 @@ def idle_gpus(tmp_path: Path) -> dict[str, str]:
     folder = tmp_path / "machine"
     folder.mkdir()
     nvml.install_torch(nvml.install(folder, "A100", "A100"), "2.13.0+cpu")
-    return {"PYTHONPATH": str(folder)}
+    return {"PYTHONPATH": str(folder), "CUDA_VISIBLE_DEVICES": "0,1"}  # this suite hides real ones
 
 
 def test_auto_refuses_the_cpu_next_to_idle_gpus(refusal, rlhf, run_python, idle_gpus):
@@ -71,7 +71,7 @@ def test_auto_refuses_the_cpu_next_to_idle_gpus(refusal, rlhf, run_python, idle_
     ]
     columns = [part.strip() for part in line.split("\t")]
     assert columns[:3] == ["cuda", "not available", "2 x NVIDIA A100-SXM4-80GB"]
-    assert columns[-1] == "present, but torch 2.13.0+cpu is built without CUDA; install a build of torch for CUDA 12"
+    assert columns[-1] == "present, but torch 2.13.0+cpu is built without CUDA; install torch's build for CUDA 12.6"
 
 
 def test_cpu_is_chosen_without_plugins_and_hardware(rlhf, run_python):
