@@ -189,15 +189,15 @@ def test_more_ranks_than_gpus_are_refused_before_opening_one(on, runtime, monkey
 @pytest.mark.parametrize(
     ("chip", "architectures", "remedy"),
     [
-        ("P100", WHEEL, "12.6"),
+        ("P100", WHEEL, "install torch's build for CUDA 12.6"),
         ("T4", WHEEL, None),
         ("RTX 3090", WHEEL, None),
         ("H100", WHEEL, None),
         ("GB10", WHEEL, None),
         ("P100", OLD_WHEEL, None),
-        ("GB10", OLD_WHEEL, "12.8 or later"),
+        ("GB10", OLD_WHEEL, "update the driver to 580 or later"),
         ("GB10", [*OLD_WHEEL, "compute_90"], None),
-        ("A100", [], "12"),
+        ("A100", [], "install torch's build for CUDA 12.6"),
     ],
 )
 def test_a_build_of_torch_without_code_for_the_gpu_is_refused(on, runtime, chip, architectures, remedy):
@@ -205,7 +205,7 @@ def test_a_build_of_torch_without_code_for_the_gpu_is_refused(on, runtime, chip,
     if remedy is None:
         assert on(chip).bind(0).type == "cuda"
         return
-    with pytest.raises(AcceleratorError, match=rf"no code for GPU 0, .*install a build of torch for CUDA {remedy}$"):
+    with pytest.raises(AcceleratorError, match=rf"no code for GPU 0, .*; {remedy}$"):
         on(chip).bind(0)
     assert calls == []
 
@@ -228,7 +228,7 @@ def test_another_vendors_torch_is_refused_before_opening_it(on, runtime, monkeyp
     calls = runtime("A100")
     for name, version in versions.items():
         monkeypatch.setattr(torch.version, name, version)
-    with pytest.raises(AcceleratorError, match=f"{complaint}; install a build of torch for CUDA 12"):
+    with pytest.raises(AcceleratorError, match=f"{complaint}; install torch's build for CUDA 12.6"):
         on("A100").bind(0)
     assert calls == []
 

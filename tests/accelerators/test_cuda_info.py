@@ -106,34 +106,46 @@ def test_the_library_is_closed_after_each_question(present, trouble):
             "the NVIDIA driver does not answer (NVML: GPU is lost); nvidia-smi may tell more",
         ),
         ([], {}, "the NVIDIA driver finds no GPU"),
-        (["A100"], {"torch": None}, "torch is not installed; install a build of torch for CUDA 12"),
+        (["A100"], {"torch": None}, "torch is not installed; install torch's build for CUDA 12.6"),
         (
             ["A100"],
             {"torch": TorchBuild("2.13.0+cpu", None, None)},
-            "torch 2.13.0+cpu is built without CUDA; install a build of torch for CUDA 12",
+            "torch 2.13.0+cpu is built without CUDA; install torch's build for CUDA 12.6",
         ),
         (
             ["A100"],
-            {"torch": TorchBuild("2.13.0+rocm7.1", None, "7.1.25424"), "cuda": 13000},
-            "torch 2.13.0+rocm7.1 is built for ROCm 7.1.25424; install a build of torch for CUDA 13",
+            {"torch": TorchBuild("2.13.0+rocm7.1", None, "7.1.25424"), "driver": "580.65.06", "cuda": 13000},
+            "torch 2.13.0+rocm7.1 is built for ROCm 7.1.25424; install torch's build for CUDA 13.0",
         ),
         (
             ["A100"],
             {"torch": CUDA_13, "driver": "550.54.15", "cuda": 12040},
             "driver 550.54.15 supports CUDA up to 12.4, but torch 2.13.0+cu130 is built for CUDA 13.0; "
-            "update the driver, or install a build of torch for CUDA 12",
+            "update the driver, or install torch's build for CUDA 12.6",
+        ),
+        (
+            ["GB10"],
+            {"torch": CUDA_13, "driver": "550.54.15", "cuda": 12040},
+            "driver 550.54.15 supports CUDA up to 12.4, but torch 2.13.0+cu130 is built for CUDA 13.0; "
+            "update the driver to 580 or later",
+        ),
+        (
+            ["GB10", "V100"],  # no build has code for both
+            {"torch": CUDA_13, "driver": "580.65.06", "cuda": 13000},
+            "torch 2.13.0+cu130, built for CUDA 13.0, has no code for sm_70 (Tesla V100-SXM2-32GB); "
+            "hide that GPU with CUDA_VISIBLE_DEVICES",
         ),
         (
             ["V100"],
             {"torch": CUDA_13, "cuda": 13000},
             "torch 2.13.0+cu130, built for CUDA 13.0, has no code for sm_70 (Tesla V100-SXM2-32GB); "
-            "install a build of torch for CUDA 12.6",
+            "install torch's build for CUDA 12.6",
         ),
         (
             ["A100", "V100"],
             {"torch": CUDA_13, "cuda": 13000},
             "torch 2.13.0+cu130, built for CUDA 13.0, has no code for sm_70 (Tesla V100-SXM2-32GB); "
-            "install a build of torch for CUDA 12.6, or hide that GPU with CUDA_VISIBLE_DEVICES",
+            "install torch's build for CUDA 12.6, or hide that GPU with CUDA_VISIBLE_DEVICES",
         ),
     ],
 )

@@ -52,7 +52,7 @@ class CUDA(Accelerator):
             target = f"for ROCm {torch.version.hip}" if torch.version.hip else "without CUDA"
             raise AcceleratorError(
                 f"cuda: torch {torch.__version__} is built {target}, although torch.cuda exists; "
-                f"{cuda_info.torch_for(self.machine.weakest, self.machine.cuda)}"
+                f"{self.machine.torch.remedy}"
             )
         gpus = self.machine.gpus
         if local_rank >= len(gpus):
@@ -67,7 +67,7 @@ class CUDA(Accelerator):
         if not any(cuda_info.runs_on(architecture, gpu.capability) for architecture in architectures):
             raise AcceleratorError(
                 f"cuda: torch {torch.__version__} has no code for GPU {gpu.index}, {gpu}, but for "
-                f"{', '.join(architectures) or 'no GPU at all'}; {cuda_info.torch_for(gpu, self.machine.cuda)}"
+                f"{', '.join(architectures) or 'no GPU at all'}; {self.machine.torch.remedy}"
             )
         torch.cuda.set_device(local_rank)
         # cuDNN's attention gives NaN gradients for left-padded rows of 64 columns mod 128 (pytorch #196678, seen on an

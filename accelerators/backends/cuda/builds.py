@@ -41,10 +41,11 @@ BUILDS = (
 
 @dataclass(frozen=True)
 class Choice:
-    """The build to install, and why; without a build, why there is none and what to do."""
+    """The build to install, why this one, and what to do; without a build, why there is none and what to do."""
 
     build: Build | None
     why: str
+    remedy: str
 
 
 def choose(gpus: Sequence[tuple[str, Version]], driver: str) -> Choice:
@@ -61,12 +62,16 @@ def choose(gpus: Sequence[tuple[str, Version]], driver: str) -> Choice:
         elif without:
             reasons.append(f"that for {build} has no code for {', '.join(dict.fromkeys(without))}")
         else:
-            return Choice(build, "; ".join([f"the build for {build}", *reasons]))
+            return Choice(build, "; ".join([f"the build for {build}", *reasons]), _install(build))
     for build in BUILDS:
         some = [name for name, cap in gpus if build.oldest <= cap <= build.newest]
         if some and release >= build.driver:
             which = f"the build for {build}, for {', '.join(dict.fromkeys(some))} alone"
-            return Choice(build, "; ".join([which, *reasons]))
+            return Choice(build, "; ".join([which, *reasons]), _install(build))
     drivers = [build.driver for build in BUILDS if any(build.oldest <= cap <= build.newest for _, cap in gpus)]
     remedy = f"update the driver to {min(drivers)} or later" if drivers else "no build of torch has code for this GPU"
-    return Choice(None, "; ".join([*reasons, remedy]))
+    return Choice(None, "; ".join([*reasons, remedy]), remedy)
+
+
+def _install(build: Build) -> str:
+    return f"install torch's build for {build}"

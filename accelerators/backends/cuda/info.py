@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from accelerators import host
+from accelerators.backends.cuda import builds
+from accelerators.backends.cuda.builds import Version
 from accelerators.errors import AcceleratorError, HiddenError
 from accelerators.types import Probe
 
@@ -51,8 +53,6 @@ _PEAKS = (
     (r"V100-SXM[23]", 125, 15.7),
     (r"V100-PCIE", 112, 14),
 )
-
-Version = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,11 @@ class Machine:
     def model(self) -> str:
         """The name that all GPUs share, or all their names."""
         return " / ".join(dict.fromkeys(gpu.name for gpu in self.gpus))
+
+    @property
+    def torch(self) -> builds.Choice:
+        """The build of torch for these GPUs and this driver."""
+        return builds.choose([(gpu.name, gpu.capability) for gpu in self.gpus], self.driver)
 
 
 @dataclass(frozen=True)
@@ -209,37 +214,28 @@ def runs_on(architecture: str, capability: Version) -> bool:
     return capability >= target and (kind == "compute" or capability[0] == target[0])
 
 
-def torch_for(gpu: GPU, cuda: Version) -> str:
-    """Return which build of torch to install for a GPU under a driver that supports `cuda`.
-
-    CUDA 13 supports sm_75 and later, and among the builds of torch 2.11 to 2.13 only those for 12.6 contain older code.
-    CUDA supports sm_100 and later since 12.8.
-    """
-    version = "12.6" if gpu.capability < (7, 5) else str(cuda[0])
-    if version == "12" and gpu.capability >= (10, 0):
-        version = "12.8 or later"
-    return f"install a build of torch for CUDA {version}"
-
-
 def _usable_torch(visible: Machine) -> TorchBuild:
     build = torch_build()
     weakest = visible.weakest
-    remedy = torch_for(weakest, visible.cuda)
+    choice = visible.torch
     if build is None:
-        raise AcceleratorError(f"torch is not installed; {remedy}")
+        raise AcceleratorError(f"torch is not installed; {choice.remedy}")
     if build.cuda is None:
         target = f"for ROCm {build.hip}" if build.hip else "without CUDA"
-        raise AcceleratorError(f"torch {build.version} is built {target}; {remedy}")
+        raise AcceleratorError(f"torch {build.version} is built {target}; {choice.remedy}")
     if build.cuda[0] > visible.cuda[0]:  # within one major version, newer minor versions run on older drivers
+        update = "update the driver, or " if choice.build else ""
         raise AcceleratorError(
             f"driver {visible.driver} supports CUDA up to {_dotted(visible.cuda)}, but torch {build.version} is built "
-            f"for CUDA {_dotted(build.cuda)}; update the driver, or {remedy}"
+            f"for CUDA {_dotted(build.cuda)}; {update}{choice.remedy}"
         )
     if build.cuda[0] >= 13 and weakest.capability < (7, 5):
-        newer = any(gpu.capability >= (7, 5) for gpu in visible.gpus)
-        hint = f", or hide that GPU with {VISIBLE_ENV}" if newer else ""
+        remedies = [choice.remedy] if choice.build is None or choice.build.cuda < build.cuda else []
+        if any(gpu.capability >= (7, 5) for gpu in visible.gpus):
+            remedies.append(f"hide that GPU with {VISIBLE_ENV}")
         raise AcceleratorError(
-            f"torch {build.version}, built for CUDA {_dotted(build.cuda)}, has no code for {weakest}; {remedy}{hint}"
+            f"torch {build.version}, built for CUDA {_dotted(build.cuda)}, has no code for {weakest}; "
+            f"{', or '.join(remedies)}"
         )
     return build
 
