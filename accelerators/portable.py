@@ -116,10 +116,9 @@ def open_empty_rows(mask: Any) -> Any:
 
     if mask.shape[2] == 1:  # a decoding step: every token sees itself
         return mask
-    if mask.dtype == torch.bool:
-        empty, opened = ~mask.any(-1, keepdim=True), True
-    else:
-        empty, opened = mask.amax(-1, keepdim=True) < 0, 0.0
+    is_bool = mask.dtype == torch.bool
+    empty = ~mask.any(-1, keepdim=True) if is_bool else mask.amax(-1, keepdim=True) < 0
+    opened = True if is_bool else 0.0
     first = torch.arange(mask.shape[-1], device=mask.device) == 0
     return mask.masked_fill(empty & first, opened)
 

@@ -17,7 +17,7 @@ PARTIAL = ".partial"
 """The suffix of unfinished files and folders; after a crash they can be deleted."""
 
 PICKLE_PROTOCOL = 2
-"""For torch.save: the only one that torch.load reads without code. In lazy mode Gaudi's bridge has another default."""
+"""For torch.save: the only one that torch.load reads without code. A device's software may change the default."""
 
 CONSOLE = "console.log"
 """The file with a run's output in its folder, if its caller (`rlhf sweep`) stores it."""
