@@ -96,11 +96,52 @@ def register_attention(name: str, attend: Callable[..., Any], lacking: Iterable[
 
 
 def sdpa(accelerator: object) -> str:
-    """Return torch's attention, with masks of which no row hides all columns."""
+    """Return torch's attention, with masks of which no row hides all columns, and without repeated keys in decoding."""
+    from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+    AttentionInterface.register("sdpa", attend_sdpa)
     AttentionMaskInterface.register("sdpa", _opened(sdpa_mask))
     return "sdpa"
+
+
+def attend_sdpa(
+    module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *, position_bias: Any = None, **features: Any
+) -> tuple[Any, None]:
+    """Attend with torch's scaled_dot_product_attention, as transformers calls it.
+
+    The heads that share a key become the queries of one head if each has a single query. Before 5.23, transformers
+    repeats the keys and values of the whole cache in each decoding step instead. If all heads share one key, the
+    repetition has stride 0, for which torch's memory-efficient kernel reads wrong masks (pytorch #191937, corrected
+    after 2.13).
+
+    Args:
+        module: the layer.
+        query: [B, H, T, D].
+        key, value: [B, G, S, D].
+        attention_mask: [B, 1 or H, T, S], or None.
+        position_bias: [1 or B, 1 or H, T, S], added to the scores, or None.
+        **features: further arguments of the model.
+
+    Returns:
+        [B, T, H, D], and no weights.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    heads, shared = query.shape[1], query.shape[1] // key.shape[1]
+    if query.shape[2] > 1 or shared == 1:
+        features["position_bias"] = position_bias
+        output: Any = sdpa_attention_forward(module, query, key, value, attention_mask, **features)[0]
+        return output, None
+
+    def join_heads(states: Any) -> Any:
+        by_head = states is not None and states.shape[1] == heads
+        return states.reshape(len(states), -1, shared, states.shape[-1]) if by_head else states
+
+    # Without the module, which would say that keys are to be repeated. A single query sees all that its mask shows.
+    features |= {"position_bias": join_heads(position_bias), "is_causal": False}
+    output = sdpa_attention_forward(None, join_heads(query), key, value, join_heads(attention_mask), **features)[0]
+    return output.transpose(1, 2).reshape(len(output), 1, heads, -1), None
 
 
 def open_empty_rows(mask: Any) -> Any:
