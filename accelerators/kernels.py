@@ -45,7 +45,7 @@ class KernelSet:
         self._choices.pop(operation, None)
         if name == AUTO:
             return
-        supports = {implementation.name: support for implementation, support in self.candidates(operation)}
+        supports = {offer.name: self._support(offer) for offer, _ in self.candidates(operation)}
         if OPERATIONS[operation].optional:
             supports[NONE] = Support(True, "the operation is left out")
         backend = self._accelerator.name
@@ -63,11 +63,13 @@ class KernelSet:
     def candidates(self, operation: str) -> list[tuple[KernelImpl, Support]]:
         """Return the implementations of an operation, best first: the supported ones by priority, then the others."""
         choice = self._choices.get(operation)
-        pairs = [
-            (implementation, self._support(implementation))
-            for implementation in (*self._backend_implementations(), *self._added)
-            if implementation.operation == operation and choice in (None, implementation.name)
-        ]
+        pairs = []
+        for implementation in (*self._backend_implementations(), *self._added):
+            if implementation.operation == operation and choice in (None, implementation.name):
+                support = self._support(implementation)
+                if implementation.only_chosen and choice is None and support.ok:
+                    support = Support(False, f"used only if it is chosen by name: {support.reason}")
+                pairs.append((implementation, support))
         return sorted(pairs, key=lambda pair: (pair[1].ok, pair[0].priority), reverse=True)
 
     def capabilities(self) -> dict[str, Support]:

@@ -97,12 +97,17 @@ def register_attention(name: str, attend: Callable[..., Any], lacking: Iterable[
 
 def sdpa(accelerator: object) -> str:
     """Return torch's attention, with masks of which no row hides all columns, and without repeated keys in decoding."""
+    return register_sdpa("sdpa", attend_sdpa)
+
+
+def register_sdpa(name: str, attend: Callable[..., Any]) -> str:
+    """Register a form of `attend_sdpa` with transformers under a name, and return the name."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-    AttentionInterface.register("sdpa", attend_sdpa)
-    AttentionMaskInterface.register("sdpa", _opened(sdpa_mask))
-    return "sdpa"
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, _opened(sdpa_mask))
+    return name
 
 
 def attend_sdpa(

@@ -182,6 +182,7 @@ class KernelImpl:
         priority: order among the supported implementations.
         refuses: for operation `attention`; receives transformers' configuration of a model and returns why this
             implementation cannot serve the model ("" if it can). The model then gets the next implementation.
+        only_chosen: it is used only if the user chooses it by name, whatever its priority.
         plugin: the plugin that offers it; set when the plugin is loaded.
     """
 
@@ -191,11 +192,12 @@ class KernelImpl:
     supported: Callable[[Any], Support]
     priority: int = 0
     refuses: Callable[[Any], str] = lambda model: ""
+    only_chosen: bool = False
     plugin: str = ""
 
     def __post_init__(self) -> None:
         _check_types(self, operation=str, name=str, factory=Callable, supported=Callable, priority=int, plugin=str)
-        _check_types(self, refuses=Callable)
+        _check_types(self, refuses=Callable, only_chosen=bool)
         if self.operation not in OPERATIONS:
             hint = did_you_mean(self.operation, OPERATIONS)
             known = ", ".join(OPERATIONS)

@@ -12,7 +12,7 @@ import torch
 
 from accelerators import OPERATIONS, AcceleratorError, CaptureError, ShapePolicy
 from accelerators.backends.cuda import info as cuda_info
-from accelerators.backends.cuda.backend import CUDA
+from accelerators.backends.cuda.backend import CUDA, attend_cudnn
 from tests.accelerators import nvml, replaying
 
 WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]  # torch 2.13 for CUDA 13
@@ -149,8 +149,8 @@ def test_the_same_kernels_win_on_every_chip(on, chip):
     ],
 )
 def test_kernel_that_is_never_used_says_why(on, chip, operation, reason):
-    *_, (_, support) = on(chip).kernels.candidates(operation)
-    assert not support.ok and reason in support.reason
+    refusals = [support.reason for _, support in on(chip).kernels.candidates(operation) if not support.ok]
+    assert any(reason in refusal for refusal in refusals)
 
 
 # placement
@@ -174,6 +174,35 @@ def test_attention_of_cudnn_is_off_and_explained(on, runtime):
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     reasons = {kernel.name: support.reason for kernel, support in cuda.kernels.candidates("attention")}
     assert "never cuDNN's" in reasons["sdpa"]
+    assert reasons["sdpa-cudnn"].startswith("used only if it is chosen by name: ")
+
+
+def test_attention_of_cudnn_is_on_only_inside_the_implementation_that_was_chosen(on, runtime, monkeypatch):
+    from torch.nn import functional
+
+    runtime("H200")
+    cuda = on("H200")
+    cuda.bind(0)
+    assert "sdpa_cudnn" not in [name for _, name in cuda.kernels.usable("attention")]
+    cuda.kernels.choose("attention", "sdpa-cudnn")
+    assert cuda.kernels.get("attention") == "sdpa_cudnn"
+    states, plain = torch.randn(3, 2, 4, 6, 8), functional.scaled_dot_product_attention
+    first = []
+
+    def spy(*args, **options):
+        first.append((torch.backends.cuda.cudnn_sdp_enabled(), torch._C._get_sdp_priority_order()[0]))
+        return plain(*args, **options)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", spy)
+    output, _ = attend_cudnn(None, *states, None, is_causal=True)
+    torch.testing.assert_close(output, plain(*states, is_causal=True).transpose(1, 2))
+    assert first == [(True, int(torch.nn.attention.SDPBackend.CUDNN_ATTENTION))]
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_attention_of_cudnn_cannot_be_chosen_for_a_chip_without_it(on):
+    with pytest.raises(AcceleratorError, match=r"sdpa-cudnn cannot be used on cuda: .* needs sm_80; found sm_70"):
+        on("V100").kernels.choose("attention", "sdpa-cudnn")
 
 
 def test_more_ranks_than_gpus_are_refused_before_opening_one(on, runtime, monkeypatch):

@@ -76,6 +76,20 @@ def test_a_named_implementation_is_taken_and_no_other():
     assert cpu.kernels.capabilities()["adamw"].implementation == "torch-fused"
 
 
+def test_implementation_for_those_who_choose_it_is_not_taken_otherwise():
+    cpu = CPU()
+    cpu.kernels.add(
+        [fast("attention", "swift", supported=lambda accelerator: Support(True, "quick"), only_chosen=True)]
+    )
+    supports = {implementation.name: support for implementation, support in cpu.kernels.candidates("attention")}
+    assert supports["fast"] == Support(False, "used only if it is chosen by name: quick")
+    assert "fast" not in [implementation.name for implementation, _ in cpu.kernels.usable("attention")]
+    cpu.kernels.choose("attention", "fast")
+    assert [support for _, support in cpu.kernels.candidates("attention")] == [Support(True, "quick")]
+    cpu.kernels.choose("attention", "auto")
+    assert cpu.kernels.capabilities()["attention"].implementation == "composed"
+
+
 def test_chosen_implementation_is_refused_with_its_reason():
     cpu = CPU()
     cpu.kernels.add([fast("attention", "swift", supported=lambda accelerator: Support(False, "too slow"))])

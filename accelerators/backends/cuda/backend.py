@@ -26,7 +26,7 @@ from accelerators.types import DeviceInfo, KernelImpl, Precision, Support
 NO_MEMORY = "_STATUS_ALLOC_FAILED"
 """The common part of the names in cuBLAS, cuDNN and cuSOLVER."""
 
-NATIVE_BF16, FLASH_ATTENTION, TENSOR_CORES = (8, 0), (8, 0), (7, 0)
+NATIVE_BF16, FLASH_ATTENTION, CUDNN_ATTENTION, TENSOR_CORES = (8, 0), (8, 0), (8, 0), (7, 0)
 
 
 class CUDA(Accelerator):
@@ -125,7 +125,7 @@ class CUDA(Accelerator):
 
     def kernel_implementations(self) -> Iterable[KernelImpl]:
         """Return PyTorch's implementations and those for CUDA."""
-        return (*_PORTABLE, FUSED_ADAMW, FLASH_ATTENTION_2, CUDA_GRAPHS, PACKED_PRODUCTS)
+        return (*_PORTABLE, FUSED_ADAMW, FLASH_ATTENTION_2, SDPA_CUDNN, CUDA_GRAPHS, PACKED_PRODUCTS)
 
     def shape_policy(self) -> ShapePolicy:
         """Return few lengths, because each is a separate recording; tensor cores multiply multiples of 8 fastest."""
@@ -194,6 +194,26 @@ def _flash_attention_2(accelerator: Accelerator) -> Support:
     )
 
 
+def _sdpa_cudnn(accelerator: Accelerator) -> Support:
+    assert isinstance(accelerator, CUDA)
+    chip = accelerator.machine.weakest
+    if chip.capability < CUDNN_ATTENTION:
+        return Support(False, f"cuDNN's attention needs sm_80; found {chip}")
+    return Support(
+        True,
+        "it can be faster, but had NaN gradients of padded rows for some lengths (pytorch #196678) and wrong outputs "
+        "on B200 (pytorch #193893)",
+    )
+
+
+def attend_cudnn(*tensors: Any, **features: Any) -> tuple[Any, None]:
+    """Attend as `portable.attend_sdpa` does, with cuDNN's kernel for the inputs that it supports."""
+    kinds = torch.nn.attention.SDPBackend
+    kernels = [kinds.CUDNN_ATTENTION, kinds.FLASH_ATTENTION, kinds.EFFICIENT_ATTENTION, kinds.MATH]
+    with torch.nn.attention.sdpa_kernel(kernels, set_priority=True):
+        return portable.attend_sdpa(*tensors, **features)
+
+
 def _cuda_graphs(accelerator: Accelerator) -> Callable[..., Any]:
     assert isinstance(accelerator, CUDA)
     return functools.partial(Graph, record=accelerator.record)
@@ -219,6 +239,14 @@ FLASH_ATTENTION_2 = KernelImpl(
     factory=lambda accelerator: "flash_attention_2",
     supported=_flash_attention_2,
     priority=10,
+)
+SDPA_CUDNN = KernelImpl(
+    operation="attention",
+    name="sdpa-cudnn",
+    factory=lambda accelerator: portable.register_sdpa("sdpa_cudnn", attend_cudnn),
+    supported=_sdpa_cudnn,
+    refuses=portable.beyond_sdpa,
+    only_chosen=True,
 )
 CUDA_GRAPHS = KernelImpl(
     operation="graph_capture",
