@@ -42,6 +42,12 @@ class Accelerator(ABC):
     deepspeed_name: ClassVar[str] = ""
     """DeepSpeed's name for the device (DS_ACCELERATOR); empty: `name`."""
 
+    chunk_elements: ClassVar[int] = 1 << 22
+    """Logits of one chunk of the vocabulary; passes over them use up to three float32 tensors of this size.
+
+    The default, of 16 MiB each, suits caches. A device with launch costs prefers few large chunks.
+    """
+
     absent: ClassVar[Mapping[str, str]] = {}
     """Reasons why operations have no implementation on this backend; optional."""
 

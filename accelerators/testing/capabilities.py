@@ -53,6 +53,8 @@ def check_types(accelerator: Accelerator) -> None:
         name = part.rpartition(":")[2].lower()
         assert name in known, f"dist_backend() returns {name!r}, expected one of torch's: {', '.join(known)}"
     assert isinstance(accelerator.deepspeed_name, str), f"deepspeed_name is {accelerator.deepspeed_name!r}, not a str"
+    size = accelerator.chunk_elements
+    assert isinstance(size, int) and size > 0, f"chunk_elements is {size!r}, expected an int above 0"
     unknown = [operation for operation in accelerator.absent if operation not in OPERATIONS]
     assert not unknown, f"absent names {', '.join(unknown)}, expected some of {', '.join(OPERATIONS)}"
 

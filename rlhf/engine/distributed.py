@@ -24,6 +24,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 from accelerators import verify_agreement
 from rlhf.errors import RemoteRankError
 from rlhf.launchers.rank_monitor import get_store, monitor_ranks
+from rlhf.losses.log_probs import use_chunks
 from rlhf.models import transformers_patches
 from rlhf.reporting import verbosity
 from rlhf.utils.process_info import ProcessInfo, current_process
@@ -89,6 +90,7 @@ def start_process_group(selection: Selection, *, timeout: float = 1800.0) -> Ite
     process = current_process()
     with _rank_environment(process):
         accelerator.bind(process.local_rank)
+        use_chunks(accelerator.chunk_elements)
         with verbosity.suppress_stdout():
             accelerator.prepare_deepspeed()
             import deepspeed

@@ -11,10 +11,18 @@ from torch import Tensor
 from rlhf.config.estimators import LossMean
 
 CHUNK_ELEMENTS = 1 << 22
-"""Elements of a float32 working copy of logits: 16 MiB. All chunks share one copy: with a new one for each, the passes
-over 512 rows of 49,152 took twice as long (two cores of an AMD EPYC)."""
+"""Elements of a float32 working copy of logits. `use_chunks` sets them to `Accelerator.chunk_elements` of this process.
+
+All chunks share one copy: with a new one for each, the passes over 512 rows of 49,152 took twice as long (two cores of
+an AMD EPYC)."""
 
 _LOWEST = -1e30  # a finite stand-in for the logarithm of 0
+
+
+def use_chunks(elements: int) -> None:
+    """Set the size of working copies in this process, for its accelerator; results differ by rounding alone."""
+    global CHUNK_ELEMENTS
+    CHUNK_ELEMENTS = elements
 
 
 class _TokenLogProbs(torch.autograd.Function):

@@ -22,6 +22,9 @@ PROCESS = 760 * 2**20
 # For a device with a separate allocator: the part that is lost to fragmentation, and the bytes that its runtime uses.
 _FRAGMENTATION, _RUNTIME = 0.04, 2**29
 
+DEVICE_CHUNK = 1 << 24
+"""`Accelerator.chunk_elements` of the built-in backends for such devices."""
+
 
 @dataclass(frozen=True)
 class Environment:
@@ -31,6 +34,7 @@ class Environment:
         unified_memory: the devices' memory is the host's.
         process: bytes that a process uses before it loads a model.
         fused_attention: attention does not materialize its matrix of weights.
+        chunk_elements: logits that are processed at a time (`Accelerator.chunk_elements`).
         converts_weights: rollouts read weights in a layout that the device prefers (operation `inference_weights`).
         fragmentation: part of the memory in use that a device's allocator loses between blocks.
         device_memory: bytes that a device has; None if not known.
@@ -43,6 +47,7 @@ class Environment:
     ranks: int = 1
     precision: str = "bf16"
     fused_attention: bool = True
+    chunk_elements: int = 1 << 22
     converts_weights: bool = False
     unified_memory: bool = False
     process: int = 0
@@ -70,6 +75,7 @@ def describe_environment(config: Config, devices: int, memory: int, host: int | 
     return Environment(
         devices,
         precision,
+        chunk_elements=DEVICE_CHUNK,
         process=PROCESS,
         fragmentation=_FRAGMENTATION,
         device_memory=memory,
@@ -128,6 +134,7 @@ def detect_environment(
     return Environment(
         ranks,
         accelerator.precision(config.precision).name,
+        chunk_elements=accelerator.chunk_elements,
         converts_weights=accelerator.kernels.get("inference_weights") is not None,
         unified_memory=unified,
         process=memory.allocated if unified else PROCESS,

@@ -33,7 +33,7 @@ GREEDY_SAMPLES = 3
 _FIRST_PASSES = 50 * 2**20  # bytes that a process adds in its first passes: threads, kernels' memory, late imports
 _TRAINED: tuple[RoleName, ...] = ("actor", "critic")  # by PPO, in its order
 _USABLE = 0.9  # part of a device's memory that a copy may fill, which only saves time
-_CHUNK, _FEWEST = 1 << 22, 256  # elements and columns of logits in one chunk (rlhf.losses)
+_FEWEST = 256  # columns of logits in one chunk (rlhf.losses)
 _LARGE = 64 << 20  # bytes of 16-bit logits above which they are never stored whole (rlhf.models.forward)
 
 
@@ -367,5 +367,5 @@ def _logits(shape: Shape, rows: Rows, environment: Environment, columns: int, co
     width, positions = environment.width, rows.number * columns
     numbers = positions * shape.vocabulary
     in_parts = shape.plain_logits and (width == 4 or numbers * width > _LARGE)
-    chunks = 3 * [4 * min(numbers, max(_CHUNK, _FEWEST * positions))]
+    chunks = 3 * [4 * min(numbers, max(environment.chunk_elements, _FEWEST * positions))]
     return chunks if in_parts else copies * [numbers * width] + chunks

@@ -44,7 +44,12 @@ def _describe_out_of_memory(context: StageContext, cause: BaseException) -> OutO
         context.config,
         stage,
         phase,
-        Environment(world.size, context.precision.name, unified_memory=on_host or not has_device),
+        Environment(
+            world.size,
+            context.precision.name,
+            chunk_elements=accelerator.chunk_elements,
+            unified_memory=on_host or not has_device,
+        ),
         accelerator.precision().name,
         started=context.directory.started,
         continued=any(directory.started for directory in context.run.stages),

@@ -547,6 +547,7 @@ BROKEN: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("dist_backend() returns 'hcll', expected one of torch's: ", {"dist_backend": lambda self: "hcll"}),
         ("absent names graph_captur, expected some of adamw, ", {"absent": {"graph_captur": "none here"}}),
         ("deepspeed_name is 7, not a str", {"deepspeed_name": 7}),
+        ("chunk_elements is 0, expected an int above 0", {"chunk_elements": 0}),
         (
             "kernel_implementations() contains 'adamw', expected only KernelImpl",
             {"kernel_implementations": lambda self: (*CPU.kernel_implementations(self), "adamw")},

@@ -26,6 +26,26 @@ except BaseException as error:
 """
 
 
+CHUNKS = """
+import accelerators
+from accelerators.backends.cpu.backend import CPU
+from rlhf.config.schema import Config
+from rlhf.engine.distributed import start_process_group
+from rlhf.evaluation.models import EvaluationDevice
+from rlhf.losses import log_probs
+CPU.chunk_elements = 77
+with start_process_group(accelerators.select("cpu")):
+    print(log_probs.CHUNK_ELEMENTS)
+CPU.chunk_elements = 88
+EvaluationDevice.select(Config(), "cpu")
+print(log_probs.CHUNK_ELEMENTS)
+"""
+
+
+def test_losses_have_the_chunks_of_the_accelerator_in_runs_and_evaluations(forks: Forks) -> None:
+    assert forks.python("-c", CHUNKS, timeout=60).stdout.split() == ["77", "88"]
+
+
 def on_two_ranks(forks: Forks, folder: Path, *, takes_long: bool = True, then: str = "pass") -> list[str]:
     """Return the outcome of each rank, in a process group whose collectives wait for a second and a half."""
     script = SCRIPT.format(folder=str(folder), takes_long=takes_long, then=then)

@@ -42,7 +42,9 @@ def truth(inputs, labels, temperature):
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 0.06)])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize(("bias", "entropy"), [(False, False), (True, True)])
-def test_numbers_and_gradients_are_those_of_the_definitions(dtype, close, temperature, bias, entropy):
+@pytest.mark.parametrize("chunk", [90, 1 << 24])  # seven parts of the vocabulary, and one
+def test_numbers_and_gradients_are_those_of_the_definitions(dtype, close, temperature, bias, entropy, chunk):
+    tokens.use_chunks(chunk)
     inputs, labels = drawn(dtype, bias)
     first, second = torch.randn(2, 3, N // 3)
     bias_or_none = inputs[2] if bias else None

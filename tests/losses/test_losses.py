@@ -43,8 +43,9 @@ def test_tempered_log_probs_and_entropy_lose_no_digits(dtype, monkeypatch):
 
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.4])
-def test_log_probs_and_entropy_have_the_gradient_of_log_softmax(temperature, with_entropy, monkeypatch):
-    monkeypatch.setattr(tokens, "CHUNK_ELEMENTS", 20)  # several chunks
+@pytest.mark.parametrize("chunk", [20, 1 << 24])  # a row at a time, and all
+def test_log_probs_and_entropy_have_the_gradient_of_log_softmax(temperature, with_entropy, chunk, monkeypatch):
+    monkeypatch.setattr(tokens, "CHUNK_ELEMENTS", chunk)
     logits, labels = torch.randn(3, 5, 11, dtype=torch.float64, requires_grad=True), torch.randint(11, (3, 5))
     first, second = torch.randn(2, 3, 5)
     second = second if with_entropy else torch.zeros(3, 5)

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 
+from accelerators import Accelerator
+from accelerators.backends.cuda.backend import CUDA
+from accelerators.backends.hpu.backend import HPU
 from rlhf.config.schema import Stage, build_config
 from rlhf.data.toy_world import build_world_tokenizer
 from rlhf.memory.advice import advise, find_changes, list_changes, plan_stages
 from rlhf.memory.duration import count_operations
-from rlhf.memory.environment import Environment
-from rlhf.memory.stage import build_models
+from rlhf.memory.environment import Environment, describe_environment
+from rlhf.memory.stage import Rows, _update, build_models
 from rlhf.models.loading import build_llama_on_meta
 from rlhf.models.lora import _find_also_trained
 from rlhf.models.shape import EMBEDDED, shape_from
@@ -77,6 +80,25 @@ def test_gradient_bucket_has_the_size_given_to_deepspeed() -> None:
 
     larger = device_bytes(zero_optimization={"reduce_bucket_size": 500_000_000})
     assert larger - device_bytes() == pytest.approx(2 * 500_000_000, rel=0.01)
+
+
+def test_chunks_of_logits_have_the_size_of_the_accelerators() -> None:
+    """3 x 512 positions of 32,000 tokens in bf16 are projected in parts: three float32 tensors of a chunk exist."""
+    sections = {
+        "sft": {"batch_size": 3, "micro_batch_size": 3},
+        "data": {"max_prompt_length": 256, "max_completion_length": 256},
+    }
+    config = build_config({"model": {"path": "llama-2-7b"}, **sections})
+    for chunk, elements in ((1 << 22, 1 << 22), (1 << 24, 1 << 24), (1 << 30, 3 * 512 * 32_000)):
+        environment = replace(Environment(1, "bf16"), chunk_elements=chunk)
+        (model,) = build_models(config, "sft", environment).values()
+        between, *_ = _update(model, Rows(3, 512), 512)
+        assert sum(item.size for item in between if item.kind == "logits") == 3 * 4 * elements
+
+
+def test_described_devices_have_the_chunks_of_built_in_backends() -> None:
+    assert describe_environment(build_config({}), 1, 2**34, None).chunk_elements == CUDA.chunk_elements
+    assert CUDA.chunk_elements == HPU.chunk_elements > Accelerator.chunk_elements == Environment().chunk_elements
 
 
 def test_reused_passes_exist_at_the_same_time() -> None:

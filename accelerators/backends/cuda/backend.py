@@ -33,6 +33,7 @@ class CUDA(Accelerator):
     """One NVIDIA GPU, with NCCL between processes."""
 
     name = "cuda"
+    chunk_elements = 1 << 24
     absent: ClassVar[Mapping[str, str]] = {
         "inference_weights": "a GPU's matrix products read weights in the order that they are trained in",
         "fused_layers": "torch has no fused form of such layers for a GPU that trains; a plugin may bring one",

@@ -40,6 +40,7 @@ class HPU(Accelerator):
     """Gaudi cards, one per process, with hccl between processes."""
 
     name = "hpu"
+    chunk_elements = 1 << 24
     absent: ClassVar[Mapping[str, str]] = {
         "inference_weights": "the graph compiler chooses the order of weights itself",
         "fused_layers": "the graph compiler fuses operators itself",
