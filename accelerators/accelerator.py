@@ -125,6 +125,10 @@ class Accelerator(ABC):
         record = self.kernels.get("graph_capture")
         return cast(Function, record(fn, key)) if record else capture.checked(fn, key)
 
+    def recordings_keep_memory(self) -> bool:
+        """Return whether a function that `capture` recorded keeps the memory of its intermediate results."""
+        return False
+
     def is_lazy(self) -> bool:
         """Return whether operators wait for a step boundary."""
         return False

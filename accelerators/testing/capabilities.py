@@ -23,6 +23,7 @@ RETURNS: Mapping[str, type | tuple[type, ...]] = {
     "device": torch.device,
     "info": DeviceInfo,
     "is_lazy": bool,
+    "recordings_keep_memory": bool,
     "compilations": (int, type(None)),
     "kernel_implementations": Iterable,
     "shape_policy": ShapePolicy,

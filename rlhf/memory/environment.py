@@ -35,6 +35,7 @@ class Environment:
         process: bytes that a process uses before it loads a model.
         fused_attention: attention does not materialize its matrix of weights.
         chunk_elements: logits that are processed at a time (`Accelerator.chunk_elements`).
+        keeps_recordings: recorded steps of rollouts keep the memory of their intermediate results.
         converts_weights: rollouts read weights in a layout that the device prefers (operation `inference_weights`).
         fragmentation: part of the memory in use that a device's allocator loses between blocks.
         device_memory: bytes that a device has; None if not known.
@@ -48,6 +49,7 @@ class Environment:
     precision: str = "bf16"
     fused_attention: bool = True
     chunk_elements: int = 1 << 22
+    keeps_recordings: bool = False
     converts_weights: bool = False
     unified_memory: bool = False
     process: int = 0
@@ -76,6 +78,7 @@ def describe_environment(config: Config, devices: int, memory: int, host: int | 
         devices,
         precision,
         chunk_elements=DEVICE_CHUNK,
+        keeps_recordings=config.engine.kernels.get("graph_capture") != "none",
         process=PROCESS,
         fragmentation=_FRAGMENTATION,
         device_memory=memory,
@@ -135,6 +138,8 @@ def detect_environment(
         ranks,
         accelerator.precision(config.precision).name,
         chunk_elements=accelerator.chunk_elements,
+        keeps_recordings=accelerator.kernels.capabilities()["graph_capture"].ok
+        and accelerator.recordings_keep_memory(),
         converts_weights=accelerator.kernels.get("inference_weights") is not None,
         unified_memory=unified,
         process=memory.allocated if unified else PROCESS,

@@ -24,6 +24,7 @@ MemoryKind = Literal[
     "activations",
     "logits",
     "KV cache",
+    "recordings",
     "gathered layers",
     "merged weights",
     "converted weights",

@@ -33,6 +33,7 @@ GREEDY_SAMPLES = 3
 _FIRST_PASSES = 50 * 2**20  # bytes that a process adds in its first passes: threads, kernels' memory, late imports
 _TRAINED: tuple[RoleName, ...] = ("actor", "critic")  # by PPO, in its order
 _USABLE = 0.9  # part of a device's memory that a copy may fill, which only saves time
+_WINDOW, _MOST_WINDOWS = 32, 4  # steps of a recording, and recordings of a rollout (rlhf.generation.decode_state)
 _FEWEST = 256  # columns of logits in one chunk (rlhf.losses)
 _LARGE = 64 << 20  # bytes of 16-bit logits above which they are never stored whole (rlhf.models.forward)
 
@@ -283,13 +284,27 @@ def _generation(config: Config, model: ModelMemory, number: int) -> list[MemoryI
     """Return the memory of generating `number` rows: the cache, the activations of one layer, and sampling."""
     shape, width = model.shape, model.environment.width
     rows, prompts = Rows(number, config.data.max_length), Rows(number, config.data.max_prompt_length)
+    # Logits, their float32 copy, probabilities, and their sorted order.
+    logits = number * shape.vocabulary * (width + 16)
+    step = logits + _passing_activations(shape, Rows(number, 1), model.environment)
+    recordings = count_recordings(config, model)
     return [
         MemoryItem(model.role, "KV cache", rows.tokens * shape.cached * width),
-        # Logits, their float32 copy, probabilities, and their sorted order.
-        block_item(model.role, "logits", number * shape.vocabulary * (width + 16)),
+        block_item(model.role, "logits", logits),
+        *([MemoryItem(model.role, "recordings", recordings * step)] if recordings else []),
         block_item(model.role, "activations", _passing_activations(shape, prompts, model.environment)),
         *model.gathered_for_generation(config),
     ]
+
+
+def count_recordings(config: Config, model: ModelMemory) -> int:
+    """Return the number of recorded steps that keep memory, one for each width of the cache."""
+    environment, weights = model.environment, config.ppo.generation_weights
+    gathers = model.placement.zero_stage == 3 and environment.ranks > 1 and weights in ("layerwise", "tensor_parallel")
+    if gathers or not environment.keeps_recordings:  # steps with collectives are not recorded
+        return 0
+    steps = max(config.data.max_completion_length - 1, 1)
+    return min(-(-steps // _WINDOW), _MOST_WINDOWS)
 
 
 def _scoring(model: ModelMemory, batch: Rows, columns: int) -> list[MemoryItem]:

@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
-from accelerators import Accelerator
+from accelerators import Accelerator, Support
 from accelerators.backends.cuda.backend import CUDA
 from accelerators.backends.hpu.backend import HPU
 from rlhf.config.schema import Stage, build_config
 from rlhf.data.toy_world import build_world_tokenizer
+from rlhf.generation.decode_state import plan_windows
 from rlhf.memory.advice import advise, find_changes, list_changes, plan_stages
 from rlhf.memory.duration import count_operations
-from rlhf.memory.environment import Environment, describe_environment
-from rlhf.memory.stage import Rows, _update, build_models
+from rlhf.memory.environment import Environment, describe_environment, detect_environment
+from rlhf.memory.stage import Rows, _update, build_models, count_recordings
 from rlhf.models.loading import build_llama_on_meta
 from rlhf.models.lora import _find_also_trained
 from rlhf.models.shape import EMBEDDED, shape_from
@@ -285,6 +286,49 @@ def test_samples_take_the_cache_of_three_rows_without_copies(stage: Stage, lora:
     sizes = item_sizes(phase, "dpo" if stage == "dpo" else "sft")
     assert sizes["KV cache"] == 3 * config.data.max_length * 32 * 2 * 4096 * 2
     assert "converted weights" not in sizes and "merged weights" not in sizes
+
+
+def test_each_recorded_step_keeps_its_logits_and_activations() -> None:
+    """Three rows of Llama-2-7B in bf16: logits with copies in float32, and the widest moment of a layer."""
+    logits = 3 * 32_000 * (2 + 4 + 4 + 8)
+    activations = 3 * 2 * (3 * 11_008 + 2 * 4096)
+    for completion, recordings in ((256, 4), (64, 2), (33, 1), (1, 1)):
+        lengths = {"max_prompt_length": 64, "max_completion_length": completion}
+        config = build_config({"model": {"path": "llama-2-7b"}, "data": lengths})
+        sizes = {}
+        for keeps in (False, True):
+            (plan,) = plan_stages(config, ["sft"], replace(ENVIRONMENT, keeps_recordings=keeps))
+            (phase,) = [phase for phase in plan.phases if phase.name == "evaluation"]
+            sizes[keeps] = item_sizes(phase, "sft")
+        assert sizes[True] == sizes[False] | {"recordings": recordings * (logits + activations)}
+        assert recordings == len(plan_windows(64, max(completion - 1, 1), 4))
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "recordings"),
+    [
+        ({}, 2, 4),
+        ({"engine": {"zero_stage": 3}, "ppo": {"generation_weights": "whole"}}, 2, 4),
+        ({"engine": {"zero_stage": 3}, "ppo": {"generation_weights": "layerwise"}}, 2, 0),
+        ({"engine": {"zero_stage": 3}, "ppo": {"generation_weights": "layerwise"}}, 1, 4),
+        ({"engine": {"kernels": {"graph_capture": "none"}}}, 2, 0),
+    ],
+)
+def test_steps_that_are_not_recorded_keep_nothing(settings: dict[str, Any], ranks: int, recordings: int) -> None:
+    config = build_config({"model": {"path": "opt-125m"}, **settings})
+    environment = describe_environment(config, ranks, 2**35, None)
+    assert count_recordings(config, build_models(config, "ppo", environment)["actor"]) == recordings
+
+
+def test_recordings_are_counted_if_the_accelerator_keeps_them(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not detect_environment(accelerator, build_config({}), 1).keeps_recordings
+    monkeypatch.setattr(type(accelerator), "recordings_keep_memory", lambda self: True)
+    assert not detect_environment(accelerator, build_config({}), 1).keeps_recordings  # the CPU records nothing
+    capabilities = accelerator.kernels.capabilities() | {"graph_capture": Support(True, "it records")}
+    monkeypatch.setattr(accelerator.kernels, "capabilities", lambda: capabilities)
+    assert detect_environment(accelerator, build_config({}), 1).keeps_recordings
 
 
 @pytest.mark.parametrize(("zero_stage", "copies"), [(0, 1), (3, 3)])

@@ -145,6 +145,10 @@ class CUDA(Accelerator):
         """Recognize the errors of libraries that allocate without torch's allocator."""
         return super().is_out_of_memory(error) or (isinstance(error, RuntimeError) and NO_MEMORY in str(error))
 
+    def recordings_keep_memory(self) -> bool:
+        """Return True: each graph has a separate memory pool."""
+        return True
+
     def record(self, fn: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         """Record `fn` as a CUDA graph and replay it once (a `capture.Record`).
 

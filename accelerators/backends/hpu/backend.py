@@ -108,6 +108,10 @@ class HPU(Accelerator):
         """Return whether the bridge runs in lazy mode."""
         return bool(runtime("utils.internal").is_lazy())
 
+    def recordings_keep_memory(self) -> bool:
+        """Return whether functions are recorded as HPU graphs, which is the case in lazy mode."""
+        return self.is_lazy()
+
     def compilations(self) -> int | None:
         """Return the bridge's count of compiled graphs."""
         metric = runtime("hpu.metrics").metric_global("graph_compilation")
