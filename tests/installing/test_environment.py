@@ -144,7 +144,7 @@ def test_gpus_that_no_torch_runs_on_are_refused(wheels: Path, tmp_path: Path) ->
     checkout = Checkout(tmp_path, wheels, None)
     checkout.gpus("NVIDIA B200, 10.0, 570.86.15")
     line = checkout.refused()
-    assert "update the driver to 580 or later; to go on with the CPU: RLHF_TORCH=torch==2.13.0+cpu" in line
+    assert "update the driver to 580 or later; to use the CPU: RLHF_TORCH=torch==2.13.0+cpu" in line
 
 
 @pytest.mark.slow
