@@ -30,7 +30,7 @@ make_environment() {
     if [ "${RLHF_TORCH:-}" = installed ]; then
         why="as RLHF_TORCH=installed says"
         if ! base=$(version_of torch "$python"); then
-            echo "error: RLHF_TORCH=installed, and $python has no torch; install one there, or name one: RLHF_TORCH=$torch+cpu" >&2
+            echo "error: RLHF_TORCH=installed, and $python has no torch; install one there, or name one: RLHF_TORCH=torch" >&2
             return 2
         fi
     elif [ -z "${RLHF_TORCH:-}$lowest" ]; then
@@ -80,7 +80,7 @@ build_on() {
         return 2
     fi
     if ! problem=$(.venv/bin/python ci/versions.py constraints .venv/constraints); then
-        echo "error: $python has torch $base, and $problem; take an image of the vendor's with such a torch, or name a torch for .venv alone: RLHF_TORCH=$torch+cpu" >&2
+        echo "error: $python has torch $base, and $problem; take an image of the vendor's with such a torch, or name a torch for .venv alone: RLHF_TORCH=torch" >&2
         return 2
     fi
     [ -z "$problem" ] || echo "$problem"
