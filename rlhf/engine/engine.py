@@ -24,9 +24,9 @@ from rlhf.engine.cpu_offload import offload
 from rlhf.engine.deepspeed_config import build_deepspeed_config
 from rlhf.engine.fp32_weights import keep_precision, restore_precision
 from rlhf.models import quantized
-from rlhf.models.loading import place_buffers, place_model
+from rlhf.models.loading import place_buffers, place_model, place_parameters
 from rlhf.models.lora import find_adapted_layers
-from rlhf.models.weight_loading import clear_sources
+from rlhf.models.weight_loading import clear_sources, is_sharded
 from rlhf.reporting import verbosity
 from rlhf.roles.roles import ModelPlacement
 
@@ -119,6 +119,8 @@ class TrainingEngine:
         fuse_layers(model, accelerator)
         place_buffers(model, accelerator.device())
         keep_precision(model, precision.dtype)
+        place_parameters(model, accelerator.device())
+        _check_placement(model, accelerator.device())
         if self.zero_stage == 3:
             patches.round_linear_once()
         # If the optimizer's state is offloaded, its step runs on the host too.
@@ -328,6 +330,12 @@ def fuse_layers(model: nn.Module, accelerator: Accelerator) -> None:
     """Replace layers by the device's fused forms, if it has any (operation `fused_layers`)."""
     if fuse := accelerator.kernels.get("fused_layers"):
         fuse(model)
+
+
+def _check_placement(model: nn.Module, device: torch.device) -> None:
+    """Assert that parameters are on the device before an optimizer takes them: it would update others in vain."""
+    for name, parameter in model.named_parameters():
+        assert not parameter.requires_grad or is_sharded(parameter) or parameter.device.type == device.type, name
 
 
 def _count_parameters(model: nn.Module) -> dict[str, int]:

@@ -32,6 +32,7 @@ from rlhf.models.weight_loading import (
     extend_embeddings,
     fill_parameters,
     has_all_weights,
+    is_sharded,
     place_in_memory,
     prepare_parameters,
     read_parameters,
@@ -193,6 +194,23 @@ def place_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = buffer.to(device)
 
 
+def place_parameters(model: nn.Module, device: torch.device) -> None:
+    """Replace parameters that are elsewhere by copies on `device`, tied ones by one; sharded ones stay.
+
+    `nn.Module.to` would untie weights and forget their sources on devices whose tensors cannot take the place of the
+    host's (`parameter.data = ...`), and an optimizer that was created before would update the old ones.
+    """
+    placed: dict[nn.Parameter, nn.Parameter] = {}
+    for parameter in model.parameters():
+        if not is_sharded(parameter) and (moved := parameter.detach().to(device)).device != parameter.device:
+            placed[parameter] = nn.Parameter(moved, requires_grad=parameter.requires_grad)
+            vars(placed[parameter]).update(vars(parameter))
+    for module in model.modules():
+        for name, old in module._parameters.items():
+            if old is not None:
+                module._parameters[name] = placed.get(old, old)
+
+
 def place_model(model: Model, device: torch.device, dtype: torch.dtype) -> Model:
     """Move a model to `device` in place, its parameters in `dtype`, and return it.
 
@@ -203,7 +221,9 @@ def place_model(model: Model, device: torch.device, dtype: torch.dtype) -> Model
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
-    return model.to(device)
+    place_parameters(model, device)
+    place_buffers(model, device)
+    return model
 
 
 def _require_path(config: ModelConfig) -> str:

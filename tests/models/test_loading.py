@@ -15,8 +15,15 @@ from rlhf.checkpoint.safetensors_writer import SafetensorsWriter
 from rlhf.config.schema import ModelConfig
 from rlhf.models import lazy_tensors, loading
 from rlhf.models.lazy_tensors import Computed, Extended, InMemory, OnDisk, compute_mean_row, read_whole
-from rlhf.models.loading import load_causal_lm, load_scalar_head
-from rlhf.models.weight_loading import fill_parameters, get_source, has_all_weights, place_in_memory, read_parameters
+from rlhf.models.loading import load_causal_lm, load_scalar_head, place_parameters
+from rlhf.models.weight_loading import (
+    fill_parameters,
+    get_source,
+    has_all_weights,
+    place_in_memory,
+    read_parameters,
+    set_source,
+)
 from tests.families.table import EACH, build
 from tests.helpers import build_tokenizer, llama
 
@@ -282,3 +289,19 @@ def test_vocabulary_is_rounded_up_without_other_changes(tmp_path, multiple, rows
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "after", dtype=torch.float32)
     assert again.config.vocab_size == rows
     torch.testing.assert_close(again(texts).logits, model(texts).logits)
+
+
+def test_parameters_are_placed_with_their_ties_and_notes():
+    """torch refuses `parameter.data = ...` between the CPU and the meta device, as it does for some accelerators."""
+    model = llama(20, tie_word_embeddings=True)
+    norm = model.model.norm.weight
+    norm.requires_grad_(False)
+    source = InMemory(norm.detach())
+    set_source(norm, source)
+    there = model.model.layers[0].mlp.up_proj._parameters["weight"] = torch.nn.Parameter(torch.empty(3, device="meta"))
+    place_parameters(model, torch.device("meta"))
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.model.norm.weight is not norm and get_source(model.model.norm.weight) is source
+    assert not model.model.norm.weight.requires_grad and model.lm_head.weight.requires_grad
+    assert model.model.layers[0].mlp.up_proj.weight is there
