@@ -119,10 +119,13 @@ def environment(run: Mapping[str, Any]) -> dict[str, str]:
             "PT_ENABLE_INT64_SUPPORT": "1",
             # Collectives become part of the graphs; HPU graphs on several cards need it.
             "PT_HPU_ENABLE_LAZY_COLLECTIVES": "true",
+            # Otherwise the bridge keeps every parameter and its gradient until the process ends: after each stage of a
+            # run its models would stay on the card.
+            "PT_HPU_WEIGHT_SHARING": "0",
         }
     logs = Path(os.environ.get("HABANA_LOGS") or DEFAULT_LOGS)
     existing = next(folder for folder in (logs, *logs.absolute().parents) if folder.exists())
-    if not os.access(existing, os.W_OK):
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
         variables["HABANA_LOGS"] = str(Path(tempfile.gettempdir(), f"habana_logs-{os.getuid()}"))
     return variables
 
