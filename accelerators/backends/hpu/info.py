@@ -102,7 +102,7 @@ def probe() -> Probe:
     if importlib.util.find_spec(RUNTIME) is None:
         reason = (
             f"{RUNTIME} (Gaudi's PyTorch bridge) is not installed here; use Intel's container for driver "
-            f"{usable.driver}, the only place that has it"
+            f"{usable.driver}, of release 1.23 or later: nothing else has it"
         )
         return Probe(ok=False, reason=reason, present=usable.source == "hl-smi" or bool(files), **facts)
     reason = f"{usable.source}: driver {usable.driver}"
