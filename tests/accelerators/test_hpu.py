@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 from accelerators import AcceleratorError, CaptureError, ShapePolicy
 from accelerators.backends.hpu import backend
+from accelerators.backends.hpu.info import Cards
 from rlhf.config.schema import SamplingConfig
 from rlhf.generation.decoder import Decoder
 from tests.accelerators import habana
@@ -36,8 +38,35 @@ def test_more_ranks_than_cards_are_an_error(machine):
 
 
 def test_card_in_use_is_an_error_with_cause_and_remedy(machine):
-    with pytest.raises(AcceleratorError, match=r"Device already acquired.*hl-smi shows.*HABANA_VISIBLE_MODULES"):
+    with pytest.raises(
+        AcceleratorError, match=r"Device already acquired.*hl-smi shows who uses it, and one process has"
+    ):
         machine(free=False).bind(0)
+
+
+@pytest.mark.parametrize(
+    ("modules", "wish", "named"),
+    [
+        (("10", "2", "3"), None, "2,3,10"),
+        (("1", "0", "2"), None, None),
+        (("4", "5"), "5", "5"),
+        ((), None, None),
+    ],
+)
+def test_modules_of_a_container_are_named_for_the_bridge(machine, monkeypatch, modules, wish, named):
+    monkeypatch.setenv("HABANA_VISIBLE_MODULES", wish or "")  # restored after the test
+    if wish is None:
+        monkeypatch.delenv("HABANA_VISIBLE_MODULES")
+    hpu = machine()
+    hpu._cards = Cards(max(len(modules), 1), "Gaudi2", habana.DRIVER, "hl-smi", modules)
+    hpu.bind(0)
+    assert os.environ.get("HABANA_VISIBLE_MODULES") == named
+
+
+def test_operators_that_fail_under_another_driver_are_told_by_bind(machine, monkeypatch):
+    monkeypatch.setattr("accelerators.backends.hpu.info.release", lambda: "1.22.1.6")
+    with pytest.raises(AcceleratorError, match=r"runs no operator \(.*release 1.22, and the driver of 1.24: use"):
+        machine().bind(0)  # torch has no device hpu here
 
 
 def test_bridge_that_cannot_be_imported_is_an_error(machine, monkeypatch):

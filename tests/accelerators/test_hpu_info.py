@@ -171,6 +171,23 @@ def test_hiding_every_card_is_a_reason(hl_smi, monkeypatch, visible):
         hpu_info.cards()
 
 
+def test_cards_count_if_this_process_may_open_their_files(hl_smi, driver, bridge, tmp_path, monkeypatch):
+    hl_smi(rows("Gaudi2", 4))
+    driver(*(("GAUDI2", str(module)) for module in (3, 2, 1, 0)))
+    files = [tmp_path / "dev" / "accel" / f"accel{number}" for number in range(4)]  # of modules 3, 2, 1, 0
+    assert hpu_info.cards().count == 4  # an older driver has no such files
+    files[0].parent.mkdir(parents=True)
+    files[0].touch()
+    files[2].touch()
+    assert hpu_info.cards().modules == ("3", "1") and hpu_info.probe().count == 2
+    refused, access = [files[0]], os.access  # root may open anything
+    monkeypatch.setattr(os, "access", lambda path, mode: path not in refused and access(path, mode))
+    assert hpu_info.cards().modules == ("1",)
+    refused.append(files[2])
+    assert hpu_info.probe().reason.startswith(f"this user may not open any of the 4 cards (in {tmp_path}/dev/accel)")
+    assert hpu_info.probe().present and not hpu_info.probe().ok
+
+
 def test_all_modules_is_a_wish_that_the_bridge_cannot_read(hl_smi, monkeypatch):
     monkeypatch.setenv("HABANA_VISIBLE_MODULES", "ALL")
     hl_smi(rows("Gaudi2", 8))
@@ -187,12 +204,17 @@ def test_variables_of_lazy_mode_are_set_in_lazy_mode_alone(monkeypatch, tmp_path
         monkeypatch.setenv("PT_HPU_LAZY_MODE", lazy)
     variables = hpu_info.environment({})
     assert ("PT_ENABLE_INT64_SUPPORT" in variables) == int64 == ("PT_HPU_ENABLE_LAZY_COLLECTIVES" in variables)
+    assert (variables.get("PT_HPU_WEIGHT_SHARING") == "0") == int64
     assert "HABANA_LOGS" not in variables
 
 
 def test_logs_go_where_they_can_be_written(monkeypatch, tmp_path):
     monkeypatch.setenv("HABANA_LOGS", str(tmp_path / "missing" / "logs"))
     monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(tmp_path))
+    assert hpu_info.environment({})["HABANA_LOGS"].startswith(tempfile.gettempdir())
+    monkeypatch.undo()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HABANA_LOGS", str(tmp_path / "file" / "logs"))
     assert hpu_info.environment({})["HABANA_LOGS"].startswith(tempfile.gettempdir())
 
 

@@ -7,6 +7,7 @@ the runtime says which. Its fused AdamW, clipping and attention are offered if t
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, TypeVar
@@ -69,6 +70,7 @@ class HPU(Accelerator):
                 f"hpu: {hpu_info.RUNTIME} cannot be imported ({describe_error(error)}); "
                 f"{remedy}{hpu_info.describe_mismatch(cards.driver)}"
             ) from error
+        self._name_modules(cards)
         try:
             # Under a launcher (LOCAL_RANK, WORLD_SIZE) each rank gets its own module, otherwise any free card. The
             # import does the same, but before a session without a launcher has set these variables.
@@ -77,10 +79,27 @@ class HPU(Accelerator):
         except Exception as error:
             raise AcceleratorError(
                 f"hpu: the card of rank {local_rank} cannot be opened ({describe_error(error)}); "
-                "hl-smi shows who uses it, and one process has a card for itself; if a container has only some of the "
-                f"cards, set {hpu_info.VISIBLE_MODULES} to their module ids{hpu_info.describe_mismatch(cards.driver)}"
+                "hl-smi shows who uses it, and one process has a card for itself"
+                f"{hpu_info.describe_mismatch(cards.driver)}"
             ) from error
+        if mismatch := hpu_info.describe_mismatch(cards.driver):
+            self._try_operator(mismatch)
         return torch.device("hpu")
+
+    @staticmethod
+    def _name_modules(cards: hpu_info.Cards) -> None:
+        """Tell the bridge the modules of this container: without them it opens module N for rank N."""
+        modules = sorted(cards.modules, key=lambda module: module.zfill(4))
+        if modules != [str(rank) for rank in range(len(modules))] and all(module.isdigit() for module in modules):
+            os.environ.setdefault(hpu_info.VISIBLE_MODULES, ",".join(modules))
+
+    @staticmethod
+    def _try_operator(mismatch: str) -> None:
+        """Run an operator: software of another release than the driver opens the card, and fails at the first one."""
+        try:
+            torch.ones(8, 8, device="hpu").sum().item()
+        except Exception as error:
+            raise AcceleratorError(f"hpu: the card runs no operator ({describe_error(error)}){mismatch}") from error
 
     def info(self) -> DeviceInfo:
         """Return the facts of the driver and the release of the software."""

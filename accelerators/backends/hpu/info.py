@@ -81,7 +81,7 @@ def cards() -> Cards:
     """
     tool = shutil.which("hl-smi")
     source, listed = ("hl-smi", _listed_by(tool)) if tool else (str(ACCEL), _listed_by_driver())
-    visible = _visible(listed)
+    visible = _visible(_openable(listed))
     modules = tuple(card.module for card in visible)
     return Cards(len(visible), _model(visible[0].name), visible[0].driver, source, modules)
 
@@ -209,6 +209,23 @@ def _some(listed: list[_Card], reason: str) -> list[_Card]:
         )
         raise AcceleratorError(reason + hint)
     return listed
+
+
+def _openable(listed: list[_Card]) -> list[_Card]:
+    """Return the cards whose files this process may open; all if the driver's folders do not tell whose file is whose.
+
+    hl-smi and the driver's folders list all cards of a machine, and a container may have been given a few of them.
+    """
+    files = {_read(path / "device" / "module_id"): DEV / "accel" / path.name for path in _listed_files()}
+    if not any(file.exists() for file in files.values()):
+        return listed
+    openable = [card for card in listed if card.module not in files or os.access(files[card.module], os.R_OK | os.W_OK)]
+    if not openable:
+        raise AcceleratorError(
+            f"this user may not open any of the {len(listed)} cards (in {DEV / 'accel'}); join the group of these "
+            "files, or start the container with --runtime=habana"
+        )
+    return openable
 
 
 def _visible(listed: list[_Card]) -> list[_Card]:
