@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import GptOssConfig
 
 from accelerators import OPERATIONS, AcceleratorError
 from accelerators.backends.hpu.kernels import FUSED_SDPA
@@ -146,6 +147,30 @@ def test_what_the_fused_attention_lacks_is_refused_not_left_out(machine, feature
     attend = attention(machine().kernels.get("attention"))
     with pytest.raises(AcceleratorError, match=f"it does not support {feature}"):
         attend(SimpleNamespace(), query, query, query, None, **{feature: torch.ones(2)})
+
+
+def test_sinks_are_passed_to_a_fused_attention_that_has_them(machine, monkeypatch):
+    calls = []
+
+    class WithSink:
+        @staticmethod
+        def forward(
+            ctx, q, k, v, mask=None, dropout=0.0, causal=False, scale=None, mode="None", window=(-1, -1), sink=0
+        ):
+            raise AssertionError("an autograd function is applied")
+
+        @staticmethod
+        def apply(*arguments):
+            calls.append(arguments)
+            return arguments[0]
+
+    monkeypatch.setattr(habana, "FusedSDPA", WithSink)
+    query, sinks = torch.randn(1, 2, 6, 8), torch.randn(2)
+    hpu = machine()
+    attention(hpu.kernels.get("attention"))(SimpleNamespace(is_causal=True), query, query, query, None, s_aux=sinks)
+    assert calls[0][7:] == ("None", (-1, -1), sinks)
+    ((best, _), *_) = hpu.kernels.candidates("attention")
+    assert hpu.kernels.refusal(best, GptOssConfig()) == ""
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,7 +22,7 @@ from accelerators.types import KernelImpl, Support
 ATTENTION = "gaudi_fused_sdpa"
 """FusedSDPA's name among transformers' attention implementations."""
 
-_LACKING = ("position_bias", "s_aux", "softcap")
+_LACKING = ("position_bias", "softcap")
 """Features that transformers may pass to an attention implementation and FusedSDPA lacks."""
 
 
@@ -51,8 +52,10 @@ def fused_adamw(accelerator: Accelerator) -> Any:
     class FusedAdamW(fused):
         """Steps one group at a time, with a step count for each parameter as in torch's AdamW.
 
-        ZeRO-3 passes one shard per step and leaves the other groups empty. Gaudi's class fails on an empty group and
-        counts steps by group, so that the bias correction of a group with several shards would be wrong.
+        ZeRO-3 passes one shard per step and leaves the other groups empty. Gaudi's class counts steps by group, so that
+        the bias correction of a group with several shards would be wrong; before release 1.19 it failed on an empty
+        group. It adds eps before the correction, as AdamW of transformers did: the first steps are smaller than torch's
+        for gradients near eps.
         """
 
         param_groups: list[dict[str, Any]]
@@ -124,6 +127,7 @@ FUSED_CLIP_NORM = KernelImpl(
 def fused_sdpa(accelerator: Accelerator) -> str:
     """Register Gaudi's FusedSDPA with transformers and return its name."""
     fused = runtime("hpex.kernels").FusedSDPA
+    lacking, before_sink = find_lacking(), _defaults_before_sink(fused)
 
     def attend(
         module: torch.nn.Module,
@@ -134,12 +138,13 @@ def fused_sdpa(accelerator: Accelerator) -> str:
         dropout: float = 0.0,
         scaling: float | None = None,
         is_causal: bool | None = None,
+        s_aux: torch.Tensor | None = None,
         **features: Any,
     ) -> tuple[torch.Tensor, None]:
         """Attend as transformers calls it.
 
         query [B, H, T, D], key and value [B, G, S, D] (the kernel itself groups the H heads over G), mask
-        [B, 1 or H, T, S] -> [B, T, H, D].
+        [B, 1 or H, T, S], s_aux [H] (logits of a column without a value) -> [B, T, H, D].
         """
         if attention_mask is not None and attention_mask.dtype == torch.bool:
             lowest = torch.finfo(query.dtype).min
@@ -147,10 +152,36 @@ def fused_sdpa(accelerator: Accelerator) -> str:
         if is_causal is None:
             is_causal = getattr(module, "is_causal", True)
         is_causal = is_causal and attention_mask is None and query.shape[2] > 1
-        output = fused.apply(query, key, value, attention_mask, dropout, is_causal, scaling)
+        sink = () if s_aux is None else (*before_sink, s_aux)
+        output = fused.apply(query, key, value, attention_mask, dropout, is_causal, scaling, *sink)
         return output.transpose(1, 2).contiguous(), None
 
-    return portable.register_attention(ATTENTION, attend, _LACKING)
+    return portable.register_attention(ATTENTION, attend, lacking)
+
+
+def find_lacking() -> tuple[str, ...]:
+    """Return the features that the installed FusedSDPA lacks; releases differ in its arguments."""
+    try:
+        has_sink = bool(_defaults_before_sink(runtime("hpex.kernels").FusedSDPA))
+    except Exception:  # the operation's check says why it cannot be imported
+        has_sink = False
+    return _LACKING if has_sink else (*_LACKING, "s_aux")
+
+
+def _defaults_before_sink(fused: Any) -> tuple[Any, ...]:
+    """Return the defaults of the arguments between `scale` and `sink`; empty if there is no `sink`."""
+    try:
+        arguments = inspect.signature(fused.forward).parameters
+    except (AttributeError, ValueError):  # an older one, or one without a signature
+        return ()
+    names = list(arguments)
+    if not {"scale", "sink"} <= arguments.keys():
+        return ()
+    return tuple(arguments[name].default for name in names[names.index("scale") + 1 : names.index("sink")])
+
+
+def _refuses(model: Any) -> str:
+    return portable.missing_features(find_lacking())(model)
 
 
 FUSED_SDPA = KernelImpl(
@@ -159,7 +190,7 @@ FUSED_SDPA = KernelImpl(
     factory=fused_sdpa,
     supported=_importable("hpex.kernels", "FusedSDPA", "attention in one kernel, keys and values grouped as they are"),
     priority=10,
-    refuses=portable.missing_features(_LACKING),
+    refuses=_refuses,
 )
 
 
