@@ -247,6 +247,17 @@ class Accelerator(ABC):
         """Return a `DeepSpeedAccelerator` for a device that DeepSpeed does not know; None if the name is enough."""
         return None
 
+    def deepspeed_defaults(self) -> Mapping[str, Any]:
+        """Return options of DeepSpeed's `zero_optimization` that suit the device better than DeepSpeed's own defaults.
+
+        Those that rlhf or the user sets precede them.
+        """
+        return {}
+
+    def refuse_zero_stage(self, stage: int) -> str:
+        """Return why models cannot be trained at ZeRO `stage` on this device, and what to do; "" if they can."""
+        return ""
+
     def prepare_deepspeed(self) -> DeepSpeedView:
         """Make DeepSpeed use this device; must be called before anything else imports deepspeed.
 

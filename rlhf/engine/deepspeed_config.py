@@ -1,14 +1,15 @@
 """DeepSpeed's configuration of one model: its ZeRO stage, offload, and the user's settings.
 
-Settings of `engine.deepspeed` replace rlhf's defaults (sizes of buffers), but not values that follow from other keys of
-the recipe: top-level keys of that kind are rejected before a run, and those of ZeRO are ignored with a warning.
+Settings of `engine.deepspeed` replace rlhf's defaults (sizes of buffers) and those of the accelerator, but not values
+that follow from other keys of the recipe: top-level keys of that kind are rejected before a run, and those of ZeRO are
+ignored with a warning.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from deepspeed.comm.config import CommsLoggerConfig
@@ -102,6 +103,14 @@ def check_deepspeed_keys(config: Config) -> None:
         )
 
 
+def check_zero_stages(placements: Iterable[ModelPlacement], accelerator: Accelerator) -> None:
+    """Raise `ConfigError` if the accelerator refuses the ZeRO stage of a model."""
+    for placement in placements:
+        if refusal := accelerator.refuse_zero_stage(placement.zero_stage):
+            name, stage = placement.role.name, placement.zero_stage
+            raise ConfigError(f"engine.zero_stage: the {name} model would use ZeRO {stage}, but {refusal}")
+
+
 def check_nvme(config: Config, accelerator: Accelerator) -> None:
     """Raise `ConfigError` if `engine.nvme` is set and DeepSpeed's asynchronous I/O cannot be built."""
     if config.engine.nvme is None:
@@ -155,7 +164,7 @@ def build_deepspeed_config(
 
 
 def _build_zero_section(placement: ModelPlacement, accelerator: Accelerator, trained: int) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": placement.zero_stage}
+    zero: dict[str, Any] = {**accelerator.deepspeed_defaults(), "stage": placement.zero_stage}
     if trained:
         zero["reduce_bucket_size"] = placement.bucket(trained)
     device: dict[str, Any] = {"device": str(accelerator.host_device()), "pin_memory": accelerator.pins_memory()}

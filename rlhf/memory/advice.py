@@ -65,7 +65,7 @@ def resolve_auto(
     if config.engine.offload == "auto":
         alternatives["engine.offload"] = ("none", "optimizer", "all")
     if config.engine.zero_stage == "auto":
-        alternatives["engine.zero_stage"] = (0, 1, 2, 3) if multiple else (0,)
+        alternatives["engine.zero_stage"] = environment.zero_stages if multiple else (0,)
     if config.ppo.generation_weights == "auto":
         alternatives["ppo.generation_weights"] = ("whole", "tensor_parallel", "layerwise") if multiple else ("whole",)
     if config.ppo.reuse_forward and config.ppo.updates == 1:
@@ -200,7 +200,8 @@ def list_changes(
     # After an error, the frozen weights under adapters are quantized instead.
     if ranks > 1 and stage != "auto" and (failed_in is None or (failed_in != "loading" and not trained_adapters)):
         cost = {1: "hardly slower", 2: "hardly slower", 3: "weights are sent around in every pass"}
-        for larger in range(stage + 1 if failed_in is None else max(stage + 1, 3), 4):
+        first = stage + 1 if failed_in is None else max(stage + 1, 3)
+        for larger in (possible for possible in environment.zero_stages if possible >= first):
             yield Change({"engine.zero_stage": larger}, f"{cost[larger]}; the same numbers")
     sharded = ranks > 1 and in_ppo and model_placements(config, "ppo")["actor"].zero_stage == 3
     if failed_in == "generation" and sharded and ppo.generation_weights != "layerwise":
@@ -208,7 +209,7 @@ def list_changes(
     if in_ppo and ppo.ema and not ppo.ema_on_host and can_offload:
         yield Change({"ppo.ema_on_host": True}, "the average is computed on the host; the same numbers")
     if can_offload:
-        yield from _offloads(config, stages, failed_in)
+        yield from _offloads(config, stages, failed_in, environment)
     if failed_in == "generation" and (rows := _smaller_rollout(config, ranks)):
         yield Change({"ppo.batch_size": rows}, "smaller rollouts: other results")
     if failed_in and environment.precision == "fp32" != best_precision:
@@ -276,14 +277,17 @@ def _scope(change: Change) -> str:
     return "run" if any(key.partition(".")[0] in SHARED_SECTIONS for key in fixed) else "stage"
 
 
-def _offloads(config: Config, stages: Sequence[Stage], failed_in: Phase | None) -> Iterator[Change]:
+def _offloads(
+    config: Config, stages: Sequence[Stage], failed_in: Phase | None, environment: Environment
+) -> Iterator[Change]:
     zero_stage = {} if config.engine.zero_stage else {"engine.zero_stage": 1}
     optimizer = Change({"engine.offload": "optimizer"} | zero_stage, "the optimizer steps on the host: slower updates")
     if failed_in is None:
         if config.engine.offload == "none":
             yield optimizer
-            everything = {"engine.offload": "all", "engine.zero_stage": 3}
-            yield Change(everything, "weights come from the host in every pass: slow")
+            if 3 in environment.zero_stages:
+                everything = {"engine.offload": "all", "engine.zero_stage": 3}
+                yield Change(everything, "weights come from the host in every pass: slow")
         return
     for value in ("all", "optimizer", "parameters"):
         changed = apply_settings(config, {"engine.offload": value})

@@ -43,6 +43,7 @@ class Environment:
         reserved: further bytes of a device, which its runtime takes.
         host_limit: bytes of the host that a plan may fill for each rank; None if not known.
         available: bytes of a device that are free now, or in use by this process already; None if not known.
+        zero_stages: the ZeRO stages that the device does not refuse.
     """
 
     ranks: int = 1
@@ -59,6 +60,7 @@ class Environment:
     reserved: int = 0
     host_limit: int | None = None
     available: int | None = None
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3)
 
     @property
     def width(self) -> int:
@@ -151,4 +153,5 @@ def detect_environment(
         available=None
         if memory.available is None
         else memory.allocated + memory.available // (local if unified else 1),
+        zero_stages=tuple(stage for stage in range(4) if not accelerator.refuse_zero_stage(stage)),
     )

@@ -172,6 +172,7 @@ def examine(
         accelerator.kernels.get("adamw_cpu_offload", required=True)
     if any(placement.quantization for placement in placements):
         accelerator.kernels.get("quantized_weights", required=True)
+    deepspeed_config.check_zero_stages(placements, accelerator)
     deepspeed_config.check_deepspeed_keys(config)
     deepspeed_config.check_nvme(config, accelerator)
     accelerator.memory()  # called at the end of a stage; a plugin's method may fail

@@ -319,3 +319,18 @@ def test_deepspeed_uses_its_own_hpu_accelerator(run_python):
 )
 def test_a_lack_of_memory_is_told_in_the_bridges_words(machine, error, lacking):
     assert machine().is_out_of_memory(error) is lacking
+
+
+def test_zero_3_is_refused_in_lazy_mode_alone(machine):
+    hpu = machine(lazy=True)
+    assert [bool(hpu.refuse_zero_stage(stage)) for stage in range(4)] == [False, False, False, True]
+    assert "unset PT_HPU_LAZY_MODE" in hpu.refuse_zero_stage(3)
+    assert machine(lazy=False).refuse_zero_stage(3) == ""
+
+
+def test_options_of_zero_are_those_of_intels_recipes(machine):
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    options = machine().deepspeed_defaults()
+    assert set(options.values()) == {False} and options.keys() <= DeepSpeedZeroConfig.model_fields.keys()
+    assert "contiguous_gradients" in options

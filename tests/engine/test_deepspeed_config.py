@@ -9,7 +9,13 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from rlhf.config.schema import build_config
 from rlhf.engine import deepspeed_config
-from rlhf.engine.deepspeed_config import _RECIPE_KEYS, _ZERO_KEYS, check_deepspeed_keys, check_nvme
+from rlhf.engine.deepspeed_config import (
+    _RECIPE_KEYS,
+    _ZERO_KEYS,
+    check_deepspeed_keys,
+    check_nvme,
+    check_zero_stages,
+)
 from rlhf.errors import ConfigError
 from rlhf.roles.roles import model_placements
 from tests.engine.engines import build, train
@@ -64,6 +70,29 @@ def test_both_names_of_a_zero_setting_replace_the_default(accelerator):
     zero = built(accelerator, 3, deepspeed=own)["zero_optimization"]
     assert (zero["stage3_max_live_parameters"], zero["stage3_max_reuse_distance"]) == (7, 8)
     assert "max_live_parameters" not in zero
+
+
+def test_defaults_of_the_accelerator_are_below_rlhfs_and_the_users(accelerator, monkeypatch):
+    defaults = {"contiguous_gradients": False, "reduce_scatter": False, "stage": 0}
+    monkeypatch.setattr(type(accelerator), "deepspeed_defaults", lambda self: defaults)
+    zero = built(accelerator, 2, deepspeed={"zero_optimization": {"reduce_scatter": True}})["zero_optimization"]
+    assert (zero["contiguous_gradients"], zero["reduce_scatter"], zero["stage"]) == (False, True, 2)
+    assert build(accelerator, 2).engine.zero_contiguous_gradients() is False
+
+
+def test_zero_stage_that_the_accelerator_refuses_is_an_error(accelerator, monkeypatch):
+    def check_stage(zero_stage):
+        check_zero_stages([make_placement(zero_stage)], accelerator)
+
+    check_stage(3)
+
+    def refuse(self, stage):
+        return "it forgets what is sharded; use ZeRO-2" if stage == 3 else ""
+
+    monkeypatch.setattr(type(accelerator), "refuse_zero_stage", refuse)
+    check_stage(2)
+    with pytest.raises(ConfigError, match=r"^engine.zero_stage: the sft model would use ZeRO 3, but it forgets what"):
+        check_stage(3)
 
 
 def test_host_gathers_no_weights_ahead_unless_set(accelerator, monkeypatch):

@@ -15,7 +15,7 @@ from accelerators.backends.hpu.backend import HPU
 from rlhf.config.schema import Stage, build_config
 from rlhf.data.toy_world import build_world_tokenizer
 from rlhf.generation.decode_state import plan_windows
-from rlhf.memory.advice import advise, find_changes, list_changes, plan_stages
+from rlhf.memory.advice import advise, find_changes, list_changes, plan_stages, resolve_auto
 from rlhf.memory.duration import count_operations
 from rlhf.memory.environment import Environment, describe_environment, detect_environment
 from rlhf.memory.stage import Rows, _update, build_models, count_recordings
@@ -406,3 +406,13 @@ def test_parts_next_to_adapters_have_masters_and_moments() -> None:
         return sum(item.size for item in items if item.kind in ("masters", "moments"))
 
     assert states(["embeddings"]) - states([]) == (4 + 8) * 2 * 32000 * 4096
+
+
+def test_plan_proposes_no_zero_stage_that_the_device_refuses() -> None:
+    config = build_config({"model": {"path": "llama-2-7b"}, "engine": {"zero_stage": "auto"}})
+    one = build_config({"model": {"path": "llama-2-7b"}, "engine": {"zero_stage": 1}})
+    for zero_stages, last in (((0, 1, 2, 3), 3), ((0, 1, 2), 2)):
+        full = Environment(2, "bf16", device_limit=0, zero_stages=zero_stages)
+        assert resolve_auto(config, ["sft"], full).engine.zero_stage == last
+        proposed = [change.settings.get("engine.zero_stage", 0) for change in list_changes(one, ["sft"], full)]
+        assert max(proposed) == last

@@ -230,6 +230,20 @@ class HPU(Accelerator):
         """Return Habana's collective library."""
         return "hccl"
 
+    def deepspeed_defaults(self) -> Mapping[str, Any]:
+        """Return the options of Intel's own recipes: nobody tests others over hccl.
+
+        The last one would replace torch's linear layers by functions that the graph compiler cannot fuse.
+        """
+        names = ("overlap_comm", "contiguous_gradients", "reduce_scatter", "memory_efficient_linear")
+        return dict.fromkeys(names, False)
+
+    def refuse_zero_stage(self, stage: int) -> str:
+        """Refuse ZeRO-3 in lazy mode: DeepSpeed exchanges `parameter.data`, in which the bridge crashes at random."""
+        if stage < 3 or not self.is_lazy():
+            return ""
+        return "Gaudi's lazy mode crashes at ZeRO-3; unset PT_HPU_LAZY_MODE for eager mode, or set it to 2"
+
 
 def hpu_graphs(accelerator: Any) -> Callable[[Function, str], Any]:
     """Return a recorder for lazy mode."""
