@@ -214,7 +214,8 @@ class DecodeState:
     def _draw(self, logits: Tensor) -> None:
         rows, options = self.rows, self.options
         finished = self.finished[:rows]
-        uniform = self.uniform[:rows].index_select(1, self.draw_column).squeeze(1)
+        # Not `index_select`, which an accelerator may record wrongly.
+        uniform = self.uniform[:rows].gather(1, self.draw_column.expand(rows, 1)).squeeze(1)
         drawn = torch.where(finished, options.pad_id, sample(logits, uniform, options.sampling))
         drawn = options.rank_group.synchronize(drawn).unsqueeze(1)
         self.ids[:rows].index_copy_(1, self.draw_column, drawn)
@@ -260,7 +261,8 @@ def sample(logits: Tensor, uniform: Tensor, config: SamplingConfig) -> Tensor:
     # The smallest set that reaches top_p: tokens whose predecessors do not reach it. The first is always in the set.
     probabilities = torch.where(before < config.top_p, probabilities, 0.0)
     drawn, _ = _invert(probabilities, uniform * probabilities.sum(-1, keepdim=True))
-    return order.gather(-1, drawn).squeeze(-1)
+    # As int32: not every accelerator can gather int64.
+    return order.int().gather(-1, drawn).squeeze(-1).long()
 
 
 def _invert_in_chunks(probabilities: Tensor, uniform: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ def token_log_probs_and_entropy(logits: Tensor, labels: Tensor, temperature: flo
 def ends_with(ids: Tensor, mask: Tensor, ends: Tensor) -> Tensor:
     """Return 1 for each row whose last token in `mask` [B, A] is one of `ends` [N]: `ids` [B, A] -> [B] float32."""
     last = (torch.arange(mask.shape[1], device=mask.device) * mask).argmax(-1, keepdim=True)
-    return ((ids.gather(-1, last) == ends).any(-1) & mask.bool().any(-1)).float()
+    return ((ids.int().gather(-1, last) == ends).any(-1) & mask.bool().any(-1)).float()
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:

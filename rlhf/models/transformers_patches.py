@@ -112,4 +112,6 @@ class GPTNeoLocalAttention:
     def set_token(self, column: Tensor, keys: int) -> None:
         """Set the masks for `column` [1] among `keys` as the next token, without reading it on the host."""
         for mask, table in zip(self._masks, self._tables):
-            mask[:, :, keys - 1 : keys].copy_(table.index_select(2, column)[..., : mask.shape[-1]])
+            width = mask.shape[-1]
+            row = table[..., :width].gather(2, column.view(1, 1, 1, 1).expand(1, 1, 1, width))
+            mask[:, :, keys - 1 : keys].copy_(row)
