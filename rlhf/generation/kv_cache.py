@@ -73,8 +73,10 @@ class WindowedStaticLayer(StaticLayer):
         """Write the current tokens' keys and values, and return those of all visible columns."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.keys.index_copy_(2, self._window.current_columns, key_states)
-        self.values.index_copy_(2, self._window.current_columns, value_states)
+        for buffer, states in zip(self._buffers, (key_states, value_states)):
+            # Into the buffer: in a slice, accelerators that run lazily would copy all of it.
+            rows = buffer if self._window.rows in (None, len(buffer)) else buffer[: self._window.rows]
+            rows.index_copy_(2, self._window.current_columns, states)
         if key_states.shape[2] == self._window.columns:
             return key_states, value_states  # equal, and contiguous
         return self.keys, self.values
@@ -162,8 +164,9 @@ class WindowedStaticCache(StaticCache):
         values = [value for layer in self.layers for value in vars(layer).values()]
         for states in [value for value in values if isinstance(value, dict)]:  # of layers with linear attention
             values += states.values()
-        storages = [value.untyped_storage() for value in values if isinstance(value, Tensor)]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        # Not their storages: an accelerator that runs lazily may not have allocated them.
+        bases = [value if value._base is None else value._base for value in values if isinstance(value, Tensor)]
+        return sum({id(base): base.nbytes for base in bases}.values())
 
     def _windowed_layers(self) -> list[WindowedStaticLayer]:
         return [layer for layer in self.layers if isinstance(layer, WindowedStaticLayer)]
