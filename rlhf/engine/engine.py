@@ -326,6 +326,20 @@ def freeze_model(
     return cast(nn.Module, frozen)
 
 
+def recompute_in_parts(accelerator: Accelerator) -> dict[str, Any]:
+    """Return options of `torch.utils.checkpoint` by which the backward pass of each layer begins after a step boundary.
+
+    In one graph, an accelerator that runs lazily would keep what checkpointing saves. Empty for others.
+    """
+
+    @contextlib.contextmanager
+    def after_boundary() -> Iterator[None]:
+        accelerator.step_boundary("recompute")
+        yield
+
+    return {"context_fn": lambda: (contextlib.nullcontext(), after_boundary())} if accelerator.is_lazy() else {}
+
+
 def fuse_layers(model: nn.Module, accelerator: Accelerator) -> None:
     """Replace layers by the device's fused forms, if it has any (operation `fused_layers`)."""
     if fuse := accelerator.kernels.get("fused_layers"):

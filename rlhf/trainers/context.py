@@ -13,7 +13,7 @@ from torch import nn
 from rlhf.config.schema import Config, OptimizerConfig, TrainingConfig
 from rlhf.data.batches import Batches
 from rlhf.engine import distributed
-from rlhf.engine.engine import TrainingEngine, freeze_model
+from rlhf.engine.engine import TrainingEngine, freeze_model, recompute_in_parts
 from rlhf.errors import ConfigError
 from rlhf.models.dropout import set_dropout
 from rlhf.models.forward import ScalarHead
@@ -148,7 +148,8 @@ class StageContext:
         if placement.dropout is not None:
             set_dropout(model, placement.dropout)
         if placement.gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            options = {"use_reentrant": False, **recompute_in_parts(self.accelerator)}
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
         if lora.rank:
             add_adapters(model, lora, seed=self.config.seed)
             if self.directory.name == "ppo" and lora.share_base is not False and placement.zero_stage < 3:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from deepspeed import get_accelerator
 
-from rlhf.engine.engine import freeze_model
+from rlhf.engine.engine import freeze_model, recompute_in_parts
 from rlhf.models.forward import completion_log_probs
 from tests.engine.engines import COMPLETION, IDS, ROWS, build, loss, masters, train, weights_of
 from tests.helpers import assert_close_weights, llama
@@ -159,3 +159,18 @@ def test_frozen_model_scores_and_keeps_no_gradients(accelerator, zero_stage):
     with torch.no_grad():
         torch.testing.assert_close(frozen(input_ids=IDS).logits, llama(60)(input_ids=IDS).logits)
     assert not any(p.requires_grad for p in frozen.parameters())
+
+
+def test_layers_are_computed_again_after_a_boundary_if_operators_wait(accelerator, monkeypatch):
+    tags, gradients = [], []
+    assert recompute_in_parts(accelerator) == {}
+    monkeypatch.setattr(type(accelerator), "step_boundary", lambda self, tag: tags.append(tag))
+    for lazy in (False, True):
+        monkeypatch.setattr(type(accelerator), "is_lazy", lambda self, lazy=lazy: lazy)
+        model = llama(60).train()
+        options = {"use_reentrant": False, **recompute_in_parts(accelerator)}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        loss(model, IDS)[0].backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        assert tags == ["recompute"] * model.config.num_hidden_layers * lazy
+    assert all(torch.equal(*pair) for pair in zip(*gradients))
