@@ -11,12 +11,16 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from importlib import metadata
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from accelerators import AcceleratorError
+from accelerators.backends.hpu import info as hpu_info
+from gaudi_sim import node
 
 _HERE = Path(__file__).parent
 
@@ -38,6 +42,26 @@ class Finder:
             return None
         source = _SHIM / "__init__.py"
         return importlib.util.spec_from_file_location(name, source, submodule_search_locations=[str(_SHIM)])
+
+    @staticmethod
+    def find_distributions(context: metadata.DistributionFinder.Context) -> Iterator[metadata.Distribution]:
+        """Yield the bridge's distribution, if the driver has a version to compare with."""
+        if context.name == hpu_info.BRIDGE and os.environ.get(node.DRIVER_VARIABLE):
+            yield _Bridge()
+
+
+class _Bridge(metadata.Distribution):
+    """The distribution of the simulated bridge."""
+
+    def read_text(self, filename: str) -> str | None:
+        """Return its metadata."""
+        if filename != "METADATA":
+            return None
+        return f"Metadata-Version: 2.1\nName: {hpu_info.BRIDGE}\nVersion: {node.RELEASE}\n"
+
+    def locate_file(self, path: Any) -> Path:
+        """Return where a file of it would be."""
+        return Path(_SHIM, path)
 
 
 def is_wanted() -> bool:
@@ -73,6 +97,7 @@ def install() -> None:
         )
     sys.meta_path.insert(0, Finder)
     os.environ[VARIABLE] = "1"
+    node.lay_out()
     path = os.environ.get("PATH", os.defpath).split(os.pathsep)
     os.environ["PATH"] = os.pathsep.join([str(_BIN), *(folder for folder in path if folder != str(_BIN))])
 

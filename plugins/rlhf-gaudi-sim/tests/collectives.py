@@ -41,6 +41,14 @@ def all_reduce(op: Any = dist.ReduceOp.SUM, dtype: torch.dtype = torch.float32) 
     return tensor
 
 
+def refusal_of(collective: Callable[[], Any]) -> str:
+    try:
+        collective()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def all_reduce_of_a_view() -> Any:
     whole = mine(6)
     dist.all_reduce(whole[2:4])
@@ -197,7 +205,7 @@ def tensor_of_the_host() -> Any:
 COLLECTIVES: dict[str, Callable[[], Any]] = {
     "all_reduce": all_reduce,
     "all_reduce of bf16": lambda: all_reduce(dtype=torch.bfloat16),
-    "all_reduce, mean": lambda: all_reduce(dist.ReduceOp.AVG),
+    "all_reduce, mean": lambda: refusal_of(lambda: all_reduce(dist.ReduceOp.AVG)),
     "all_reduce, maximum": lambda: all_reduce(dist.ReduceOp.MAX),
     "all_reduce of a view": all_reduce_of_a_view,
     "all_reduce, asynchronous": all_reduce_async,
@@ -212,7 +220,7 @@ COLLECTIVES: dict[str, Callable[[], Any]] = {
     "reduce": reduce,
     "reduce_scatter": reduce_scatter,
     "reduce_scatter_tensor": reduce_scatter_tensor,
-    "reduce_scatter_tensor, mean": lambda: reduce_scatter_tensor(dist.ReduceOp.AVG),
+    "reduce_scatter_tensor, mean": lambda: refusal_of(lambda: reduce_scatter_tensor(dist.ReduceOp.AVG)),
     "reduce_scatter_tensor, coalesced": lambda: coalesced_scatters(None),
     "reduce_scatter_tensor, coalesced by the backend": lambda: coalesced_scatters(HPU),
     "gather": gather,

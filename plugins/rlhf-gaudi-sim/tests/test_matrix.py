@@ -41,7 +41,7 @@ def counted(name, method):
 def watch(recipe):
     counts.clear()
     load().reset()  # no graph is known from the run before
-    strict = recipe["engine.zero_stage"] < 3 and recipe["engine.offload"] == "none"
+    strict = recipe["engine.offload"] == "none"
     os.environ["RLHF_GAUDI_SIM_STRICT"] = str(int(strict))
     return lambda: {{"counts": dict(counts), "report": gaudi_sim.report()}}
 
@@ -55,7 +55,8 @@ from rlhf.launchers import local
 outcome = local.spawn_ranks(2, [sys.executable, "-c", sys.argv[1]])
 sys.exit(outcome.report() if outcome else 0)
 """
-EACH = [replace(point, precision="bf16") for point in POINTS if point.precision == "fp32"]
+# The recordings are those of lazy mode, which refuses ZeRO 3.
+EACH = [replace(point, precision="bf16") for point in POINTS if point.precision == "fp32" and point.zero_stage < 3]
 OFTEN = Point(2, recorded=True, offloaded=True, lora=False, precision="bf16")  # DeepSpeed-Chat leaves it out
 
 LOSSES = ("policy_loss", "value_loss", "reward", "kl", "entropy", "response_length")
@@ -122,13 +123,12 @@ class TestPoint:
         counts = outcome["counts"]
         if point.recorded:
             tried = 1  # the backend finds out first whether operators run while they are recorded
-            assert counts["recorded"] - tried == (STEPS if point.zero_stage == 3 else 1)
+            assert counts["recorded"] - tried == 1
             assert counts["replayed"] > STEPS
         else:
             assert counts == {}
         run = proof.Run(folder, outcome["report"])
-        # At ZeRO 3, DeepSpeed reads values on the host in two steps: the third is the first whole graph.
-        proof.assert_nothing_compiled_late(run, "ppo", warm_up=3 if point.zero_stage == 3 else 2)
+        proof.assert_nothing_compiled_late(run, "ppo")
         proof.assert_no_mixed_devices(run)
 
     def test_plain_transformers_makes_the_same_of_what_it_leaves(self, runs: Path, point: Point) -> None:

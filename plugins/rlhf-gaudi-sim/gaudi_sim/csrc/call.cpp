@@ -109,6 +109,10 @@ bool Call::has_float64() const {
   });
 }
 
+bool Call::is_of_int64() const {
+  return !pairs_.empty() && pairs_.front().first.scalar_type() == at::kLong;
+}
+
 at::Tensor Call::twin(const at::Tensor& tensor) {
   add(tensor);
   for (const auto& [device, host] : pairs_) {

@@ -43,6 +43,9 @@ class Call {
 
   bool has_float64() const;
 
+  // Whether the first operand on the device is of int64.
+  bool is_of_int64() const;
+
  private:
   at::Tensor twin(const at::Tensor& tensor);
   const at::Tensor& keep(const at::Tensor& tensor);

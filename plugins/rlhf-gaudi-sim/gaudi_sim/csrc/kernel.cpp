@@ -7,6 +7,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <sstream>
 #include <unordered_set>
 
@@ -52,6 +53,22 @@ const std::unordered_set<std::string>& operators_of_numbers() {
 const std::unordered_set<std::string>& metadata_operators() {
   static const std::unordered_set<std::string> names{
       "set_", "resize_", "resize_as_", "as_strided_", "_resize_output_", "is_set_to"};
+  return names;
+}
+
+// Operators without a kernel for int64 values, from RLHF_GAUDI_SIM_NO_INT64 ("relu,topk"). No document lists those of a
+// real bridge. Users have met relu (FAIL F43 of krisDlittleGiant/Self-Play-Reinforcement-learning, on a Gaudi2), and
+// transformers replaces gather for these values ("Graph compile failed with synStatus 26", utils/import_utils.py).
+const std::unordered_set<std::string>& operators_without_int64() {
+  static const auto names = [] {
+    const char* wish = std::getenv("RLHF_GAUDI_SIM_NO_INT64");
+    std::istringstream text(wish == nullptr ? "gather,relu" : wish);
+    std::unordered_set<std::string> result;
+    for (std::string name; std::getline(text, name, ',');) {
+      result.insert(name);
+    }
+    return result;
+  }();
   return names;
 }
 
@@ -119,7 +136,13 @@ Form form_of(const Kernel& kernel, const Stack& stack) {
   return {kernel.name, text.str()};
 }
 
+std::string error_of_operators;
+
 }  // namespace
+
+void refuse_operators(const std::string& error) {
+  error_of_operators = error;
+}
 
 Kernel::Kernel(const c10::OperatorHandle& op, const c10::OperatorHandle& host, void (*arrange)(Stack&))
     : op(op), host(host), arrange(arrange) {
@@ -144,6 +167,8 @@ Kernel::Kernel(const c10::OperatorHandle& op, const c10::OperatorHandle& host, v
   if (base.back() == '_' && base[0] != '_') {
     base.pop_back();  // in place
   }
+  lacks_int64 = operators_without_int64().count(base) != 0;
+  warns = base == "index_select";
   const bool takes_numbers = operators_of_numbers().count(base) != 0;
   for (const auto& argument : schema.arguments()) {
     const auto type = argument.type()->cast<c10::OptionalType>();
@@ -168,6 +193,7 @@ void Kernel::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, Stack* 
   const bool sends = copies && !on_device((*stack)[first].toTensor());
   const bool fetches = copies && !on_device((*stack)[first + 1].toTensor());
   const bool computes_now = computes && !sends && !fetches;
+  TORCH_CHECK(error_of_operators.empty() || !computes_now, error_of_operators);
   Signature signature(hash);
   Call call(computes_now ? &signature : nullptr);
   for (size_t i = 0; i < arguments; ++i) {
@@ -178,6 +204,14 @@ void Kernel::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, Stack* 
   if (reads_now && is_recording()) {
     refuse(*this, "reads values of the device on the host inside a recording", "read them before or after it");
   }
+  // The bridge's cpu_fallback.cpp: it copies the operands to the host and the results back.
+  const bool falls_back = lacks_int64 && call.is_of_int64();
+  TORCH_CHECK(
+      !(falls_back && is_recording()),
+      line_text(current_line()), ": ", name, " of int64: cpu fallback is not supported during hpu graph capturing");
+  if (warns && is_recording()) {
+    TORCH_WARN("operations used in HPU graphs might result in accuracy issues : index_select");
+  }
   if (call.mixed() && !copies) {
     count_mixed();
     if (is_strict()) {
@@ -187,10 +221,13 @@ void Kernel::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, Stack* 
   if (is_strict() && reads_now) {
     refuse(*this, "reads values of the device on the host inside a step", "keep them in tensors until the step ends");
   }
+  if (is_strict() && falls_back) {
+    refuse(*this, "has no kernel for int64 and runs on the host inside a step", "use another dtype or operator");
+  }
   if (is_strict() && computes_now && call.has_float64()) {
     refuse(*this, "computes in float64, which a Gaudi has not", "use float32");
   }
-  if (computes_now) {
+  if (computes_now && !falls_back) {
     add_operator(signature, [&] { return form_of(*this, *stack); });
   }
 
@@ -207,7 +244,7 @@ void Kernel::operator()(const c10::OperatorHandle&, c10::DispatchKeySet, Stack* 
   for (size_t i = stack->size() - results; i < stack->size(); ++i) {
     (*stack)[i] = call.to_device(std::move((*stack)[i]));
   }
-  if (reads_now && (is_in_step() || operators_wait())) {
+  if ((reads_now || falls_back) && (is_in_step() || operators_wait())) {
     host_read(name, current_line());
   }
 }

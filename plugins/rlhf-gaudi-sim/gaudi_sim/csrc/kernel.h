@@ -36,6 +36,11 @@ struct Kernel final : c10::OperatorKernel {
   bool indexes;             // reads where an index is a mask
   bool repeats;             // reads where the size of the result is not given
   bool draws_from_default;  // random numbers, and takes no generator
+  bool lacks_int64;         // falls back to the host for such tensors
+  bool warns;               // inside a recording
 };
+
+// From now on every operator that computes fails with this error, as on a card whose software does not fit its driver.
+void refuse_operators(const std::string& error);
 
 }  // namespace gaudi_sim

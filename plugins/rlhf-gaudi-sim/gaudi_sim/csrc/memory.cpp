@@ -3,13 +3,20 @@
 #include <c10/core/CPUAllocator.h>
 
 #include <atomic>
+#include <cstdlib>
+#include <string>
 
 #include "device.h"
 
 namespace gaudi_sim {
 namespace {
 
-constexpr int64_t kTotal = int64_t{96} << 30;  // a Gaudi2's
+// RLHF_GAUDI_SIM_MEMORY, in GiB; a Gaudi2's by default.
+const int64_t kTotal = [] {
+  const char* wish = std::getenv("RLHF_GAUDI_SIM_MEMORY");
+  const double gibibytes = wish == nullptr ? 0 : std::atof(wish);
+  return static_cast<int64_t>((gibibytes > 0 ? gibibytes : 96) * (int64_t{1} << 30));
+}();
 std::atomic<int64_t> in_use{0};
 std::atomic<int64_t> peak{0};
 
@@ -18,6 +25,15 @@ void count_bytes(int64_t bytes) {
   int64_t most = peak;
   while (now > most && !peak.compare_exchange_weak(most, now)) {
   }
+}
+
+// The error of the bridge's allocator (its PT_DEVMEM module), as users' logs have it.
+void check_room(int64_t bytes) {
+  const char* rank = std::getenv("RANK");
+  TORCH_CHECK(
+      in_use + bytes <= kTotal,
+      "[Rank:", rank == nullptr ? "0" : rank, "] FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::", bytes,
+      " (", bytes >> 20, ")MB");
 }
 
 void release_block(void* context) {
@@ -35,9 +51,7 @@ c10::DataPtr data_over(const c10::Storage& host) {
 
 struct DeviceAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
-    TORCH_CHECK(
-        in_use + static_cast<int64_t>(bytes) <= kTotal,
-        "out of memory on the simulated Gaudi: ", bytes, " bytes wanted, ", kTotal - in_use, " of ", kTotal, " free");
+    check_room(static_cast<int64_t>(bytes));
     return data_over(c10::make_intrusive<c10::StorageImpl>(
         c10::StorageImpl::use_byte_size_t(), static_cast<int64_t>(bytes), c10::GetCPUAllocator(), true));
   }
@@ -77,6 +91,7 @@ Block& block_of(c10::StorageImpl* storage) {
 }
 
 c10::Storage device_storage(const c10::Storage& host) {
+  check_room(static_cast<int64_t>(host.nbytes()));
   return c10::Storage(c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(),
       static_cast<int64_t>(host.nbytes()),

@@ -9,9 +9,11 @@
 #include "accounting.h"
 #include "autocast.h"
 #include "device.h"
+#include "kernel.h"
 #include "lines.h"
 #include "operators.h"
 #include "recording.h"
+#include "set_data.h"
 
 namespace py = pybind11;
 
@@ -69,6 +71,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   m.def("to_cpu", [](const at::Tensor& tensor) { return on_device(tensor) ? host_tensor(tensor) : tensor; });
   m.def("from_cpu", [](const at::Tensor& tensor) { return on_device(tensor) ? tensor : device_tensor(tensor); });
+  m.def("refuse_set_data", &refuse_set_data);
+  m.def("refuse_operators", &refuse_operators, py::arg("error"));
   m.def("default_generator", [] { return default_generator(); });
 
   m.def("drain_autograd", &drain_autograd, Released());

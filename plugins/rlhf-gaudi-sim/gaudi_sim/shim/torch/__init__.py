@@ -7,10 +7,12 @@ import torch
 
 from accelerators import AcceleratorError
 from accelerators.backends.cpu import info as cpu_info
-from gaudi_sim import accounting
+from gaudi_sim import accounting, node
 from gaudi_sim.activation import NAME
+from gaudi_sim.behaviours import is_simulated
 from gaudi_sim.build import load
 
+node.check_logs()
 accounting.open_accounts(load())
 if torch.accelerator.current_accelerator() is None:
     raise AcceleratorError(
@@ -25,9 +27,12 @@ _ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 if _ranks > 1 and not os.environ.get("OMP_NUM_THREADS"):  # the cards of one machine share its cores
     torch.set_num_threads(max(1, cpu_info.cores() // _ranks))
 
-from . import core, hpu  # noqa: E402 (they need the device)
+from . import core, hpu, overwrites  # noqa: E402 (they need the device)
 
 torch._register_device_module("hpu", hpu)
+if is_simulated("set_data"):
+    load().refuse_set_data()
+overwrites.install()
 if not accounting.is_lazy():
     from . import compiler  # noqa: F401 (registers itself with torch.compile)
 

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
+from gaudi_sim import node
+from gaudi_sim.behaviours import is_simulated
 from gaudi_sim.build import load
 
 _device = load()
@@ -47,6 +49,7 @@ _COLLECTIVES = (
 
 def initialize_distributed_hpu() -> tuple[int, int, int]:
     """World size, rank and local rank, as the launcher set them."""
+    node.named_modules()  # numbers, or a ValueError
     world_size, rank, local_rank = (int(os.environ.get(name, default)) for name, default in _ENVIRONMENT.items())
     return world_size, rank, local_rank
 
@@ -134,10 +137,19 @@ def _on_cpu(collective: str, tensor: torch.Tensor) -> torch.Tensor:
     return on_cpu
 
 
+def _averages(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a call asks for AVG, in its options or as an argument of its own."""
+    average = dist.ReduceOp.AVG
+    values = [getattr(value, "reduceOp", value) for value in (*args, *kwargs.values())]
+    return any(value == average for value in values if isinstance(value, (dist.ReduceOp, type(average))))
+
+
 def _forwarded(name: str) -> Callable[..., dist.Work]:
     """Return a method that runs gloo's on the same memory, so that nothing needs to be copied back."""
 
     def collective(self: ProcessGroup, *args: Any, **kwargs: Any) -> dist.Work:
+        if _averages(args, kwargs) and is_simulated("average"):
+            raise RuntimeError(f"hccl: {name} has no AVG; divide the sum")
         call = functools.partial(_on_cpu, name)
         cpu_args, cpu_kwargs = pytree.tree_map_only(torch.Tensor, call, (args, kwargs))
         results = [leaf for leaf in pytree.tree_leaves(args[0]) if isinstance(leaf, torch.Tensor)]

@@ -1,4 +1,7 @@
-"""FusedAdamW. As Gaudi's own, it counts steps by group and fails for a group in which nothing has a gradient."""
+"""FusedAdamW. As Gaudi's own, it counts steps by group, and omits a group in which nothing has a gradient.
+
+The step is that of gaudi-pytorch-bridge 1.19, hpex/optimizers/FusedAdamW.py.
+"""
 
 import math
 from collections.abc import Callable, Iterable
@@ -30,12 +33,13 @@ class FusedAdamW(torch.optim.Optimizer):
         """Update the parameters."""
         loss = closure() if closure else None
         for group in self.param_groups:
-            _step([parameter for parameter in group["params"] if parameter.grad is not None], group, self.state)
+            if parameters := [parameter for parameter in group["params"] if parameter.grad is not None]:
+                _step(parameters, group, self.state)
         return loss
 
 
 def _step(parameters: list[torch.Tensor], group: dict[str, Any], states: dict[torch.Tensor, Any]) -> None:
-    device = parameters[0].device  # an IndexError where there is none
+    device = parameters[0].device
     first, second = group["betas"]
     group["step"] = group.get("step", 0) + 1
     correction = 1.0

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from gaudi_sim import accounting
+from gaudi_sim import accounting, node
+from gaudi_sim.build import load
 
 from . import metrics, random
 from .memory import (
@@ -74,7 +75,10 @@ if accounting.is_lazy():
 
 
 def init() -> None:
-    """Open the card; importing the bridge has done all there is to do."""
+    """Open the card."""
+    node.acquire_card()
+    if error := node.error_of_operators():
+        load().refuse_operators(error)
 
 
 def is_initialized() -> bool:
