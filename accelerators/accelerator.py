@@ -8,6 +8,7 @@ eagerly: its backend implements `bind`, `info` and `precision`, and overrides me
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import random
 from abc import ABC, abstractmethod
@@ -26,6 +27,8 @@ from accelerators.types import DeepSpeedView, DeviceInfo, KernelImpl, Memory, Pr
 Batch = TypeVar("Batch")
 Function = TypeVar("Function", bound=Callable[..., Any])
 Bind = Callable[["Accelerator", int], torch.device]
+
+logger = logging.getLogger(__name__)
 
 
 class Accelerator(ABC):
@@ -136,6 +139,20 @@ class Accelerator(ABC):
     def compilations(self) -> int | None:
         """Return the number of graphs compiled so far in this process; None if nothing is compiled or counted."""
         return None
+
+    def report_fallback(self, part: str, message: str) -> None:
+        """Log that a part of the run will not be captured or compiled as chosen, once for each `part`.
+
+        Nothing falls back silently: `metrics.jsonl` has the number of these parts as `fallbacks`.
+        """
+        if part not in self.fallbacks:
+            self.fallbacks.append(part)
+            logger.warning("%s", message)
+
+    @functools.cached_property
+    def fallbacks(self) -> list[str]:
+        """The parts that were passed to `report_fallback`."""
+        return []
 
     # precision
 

@@ -104,9 +104,9 @@ class Decoder:
         except CaptureError as refusal:
             # A backend without capture loses nothing. The cause is for authors of backends, not for users.
             if self.accelerator.kernels.capabilities()["graph_capture"].ok:
-                logger.warning(
-                    "generation is slower than possible: the steps of this architecture cannot be captured, those of "
-                    "others can (--debug shows the reason)"
+                self.accelerator.report_fallback(
+                    "generation",
+                    "generation is slower than possible: its steps are not captured (--debug shows the reason)",
                 )
             logger.debug("generation is not captured: %s", refusal)
             self._capture = None

@@ -96,7 +96,7 @@ class Recorder(AbstractContextManager["Recorder"]):
 
 _SPEED = re.compile(
     r".*(seconds|_per_second|tflops)|(generation|scoring|training|other|padding|peak)_share|peak_memory|compilations"
-    r"|tokens|pairs"
+    r"|fallbacks|tokens|pairs"
 )
 _OPTIMIZER = re.compile(
     r".*(learning_rate|grad_norm|loss_scale)|skipped_steps|updates|kl_coef|(policy|value|kl|ptx)_loss|approx_kl"

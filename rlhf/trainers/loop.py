@@ -162,6 +162,7 @@ def measure_step(trainer: Trainer, context: StageContext, index: int) -> Iterato
     compilations = context.accelerator.compilations()
     if compilations is not None:
         metrics["compilations"] = float(compilations)
+        metrics["fallbacks"] = float(len(context.accelerator.fallbacks))
     if context.precision.loss_scaling:
         metrics |= {f"{name}_loss_scale": engine.loss_scale() for name, engine in engines.items()}
         metrics["skipped_steps"] = float(_skipped_steps(trainer) - skipped_before)

@@ -12,10 +12,7 @@ import torch
 from accelerators import AcceleratorError, CaptureError, ShapePolicy
 from accelerators.backends.hpu import backend
 from accelerators.backends.hpu.info import Cards
-from rlhf.config.schema import SamplingConfig
-from rlhf.generation.decoder import Decoder
 from tests.accelerators import habana
-from tests.helpers import llama
 
 MODES = {"lazy": True, "eager": False}
 
@@ -180,42 +177,6 @@ def test_bridge_without_a_compiler_records_nothing(machine, monkeypatch):
     monkeypatch.setattr(torch.compiler, "list_backends", lambda exclude_tags: ["inductor"])
     assert "has not registered hpu_backend" in hpu.kernels.capabilities()["graph_capture"].reason
     assert hpu.capture(torch.neg, key="step")(torch.ones(1)) == -1
-
-
-def test_eager_mode_compiles_a_step_for_fixed_shapes(machine):
-    captured = machine().capture(lambda x: x * 2 + 1, key="step")
-    before = len(habana.COMPILED)
-    for _ in range(3):
-        assert torch.equal(captured(torch.ones(3)), torch.full((3,), 3.0))
-    captured(torch.ones(5))
-    three, five = habana.COMPILED[before:]
-    assert (three.shape, three.runs) == ((3,), 2)  # the first call runs as written, under the check
-    assert (five.shape, five.runs) == ((5,), 1)
-
-
-def test_every_window_of_every_rollout_shape_is_compiled_once(machine, accelerator, monkeypatch):
-    monkeypatch.setattr(accelerator, "capture", machine().capture)
-    model, shapes = llama(60).eval(), ShapePolicy("static")
-    decoder = Decoder(accelerator, eos_ids=[], pad_id=0, max_new_tokens=70, shapes=shapes)  # three windows
-
-    def compiled(rows):
-        before = len(habana.COMPILED)
-        ids = torch.randint(2, 60, (rows, 8))
-        decoder.generate(model, ids, torch.ones_like(ids), SamplingConfig(temperature=0))
-        return len(habana.COMPILED) - before
-
-    assert [compiled(rows) for rows in (4, 6, 3, 5, 4, 6)] == [3, 3, 3, 3, 0, 0]
-
-
-def test_too_many_compiled_shapes_are_an_error_instead_of_slow_steps(machine, monkeypatch):
-    hpu = machine()
-    monkeypatch.setattr(backend, "COMPILED_SHAPES", 2)
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
-    captured = hpu.capture(lambda x: x * 3 - 1, key="step")
-    for size in (1, 2, 3):  # the first call runs under the check
-        captured(torch.ones(size))
-    with pytest.raises(CaptureError, match="step: 2 shapes are compiled already"):
-        captured(torch.ones(4))
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ GROUPS = {
         *("policy_loss", "value_loss", "kl_loss", "ptx_loss", "clip_fraction", "value_clip_fraction"),
     },
     "_speed": {
-        *("seconds", "tflops", "peak_share", "peak_memory", "padding_share", "compilations"),
+        *("seconds", "tflops", "peak_share", "peak_memory", "padding_share", "compilations", "fallbacks"),
         *("tokens", "pairs", "tokens_per_second", "pairs_per_second", "other_seconds", "other_share"),
         *(
             f"{phase}_{number}"

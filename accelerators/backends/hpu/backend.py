@@ -13,23 +13,17 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from accelerators import capture, portable
 from accelerators.accelerator import Accelerator
+from accelerators.backends.hpu import compilation
 from accelerators.backends.hpu import info as hpu_info
 from accelerators.backends.hpu.kernels import FUSED, runtime
-from accelerators.errors import AcceleratorError, CaptureError, describe_error
+from accelerators.errors import AcceleratorError, describe_error
 from accelerators.shapes import ShapePolicy
 from accelerators.types import DeviceInfo, KernelImpl, Memory, Precision, Support
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-COMPILER = "hpu_backend"
-"""Gaudi's backend of torch.compile."""
-
-COMPILED_SHAPES = 256
-"""Maximum number of graphs of one function in eager mode; a recipe needs four for each shape of its rollouts."""
 
 _NO_MEMORY = re.compile(
     r"PT_DEVMEM\b.*(?:allocation failed|cannot obtain device memory)|out\s?of\s?(?:device|host)\s?memory",
@@ -44,7 +38,6 @@ class HPU(Accelerator):
     chunk_elements = 1 << 24
     absent: ClassVar[Mapping[str, str]] = {
         "inference_weights": "the graph compiler chooses the order of weights itself",
-        "fused_layers": "the graph compiler fuses operators itself",
     }
 
     # placement
@@ -187,7 +180,7 @@ class HPU(Accelerator):
 
     def kernel_implementations(self) -> Iterable[KernelImpl]:
         """Return PyTorch's implementations and those of the bridge."""
-        return (*portable.KERNELS, *FUSED, HPU_GRAPHS, TORCH_COMPILE)
+        return (*portable.KERNELS, *FUSED, HPU_GRAPHS, compilation.STEPS, compilation.LAYERS)
 
     # shapes
 
@@ -250,51 +243,10 @@ def hpu_graphs(accelerator: Any) -> Callable[[Function, str], Any]:
     return lambda fn, key: capture.Graph(fn, key, accelerator._record)
 
 
-def torch_compile(accelerator: Accelerator) -> Callable[[Function, str], Any]:
-    """Return a compiler for eager mode; the first call runs the function itself, to check for host reads.
-
-    Every window of every shape of a rollout compiles the same code again, and torch stops after eight times by default:
-    the function then runs operator by operator without a word. Here the limit is higher, and reaching it is an error.
-    """
-    limits = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, COMPILED_SHAPES)
-    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, COMPILED_SHAPES)
-    limits.fail_on_recompile_limit_hit = True
-
-    def record(fn: Function, key: str) -> Any:
-        # Not `checked(torch.compile(fn))`: torch never compiles a function that it first saw under the guard.
-        check, compiled = capture.checked(fn, key), torch.compile(fn, backend=COMPILER, dynamic=False)
-        checked = False
-
-        @functools.wraps(fn)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal checked
-            if checked:
-                try:
-                    return compiled(*args, **kwargs)
-                except FailOnRecompileLimitHit as error:
-                    raise CaptureError(f"{key}: {COMPILED_SHAPES} shapes are compiled already") from error
-            result = check(*args, **kwargs)
-            checked = True
-            return result
-
-        return call
-
-    return record
-
-
 def _hpu_graphs_supported(accelerator: Accelerator) -> Support:
     if not accelerator.is_lazy():
         return Support(False, "HPU graphs exist in lazy mode only")
     return Support(True, "lazy mode: recorded once, replayed without collecting operators again")
-
-
-def _torch_compile_supported(accelerator: Accelerator) -> Support:
-    if accelerator.is_lazy():
-        return Support(False, f"the {COMPILER} of torch.compile exists in eager mode only")
-    if COMPILER not in torch.compiler.list_backends(exclude_tags=()):
-        return Support(False, f"{hpu_info.RUNTIME} has not registered {COMPILER} with torch.compile")
-    return Support(True, f"eager mode: compiled by {COMPILER} for fixed shapes")
 
 
 HPU_GRAPHS = KernelImpl(
@@ -302,12 +254,5 @@ HPU_GRAPHS = KernelImpl(
     name="hpu-graphs",
     factory=hpu_graphs,
     supported=_hpu_graphs_supported,
-    priority=10,
-)
-TORCH_COMPILE = KernelImpl(
-    operation="graph_capture",
-    name="torch-compile",
-    factory=torch_compile,
-    supported=_torch_compile_supported,
     priority=10,
 )
