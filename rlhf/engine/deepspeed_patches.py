@@ -242,13 +242,17 @@ def declare_adapters(layers: Iterable[Any]) -> None:
 
 @contextmanager
 def without_hooks(engine: Any) -> Iterator[None]:
-    """In this block, run the model without ZeRO-3's hooks, which would release gathered weights after every layer.
+    """In this block, run the model without DeepSpeed's hooks.
+
+    ZeRO-3's would release gathered weights after every layer. The engine's own read counters of training steps, so that
+    a generation step compiled with them would be compiled again after every training step.
 
     The same hooks come back in the same order. New ones (`DeepSpeedZeRoOffload.setup_zero_stage3_hooks`) would make
     DeepSpeed record its trace again (https://github.com/deepspeedai/DeepSpeed/pull/8043).
     """
-    offload = engine.optimizer.parameter_offload
-    handles = [offload.fwd_pre_hook, *offload.forward_hooks, *offload.backward_hooks]
+    handles = [engine.module_forward_pre_hook, engine.module_forward_post_hook]
+    if offload := getattr(engine.optimizer, "parameter_offload", None):
+        handles += [offload.fwd_pre_hook, *offload.forward_hooks, *offload.backward_hooks]
     removed = []
     for handle in sorted(handles, key=lambda handle: handle.id):  # the order in which they were registered and run
         hooks = handle.hooks_dict_ref()

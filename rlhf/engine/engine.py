@@ -264,13 +264,12 @@ class TrainingEngine:
     def whole_weights(self) -> Iterator[nn.Module]:
         """Yield the model without DeepSpeed, with whole weights on every rank, for reading and for generation.
 
-        At ZeRO-3 the weights are gathered once for the block, without DeepSpeed's hooks, which would release them after
-        every layer.
+        At ZeRO-3 the weights are gathered once for the block.
         """
-        if self.zero_stage < 3:
-            yield self.module
-            return
-        with GatheredParameters(list(self.module.parameters())), patches.without_hooks(self.engine):
+        with contextlib.ExitStack() as stack:
+            if self.zero_stage == 3:
+                stack.enter_context(GatheredParameters(list(self.module.parameters())))
+            stack.enter_context(patches.without_hooks(self.engine))
             yield self.module
 
 

@@ -206,12 +206,27 @@ def test_upstream_adds_adapters_to_their_layer_after_it_recorded_the_order(accel
         train_and_evaluate()
 
 
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+def test_whole_weights_have_no_hooks_which_come_back_in_order(accelerator, zero_stage):
+    """The engine's hooks read counters of training steps: steps that were compiled with them would not fit again."""
+    engine = build(accelerator, zero_stage)
+
+    def hooks():
+        return [[*module._forward_pre_hooks, *module._forward_hooks] for module in engine.module.modules()]
+
+    before = hooks()
+    assert any(before)
+    with engine.whole_weights() as module:
+        assert module is engine.module and not any(hooks())
+    assert hooks() == before
+
+
 def test_upstream_releases_gathered_weights_after_each_layer(accelerator):
     from deepspeed.runtime.zero import GatheredParameters
 
     engine = build(accelerator, 3)
     parameters = list(engine.module.parameters())
-    with GatheredParameters(parameters), patches.without_hooks(engine):
+    with GatheredParameters(parameters), patches.without_hooks(engine.engine):
         engine.module(input_ids=IDS)
         assert all(parameter.numel() for parameter in parameters)
     with GatheredParameters(parameters):
