@@ -72,6 +72,7 @@ def register_attention(name: str, attend: Callable[..., Any], lacking: Iterable[
         `name`, as the factory of an `attention` returns it. A call with a lacking feature raises `AcceleratorError`,
         and a result of another form raises `PluginError`: the model's next layer would fail without naming it.
     """
+    import torch
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
@@ -83,11 +84,14 @@ def register_attention(name: str, attend: Callable[..., Any], lacking: Iterable[
             if features.get(feature) is not None:
                 raise AcceleratorError(f"attention {name}: it does not support {feature}; use a model without it")
         result = attend(module, query, key, value, *args, **features)
-        case = query.dtype, query.shape[2] == 1
-        if case not in verified:  # once for passes and once for decoding: this is called for each layer of each step
+        # Once for passes and once for decoding, because this is called for each layer of each step. In compiled code
+        # the check costs nothing, and a set that it changes would cause a second compilation.
+        case, compiling = (query.dtype, query.shape[2] == 1), torch.compiler.is_compiling()
+        if compiling or case not in verified:
             if problem := _find_wrong_form(result, query, value):
                 raise PluginError(f"attention {name} of {attend.__module__}: it returned {problem}; {AUTHORS}")
-            verified.add(case)
+            if not compiling:
+                verified.add(case)
         return result
 
     AttentionInterface.register(name, checked)
