@@ -235,7 +235,7 @@ class HPU(Accelerator):
         """Refuse ZeRO-3 in lazy mode: DeepSpeed exchanges `parameter.data`, in which the bridge crashes at random."""
         if stage < 3 or not self.is_lazy():
             return ""
-        return "Gaudi's lazy mode crashes at ZeRO-3; unset PT_HPU_LAZY_MODE for eager mode, or set it to 2"
+        return "Gaudi's lazy mode crashes at ZeRO-3; unset PT_HPU_LAZY_MODE for eager mode, or use ZeRO-2"
 
 
 def hpu_graphs(accelerator: Any) -> Callable[[Function, str], Any]:

@@ -1,7 +1,8 @@
-"""What a Gaudi in lazy mode would have compiled, by step boundary and by line of code.
+"""What a Gaudi would have compiled, by line of code, and in lazy mode by step boundary.
 
-Step boundaries come in from the shim's `mark_step`; the C++ module says what each of them ended. Out come the counts
-of the runtime's metrics, and `report()`, which RLHF_GAUDI_SIM_REPORT=FILE leaves as JSON when rank 0 ends.
+In lazy mode, step boundaries come in from the shim's `mark_step`; the C++ module says what each of them ended. In eager
+mode, graphs come in from the backend of torch.compile. Out come the counts of the runtime's metrics, and `report()`,
+which RLHF_GAUDI_SIM_REPORT=FILE leaves as JSON when rank 0 ends.
 
 Strict mode (RLHF_GAUDI_SIM_STRICT=1) refuses things inside a step, where they would cost every step: host reads,
 operands on mixed devices, float64. A step begins and ends at the boundaries that `OPENING` and `CLOSING` name; inside
@@ -17,6 +18,8 @@ import json
 import os
 import re
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +50,8 @@ class Accounts:
         self._device = device
         self._tallies: defaultdict[str, Tally] = defaultdict(Tally)
         self._counted = device.counts()
+        if not is_lazy():
+            device.set_eager()
 
     def boundary(self, tag: str) -> None:
         """End what was recorded since the last boundary."""
@@ -60,6 +65,19 @@ class Accounts:
             self._device.enter_step(is_strict())
         elif CLOSING.fullmatch(tag):
             self._device.leave_step()
+
+    def compiled(self, tag: str, line: str, operators: int, difference: str) -> None:
+        """Count a graph that torch.compile made, of so many operators."""
+        self._device.compiled(tag, line, operators, difference)
+
+    @contextmanager
+    def running_graph(self) -> Iterator[None]:
+        """Count the block as a run of a graph, and its operators as parts of it."""
+        self._device.enter_compiled()
+        try:
+            yield
+        finally:
+            self._device.leave_compiled()
 
     def compilations(self) -> int:
         """Graphs that were new."""
@@ -82,8 +100,8 @@ _accounts: Accounts | None = None
 
 
 def is_lazy() -> bool:
-    """Whether the simulated bridge collects operators until a step boundary; the default here."""
-    return os.environ.get(LAZY_VARIABLE, "1") != "0"
+    """Whether the simulated bridge collects operators until a step boundary; like Gaudi's own, it does if asked to."""
+    return os.environ.get(LAZY_VARIABLE, "0") != "0"
 
 
 def is_strict() -> bool:

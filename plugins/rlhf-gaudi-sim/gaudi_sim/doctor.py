@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gaudi_sim import accounting
+
 if TYPE_CHECKING:
     from rlhf.config.schema import Config
 
@@ -27,9 +29,13 @@ if TYPE_CHECKING:
 WARM_UP, WARM_UP_ZERO_3 = 2, 3
 ROWS, PARTS = 4, 2
 """The most rows of a micro-batch, and parts that a batch is cut into: more of them compile nothing else."""
+SECONDS_A_GRAPH = (0.5, 38)
+"""Seconds of one compilation on a Gaudi2 in vLLM's warm-up logs: prompts of Llama 3.1 8B, 4 rows
+(https://docs.vllm.ai/projects/gaudi/en/latest/features/warmup.html) to 64 rows (HabanaAI/vllm-fork #201)."""
 _STARTS_FROM = {"sft": ("sft",), "reward": ("sft", "reward"), "dpo": ("sft", "dpo"), "ppo": ("sft", "reward", "ppo")}
 """Each stage after those that it starts from."""
 _REFUSAL = re.compile(r"^rlhf: note: generation is not captured: (.*)", re.MULTILINE)
+_UNCOMPILED = re.compile(r"layers run uncompiled, and slower: (.*)")
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -43,7 +49,8 @@ class StageReport:
     warm_up: int
     late: list[dict[str, Any]]
     breaks: list[dict[str, Any]]
-    unrecorded: str | None  # why steps of generation are not recorded; they are slower, but stable
+    unrecorded: str | None  # why steps of generation are not recorded or compiled; they are slower, but stable
+    uncompiled: list[str]  # layers that run operator by operator in eager mode, each with the reason
 
     @property
     def stable(self) -> bool:
@@ -78,7 +85,9 @@ def shapes(
     The model is replaced by a toy of the same architecture, and batches by some of a few rows, cut into minibatches and
     micro-batches as the recipe's are; data, lengths and all other settings are the recipe's. A graph that is new after
     step 2 (ZeRO 3: step 3) would be compiled again and again on the card: its line is shown, and how its shapes differ
-    from what was known. So is every line that keeps reading values of the device in the middle of a step.
+    from what was known. In lazy mode so is every line that keeps reading values of the device in the middle of a step.
+
+    The mode is that of the card: eager, unless PT_HPU_LAZY_MODE=1 is set.
 
     Exit code 0: no late compilation, no read; 1: some; 2: the recipe cannot run.
     """
@@ -189,6 +198,7 @@ def _run(stage: str, folder: Path, *, zero_3: bool) -> StageReport:
         late=[event for event in late if event["kind"] == "compilation"],
         breaks=[event for event in late if event["kind"] == "break" and event["in_step"]],
         unrecorded=refusal[1] if (refusal := _REFUSAL.search(done.stderr)) else None,
+        uncompiled=_UNCOMPILED.findall(done.stderr),
     )
 
 
@@ -217,7 +227,10 @@ def _print(reports: Sequence[StageReport]) -> None:
     for report in reports:
         verdict = "stable" if report.stable else f"{len(report.late)} late, {len(report.breaks)} reads"
         rows.append([report.stage, *map(str, report.compilations), verdict])
-    print_table("New graphs on a simulated Gaudi2", ["stage", *(f"step {step}" for step in steps), "shapes"], rows)
+    mode = "lazy" if accounting.is_lazy() else "eager"
+    print_table(
+        f"New graphs on a simulated Gaudi2, {mode} mode", ["stage", *(f"step {step}" for step in steps), "shapes"], rows
+    )
     for report in reports:
         late = f"compiled after step {report.warm_up}"
         for what, events in ((late, report.late), ("reads a value inside a step", report.breaks)):
@@ -226,6 +239,14 @@ def _print(reports: Sequence[StageReport]) -> None:
                 typer.echo(f"{report.stage}: {line}{times} {what}: {same[0]['difference']}")
         if report.unrecorded:
             typer.echo(f"{report.stage}: steps of generation are not recorded, so they are slower: {report.unrecorded}")
+        for layer in report.uncompiled:
+            typer.echo(f"{report.stage}: layers run uncompiled, and slower: {layer}")
+    graphs = sum(sum(report.compilations) for report in reports)
+    least, most = (graphs * seconds / 60 for seconds in SECONDS_A_GRAPH)
+    typer.echo(
+        f"{graphs} graphs would take {least:.1f} to {most:.0f} minutes to compile, at {SECONDS_A_GRAPH[0]} to "
+        f"{SECONDS_A_GRAPH[1]} s each: vLLM's published logs of 8B models on a Gaudi2, not measured here"
+    )
 
 
 def _by_line(events: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

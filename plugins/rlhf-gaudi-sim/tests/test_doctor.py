@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 
 import pytest
@@ -15,18 +16,20 @@ RECIPE = [
 ]
 
 
-def shapes(python: Run, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return python("-c", "from gaudi_sim.doctor import main; main()", "shapes", *arguments, simulated=False)
+def shapes(python: Run, *arguments: str, eager: bool = False) -> subprocess.CompletedProcess[str]:
+    return python("-c", "from gaudi_sim.doctor import main; main()", "shapes", *arguments, simulated=False, eager=eager)
 
 
 @pytest.mark.slow
-def test_a_recipe_of_static_shapes_is_stable(python: Run) -> None:
-    done = shapes(python, *RECIPE, "--json")
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "lazy"])
+def test_a_recipe_of_static_shapes_is_stable(python: Run, eager: bool) -> None:
+    done = shapes(python, *RECIPE, "--json", eager=eager)
     assert done.returncode == 0, done.stdout + done.stderr
     for report in json.loads(done.stdout):
         assert report["stable"]
         assert report["compilations"][0] > 0
         assert report["compilations"][2:] == [0, 0, 0]
+        assert report["unrecorded"] is None and report["uncompiled"] == []
 
 
 @pytest.mark.slow
@@ -37,6 +40,8 @@ def test_dynamic_recipe_is_shown_the_lines_that_compile_late(python: Run) -> Non
     assert any(line.startswith("sft: ") and "rlhf/trainers/supervised.py:" in line for line in blamed), done.stdout
     assert any(line.startswith("ppo: ") and "at the same place" in line for line in blamed), done.stdout
     assert done.stdout.splitlines()[-1].startswith("engine.shapes is dynamic; with static,")
+    graphs, least, most = map(float, re.search(r"(\d+) graphs would take (\S+) to (\S+) minutes", done.stdout).groups())
+    assert (least, most) == (round(graphs * 0.5 / 60, 1), round(graphs * 38 / 60))
     # Rows of a micro-batch: 16 become 4, and 2 stay.
     assert any(line.startswith("sft: ") and "was [4, " in line for line in blamed), done.stdout
     assert any(line.startswith("ppo: ") and "was [2, " in line for line in blamed), done.stdout

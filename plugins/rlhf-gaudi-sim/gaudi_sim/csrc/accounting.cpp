@@ -28,6 +28,8 @@ struct Graph {
 
 std::atomic<bool> in_step{false};
 std::atomic<bool> strict{false};
+std::atomic<bool> eager{false};
+std::atomic<int> compiled_depth{0};
 
 std::mutex mutex;
 Counts totals;
@@ -163,7 +165,7 @@ void end_graph_locked(const std::string& tag) {
             known[*current.like].steps.begin(),
             known[*current.like].steps.begin() + static_cast<std::ptrdiff_t>(current.operators));
   auto [text, line] = difference(tag, steps);
-  happened.push_back({"compilation", tag, line, operators, std::move(text), wall_clock(), in_step});
+  happened.push_back({"compilation", tag, line_text(line), operators, std::move(text), wall_clock(), in_step});
   uint64_t hash = 0;
   for (const auto& step : steps) {
     hash = Signature::mixed(hash, step.key);
@@ -207,6 +209,10 @@ void add_operator(const Signature& signature, const std::function<Form()>& descr
   {
     const std::lock_guard<std::mutex> lock(mutex);
     ++totals.operators;
+    if (eager) {
+      totals.single += compiled_depth == 0;
+      return;
+    }
     if (repeats(signature.key())) {
       return;
     }
@@ -244,13 +250,33 @@ void end_graph(const std::string& tag) {
   end_graph_locked(tag);
 }
 
+void set_eager() {
+  eager = true;
+}
+
+void compiled(const std::string& tag, const std::string& line, int64_t operators, const std::string& difference) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  ++totals.compilations;
+  happened.push_back({"compilation", tag, line, operators, difference, wall_clock(), in_step});
+}
+
+void enter_compiled() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  ++totals.graphs;
+  ++compiled_depth;
+}
+
+void leave_compiled() {
+  --compiled_depth;
+}
+
 void host_read(const std::string& what, uint32_t line) {
   const std::lock_guard<std::mutex> lock(mutex);
   ++totals.breaks;
   happened.push_back(
       {"break",
        "host read",
-       line,
+       line_text(line),
        static_cast<int64_t>(current.operators),
        what + " reads values on the host",
        wall_clock(),

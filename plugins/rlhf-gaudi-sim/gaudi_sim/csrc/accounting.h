@@ -1,4 +1,5 @@
-// What a Gaudi in lazy mode would compile: operators between two boundaries form a graph; an unseen one is compiled.
+// What a Gaudi would compile. In lazy mode, operators between two boundaries form a graph, and an unseen one is
+// compiled. In eager mode torch.compile makes the graphs, and other operators are launched one by one.
 #pragma once
 
 #include <cstdint>
@@ -17,12 +18,13 @@ struct Counts {
   int64_t operators = 0;
   int64_t graphs = 0;
   int64_t mixed = 0;
+  int64_t single = 0;  // operators that eager mode launched one by one
 };
 
 struct Event {
   const char* kind;
   std::string tag;
-  uint32_t line;
+  std::string line;
   int64_t operators;
   std::string difference;
   double time;  // seconds since 1970
@@ -76,6 +78,14 @@ bool is_in_step();
 bool is_strict();
 
 void end_graph(const std::string& tag);
+
+// Eager mode: no graphs of operators.
+void set_eager();
+
+// Eager mode: a graph that torch.compile made, of so many operators, and a run of one.
+void compiled(const std::string& tag, const std::string& line, int64_t operators, const std::string& difference);
+void enter_compiled();
+void leave_compiled();
 
 // A break: `what` read values at `line`.
 void host_read(const std::string& what, uint32_t line);

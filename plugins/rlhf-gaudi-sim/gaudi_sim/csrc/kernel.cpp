@@ -162,6 +162,9 @@ Kernel::Kernel(const c10::OperatorHandle& op, const c10::OperatorHandle& host, v
   const auto is_alias = [](const c10::Argument& result) { return result.alias_info() != nullptr; };
   const bool is_view = !mutates && std::any_of(schema.returns().begin(), schema.returns().end(), is_alias);
   computes = !is_view && !reads_number && metadata_operators().count(base) == 0;
+  // PyTorch expects contiguous results of elementwise operators from a Gaudi (torch/_subclasses/fake_impls.py,
+  // is_noncontiguous_supported), except of those that copy.
+  packs = computes && !mutates && op.hasTag(at::Tag::pointwise) && base != "clone";
   generator = static_cast<size_t>(schema.argumentIndexWithName("generator").value_or(-1));
   draws_from_default = op.hasTag(at::Tag::nondeterministic_seeded) && generator >= arguments;
   if (base.back() == '_' && base[0] != '_') {
@@ -185,6 +188,11 @@ void Kernel::run_on_host(Stack& stack) const {
     host.callBoxed(stack);
   } else {
     host.callBoxedForDispatchKey(c10::DispatchKey::CPU, stack);
+  }
+  for (size_t i = stack.size() - results; packs && i < stack.size(); ++i) {
+    if (stack[i].isTensor() && stack[i].toTensor().defined() && stack[i].toTensor().layout() == c10::kStrided) {
+      stack[i] = stack[i].toTensor().contiguous();
+    }
   }
 }
 

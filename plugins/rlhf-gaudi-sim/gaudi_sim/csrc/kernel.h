@@ -30,6 +30,7 @@ struct Kernel final : c10::OperatorKernel {
   size_t generator;              // which argument, if any
   std::vector<bool> is_operand;  // arguments whose value is not part of a graph's key
   bool mutates;
+  bool packs;               // its results are contiguous, whatever the operands' strides
   bool computes;            // not only a view, a change of shape or a read
   bool copies;              // between tensors, perhaps of two devices
   bool reads;               // a number, or a shape that depends on values

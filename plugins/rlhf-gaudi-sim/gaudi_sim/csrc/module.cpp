@@ -49,17 +49,24 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     const auto now = counts();
     return py::dict(
         "compilations"_a = now.compilations, "hits"_a = now.hits, "breaks"_a = now.breaks,
-        "operators"_a = now.operators, "graphs"_a = now.graphs, "mixed"_a = now.mixed);
+        "operators"_a = now.operators, "graphs"_a = now.graphs, "mixed"_a = now.mixed,
+        "single"_a = now.single);
   });
   m.def("events", [] {
     py::list result;
     for (const auto& event : events()) {
       result.append(py::dict(
-          "kind"_a = event.kind, "tag"_a = event.tag, "line"_a = line_text(event.line), "operators"_a = event.operators,
+          "kind"_a = event.kind, "tag"_a = event.tag, "line"_a = event.line, "operators"_a = event.operators,
           "difference"_a = event.difference, "time"_a = event.time, "in_step"_a = event.in_step));
     }
     return result;
   });
+
+  m.def("set_eager", &set_eager);
+  m.def(
+      "compiled", &compiled, Released(), py::arg("tag"), py::arg("line"), py::arg("operators"), py::arg("difference"));
+  m.def("enter_compiled", &enter_compiled, Released());
+  m.def("leave_compiled", &leave_compiled);
 
   m.def("enter_step", &enter_step, py::arg("strict"));
   m.def("leave_step", &leave_step);

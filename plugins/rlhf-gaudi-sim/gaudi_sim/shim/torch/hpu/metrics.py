@@ -22,5 +22,5 @@ _METRICS = {"graph_compilation": Metric()}
 
 
 def metric_global(name: str) -> Metric | None:
-    """Return a metric of the whole process; None if the simulation has none, as in eager mode."""
-    return _METRICS.get(name) if accounting.is_lazy() else None
+    """Return a metric of the whole process; None if the simulation has none of this name."""
+    return _METRICS.get(name)
