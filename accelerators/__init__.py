@@ -19,6 +19,7 @@ from accelerators.shapes import ShapePolicy
 from accelerators.types import (
     API_VERSION,
     OPERATIONS,
+    REFERENCE,
     AcceleratorSpec,
     DeepSpeedView,
     DeviceInfo,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = [
     "API_VERSION",
     "OPERATIONS",
+    "REFERENCE",
     "Accelerator",
     "AcceleratorError",
     "AcceleratorSpec",

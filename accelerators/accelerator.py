@@ -54,6 +54,9 @@ class Accelerator(ABC):
     absent: ClassVar[Mapping[str, str]] = {}
     """Reasons why operations have no implementation on this backend; optional."""
 
+    environment_prefixes: ClassVar[tuple[str, ...]] = ()
+    """Beginnings of the environment variables that change how the device's software behaves, for reports; optional."""
+
     provider: str = ""
     """The distribution that offers this backend, and its version; set by `Selection.create`."""
 
@@ -94,6 +97,23 @@ class Accelerator(ABC):
     @abstractmethod
     def info(self) -> DeviceInfo:
         """Return model, number and software of the devices."""
+
+    # reports
+
+    def environment_report(self) -> Mapping[str, str]:
+        """Return facts about the device's software on this machine, for reports that users send.
+
+        Such as the output of the vendor's tool, versions of libraries, and the device's files. It is called before
+        `bind` and opens no device.
+        """
+        return {}
+
+    def other_modes(self) -> Mapping[str, Mapping[str, str]]:
+        """Return the other modes of the device's software, each with the environment variables that choose it.
+
+        A checkpoint of this mode must resume in each of them. A mode that this machine's software lacks may be listed.
+        """
+        return {}
 
     # synchronization
 

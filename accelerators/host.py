@@ -8,8 +8,9 @@ import functools
 import os
 import platform
 import re
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 STATUS, MEMORY_INFO = Path("/proc/self/status"), Path("/proc/meminfo")
@@ -103,6 +104,24 @@ def read_text(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
+
+
+def read_command(*command: str, seconds: float = 10.0) -> str:
+    """Return the output of a command, or in parentheses why there is none."""
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"({error})"
+    return (done.stdout.strip() or done.stderr.strip()) + (f" (exit code {done.returncode})" if done.returncode else "")
+
+
+def describe_files(paths: Iterable[Path]) -> str:
+    """Return the paths with their permissions, and if this process may open them."""
+    lines = []
+    for path in sorted(paths):
+        access = "".join(letter if os.access(path, mode) else "-" for letter, mode in (("r", os.R_OK), ("w", os.W_OK)))
+        lines.append(f"{path} {path.stat().st_mode & 0o777:o} {access}")
+    return "\n".join(lines) or "none"
 
 
 @contextlib.contextmanager

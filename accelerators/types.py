@@ -26,6 +26,9 @@ OLDEST_API_VERSION = 2
 AUTO, NONE = "auto", "none"
 """Choices instead of an implementation's name: the best one; or, for an optional operation, none."""
 
+REFERENCE = "cpu"
+"""The backend that every machine has, with which others are compared."""
+
 ALLOWLIST_ENV = "RLHF_PLUGINS"
 """The environment variable that names the plugins to load."""
 

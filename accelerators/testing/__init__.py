@@ -14,12 +14,13 @@ backend is selected.
 from typing import TYPE_CHECKING, Any
 
 from accelerators.testing.checks import CHECKS
+from accelerators.testing.first_contact import COMPARISONS, compare_with_cpu
 from accelerators.testing.runner import Result, run
 
 if TYPE_CHECKING:
     from accelerators.testing.conformance import Conformance
 
-__all__ = ["CHECKS", "Conformance", "Result", "run"]
+__all__ = ["CHECKS", "COMPARISONS", "Conformance", "Result", "compare_with_cpu", "run"]
 
 
 def __getattr__(name: str) -> Any:

@@ -22,6 +22,8 @@ UNKNOWN = "fp12"
 RETURNS: Mapping[str, type | tuple[type, ...]] = {
     "device": torch.device,
     "info": DeviceInfo,
+    "environment_report": Mapping,
+    "other_modes": Mapping,
     "is_lazy": bool,
     "recordings_keep_memory": bool,
     "compilations": (int, type(None)),

@@ -39,6 +39,8 @@ class CUDA(Accelerator):
         "fused_layers": "torch has no fused form of such layers for a GPU that trains; a plugin may bring one",
     }
 
+    environment_prefixes: ClassVar[tuple[str, ...]] = ("CUDA_", "CUDNN_", "CUBLAS_", "NCCL_", "NVIDIA_", "PYTORCH_")
+
     def __init__(self) -> None:
         self._recordings = 0
 
@@ -101,6 +103,15 @@ class CUDA(Accelerator):
         software = f"torch {torch.__version__}, CUDA {torch.version.cuda}, driver {self.machine.driver}"
         peaks = self.machine.weakest.peak_flops
         return DeviceInfo(self.machine.model, len(self.machine.gpus), software, peak_flops=peaks)
+
+    def environment_report(self) -> Mapping[str, str]:
+        """Return what the driver says, and the versions and architectures of torch's libraries."""
+        return cuda_info.environment_report() | {
+            "CUDA of torch": str(torch.version.cuda),
+            "architectures of torch": " ".join(torch.cuda.get_arch_list()),
+            "cuDNN": str(torch.backends.cudnn.version()),
+            "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else "none",
+        }
 
     def compilations(self) -> int:
         """Return the number of CUDA graphs recorded so far."""

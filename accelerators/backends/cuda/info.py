@@ -142,6 +142,15 @@ def probe() -> Probe:
     return Probe(True, reason, devices=tuple(f"pci:{gpu.bus}" for gpu in visible.gpus if gpu.bus), **facts)
 
 
+def environment_report() -> dict[str, str]:
+    """Return facts about GPUs and driver (`Accelerator.environment_report`)."""
+    query = "--query-gpu=index,name,compute_cap,driver_version,memory.total,mig.mode.current,pci.bus_id"
+    return {
+        "nvidia-smi": host.read_command("nvidia-smi", query, "--format=csv"),
+        "device files": host.describe_files(DEV.glob("nvidia*[0-9l]")),
+    }
+
+
 def device_order(run: Mapping[str, Any]) -> dict[str, str]:
     """Let CUDA number GPUs like NVML and nvidia-smi; by default CUDA alone puts the fastest first."""
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}

@@ -40,6 +40,8 @@ class HPU(Accelerator):
         "inference_weights": "the graph compiler chooses the order of weights itself",
     }
 
+    environment_prefixes: ClassVar[tuple[str, ...]] = ("PT_", "HABANA_", "GC_", "HCCL_", "HCL_", "LOG_LEVEL_")
+
     # placement
 
     def bind(self, local_rank: int) -> torch.device:
@@ -100,6 +102,16 @@ class HPU(Accelerator):
         if release := hpu_info.release():
             software += f", release {release}"
         return DeviceInfo(self._cards.model, self._cards.count, software, peak_flops=self._cards.peak_flops)
+
+    def environment_report(self) -> Mapping[str, str]:
+        """Return what hl-smi, the driver's files and the bridge's version say."""
+        return hpu_info.environment_report()
+
+    def other_modes(self) -> Mapping[str, Mapping[str, str]]:
+        """Return eager mode in lazy mode, and the reverse; only Intel's fork of torch has both."""
+        if self.is_lazy():
+            return {"eager": {"PT_HPU_LAZY_MODE": "0"}}
+        return {"lazy": {"PT_HPU_LAZY_MODE": "1"}}
 
     @functools.cached_property
     def _cards(self) -> hpu_info.Cards:

@@ -17,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from accelerators import host
 from accelerators.errors import AcceleratorError, HiddenError
 from accelerators.types import Probe
 
@@ -142,6 +143,19 @@ def describe_mismatch(driver: str) -> str:
     if theirs is None or ours is None or theirs[0] == ours[0]:
         return ""
     return f"; this container is of release {ours[0]}, and the driver of {theirs[0]}: use the container of {theirs[0]}"
+
+
+def environment_report() -> dict[str, str]:
+    """Return facts about cards, driver and software (`Accelerator.environment_report`)."""
+    logs = os.environ.get("HABANA_LOGS") or DEFAULT_LOGS
+    driver = _read(DRIVER / "version")
+    return {
+        "hl-smi": host.read_command("hl-smi", *_QUERY),
+        "driver": driver or "not loaded",
+        "bridge": f"{BRIDGE} {release() or 'is not installed'}{describe_mismatch(driver)}",
+        "device files": host.describe_files([*_device_files(), *DEV.glob("infiniband/*")]),
+        "logs": f"{logs}, {'writable' if os.access(logs, os.W_OK) else 'not writable'}",
+    }
 
 
 def _listed_by(tool: str) -> list[_Card]:
