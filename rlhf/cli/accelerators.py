@@ -1,7 +1,7 @@
 """`rlhf accelerators`: the installed backends, and what each can do on this machine.
 
 `list` reports on every plugin, broken ones too, and imports no torch; `explain` creates a backend and asks it;
-`check` runs the conformance kit.
+`check` runs the conformance kit, and `certify` the first hour on a device, with a report to send.
 """
 
 from __future__ import annotations
@@ -10,13 +10,18 @@ import os
 import sys
 from collections import Counter
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 import accelerators
 from accelerators import OPERATIONS, AcceleratorError, PluginError, Report
+from rlhf.cli.options import report_interruption
 from rlhf.cli.tables import AsJSON, AsTSV, print_json, print_line, print_table
+from rlhf.errors import ConfigError
+from rlhf.utils import signals
+from rlhf.utils.process_info import current_process
 from rlhf.utils.units import format_bytes
 
 if TYPE_CHECKING:
@@ -97,6 +102,71 @@ def check(
         print_line(f"{name}: {numbers}{verdict and f'; it {verdict} to the accelerator interface'}")
     if counts["failed"]:
         raise typer.Exit(1)
+
+
+@app.command()
+def certify(
+    name: Annotated[str, typer.Argument(help="Backend; auto: the one that a run would use.")],
+    level: Annotated[
+        Literal["first-contact"], typer.Option(help="The checks to run: those of the first hour on a device.")
+    ] = "first-contact",
+    size: Annotated[
+        Literal["full", "toy"], typer.Option(help="Sizes of models: full for a device, toy for a test on a CPU.")
+    ] = "full",
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="CHECK", help="Run only this check. Repeatable.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="File for the bundle; default: rlhf-certify-NAME-TIME.zip here.", metavar="FILE")
+    ] = None,
+    as_json: AsJSON = False,
+) -> None:
+    """Certify a device: the first hour on it, with a report that you can send.
+
+    The command records the machine and its software, then runs ten checks in order, and stops at the first that
+    fails: [bold]product[/], [bold]explain[/], [bold]conformance[/], [bold]attention[/], [bold]indexing[/],
+    [bold]decoding[/], [bold]stages[/], [bold]zero[/], [bold]resume[/] and [bold]ppo-steps[/]. Each states what it
+    expects, and runs in separate processes. It needs no network, no data and no weights.
+
+    [bold]rlhf accelerators certify auto[/]                  [dim]# all checks, on this device[/]
+
+    [bold]rlhf accelerators certify NAME --only attention[/] [dim]# one check again[/]
+
+    [bold]rlhf accelerators certify cpu --size toy[/]        [dim]# some minutes on a CPU[/]
+
+    The bundle is one zip file: report.json, environment.json and the log of each check. It contains no tokens, keys
+    or passwords: secret variables are neither recorded nor visible to the checks.
+
+    Exit code 0: all checks passed; 1: one failed, and the bundle is written all the same; 2: they could not start.
+    """
+    from rlhf.certify import runner
+
+    if launcher := current_process().launcher:
+        raise ConfigError(f"rlhf accelerators certify starts its ranks itself; start it without {launcher}")
+
+    def report_progress(line: str) -> None:
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+
+    with report_interruption(), signals.interrupt_on_signals():  # which ends the check's processes too
+        report, path = runner.certify(
+            name, level=level, size=size, only=only or (), output=output, report_progress=report_progress
+        )
+    if as_json:
+        print_json(report | {"bundle": str(path)})
+    else:
+        print_line(_summarize_certificate(report), f"; bundle: {path}")
+    if not report["passed"]:
+        raise typer.Exit(1)
+
+
+def _summarize_certificate(report: dict[str, Any]) -> str:
+    """Return one line: the device, and the checks that passed, or the one that failed."""
+    checks = report["checks"]
+    subject = f"{report['accelerator']} ({report['model']})" if report["model"] else report["accelerator"]
+    if report["passed"]:
+        return f"{subject}: {len(checks)} checks passed in {sum(check['seconds'] for check in checks):.0f} s"
+    return f"{subject}: {checks[-1]['check']} failed after {len(checks) - 1} checks passed: {checks[-1]['reason']}"
 
 
 def _describe_report(report: Report) -> dict[str, Any]:

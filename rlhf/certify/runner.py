@@ -1,0 +1,135 @@
+"""Run the checks, stop at the first failure, and write the bundle."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Literal
+
+import accelerators
+from rlhf.certify.bundle import write_bundle
+from rlhf.certify.checks import CHECKS, Check, Subject
+from rlhf.certify.environment import record_machine
+from rlhf.certify.processes import CheckFailed, Processes
+from rlhf.errors import ConfigError, RunError
+from rlhf.version import __version__
+
+Size = Literal["toy", "full"]
+
+SECONDS = {"toy": 1200.0, "full": 7200.0}
+"""Time limit of each process by size: one that hangs in a driver must not keep the report from being written."""
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """The result of one check; `reason` is empty if it passed."""
+
+    check: str
+    expected: str
+    result: Literal["passed", "failed"]
+    reason: str
+    seconds: float
+    facts: dict[str, Any]
+
+
+def select_checks(only: Sequence[str]) -> list[Check]:
+    """Return the named checks in their order; all, if none is named.
+
+    Raises:
+        ConfigError: a name is not known.
+    """
+    known = [check.name for check in CHECKS]
+    if unknown := [name for name in only if name not in known]:
+        raise ConfigError(f"--only {unknown[0]}: no such check; use one of {', '.join(known)}")
+    return [check for check in CHECKS if not only or check.name in only]
+
+
+def certify(
+    name: str,
+    *,
+    level: str = "first-contact",
+    size: Size = "full",
+    only: Sequence[str] = (),
+    output: Path | None = None,
+    report_progress: Callable[[str], None] = lambda line: None,
+) -> tuple[dict[str, Any], Path]:
+    """Run the checks in order until one fails, and return the report and the path of the bundle.
+
+    Args:
+        name: the backend; auto: the one that a run would use.
+        level: the name of the checks, for the report.
+        size: `full` for a device, `toy` for a test on a CPU.
+        only: names of checks; empty: all.
+        output: path of the bundle; None: a file in the working directory, named by backend and time.
+        report_progress: called with lines about what is done.
+
+    Raises:
+        AcceleratorError: the backend cannot be selected.
+        ConfigError: a name of a check is not known, or the bundle has no folder.
+        RunError: the bundle cannot be written.
+    """
+    checks = select_checks(only)
+    selection = accelerators.select(name, environ={})
+    now = datetime.now(timezone.utc)
+    path = output or Path(f"rlhf-certify-{selection.name}-{now:%Y%m%d-%H%M%S}.zip")
+    if not path.absolute().parent.is_dir() or path.is_dir():
+        raise ConfigError(f"--output {path}: is a folder, or its folder does not exist; name a file in an existing one")
+    (probed,) = (report.probe for report in accelerators.available() if report.name == selection.name)
+    with tempfile.TemporaryDirectory(prefix="rlhf-certify-") as folder:
+        logs = Path(folder, "logs")
+        logs.mkdir()
+        processes = Processes(Path(folder), logs / "environment.log", SECONDS[size])
+        report_progress(f"{selection.name}: {level}, {size} size; recording the environment")
+        environment = record_machine() | _record_backend(processes, selection.name)
+        subject = Subject(selection.name, max(1, probed.count if probed else 1), size == "full", processes)
+        results: list[CheckResult] = []
+        for number, check in enumerate(checks, start=1):
+            report_progress(f"{number:2}/{len(checks)} {check.name}\n      expected: {check.expected}")
+            processes.log = logs / f"{number:02}-{check.name}.log"
+            results.append(_run_check(check, subject))
+            report_progress(f"      {_describe(results[-1])}")
+            if results[-1].result == "failed":
+                break
+        report = {
+            "accelerator": selection.name,
+            "provider": selection.provider,
+            "model": probed.model if probed else "",
+            "rlhf": __version__,
+            "level": level,
+            "size": size,
+            "date": now.isoformat(timespec="seconds"),
+            "passed": all(result.result == "passed" for result in results),
+            "checks": [vars(result) for result in results],
+            "not run": [check.name for check in CHECKS if check.name not in [result.check for result in results]],
+        }
+        try:
+            write_bundle(path, report, environment, logs)
+        except OSError as error:
+            raise RunError(f"{path}: cannot be written ({error.strerror}); choose another --output") from error
+    return report, path
+
+
+def _describe(result: CheckResult) -> str:
+    return f"{result.result} in {result.seconds:.0f} s{result.reason and f': {result.reason}'}"
+
+
+def _record_backend(processes: Processes, name: str) -> dict[str, Any]:
+    try:
+        return {"backend": processes.task("record_environment", name)}
+    except CheckFailed as error:  # the first check will fail, too
+        return {"backend": f"({error})"}
+
+
+def _run_check(check: Check, subject: Subject) -> CheckResult:
+    start, facts, reason = time.monotonic(), dict[str, Any](), ""
+    try:
+        check.run(subject, facts)
+    except CheckFailed as error:
+        facts |= error.facts
+        reason = str(error)
+    seconds = round(time.monotonic() - start, 1)
+    return CheckResult(check.name, check.expected, "failed" if reason else "passed", reason, seconds, facts)

@@ -1,0 +1,250 @@
+"""Processes that open the device: `python -m rlhf.certify.tasks TASK REPORT ARGUMENTS`, the arguments as a JSON list.
+
+A task publishes facts while it runs, so that they survive a crash; an exception becomes one line in the same file.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import accelerators
+from rlhf.certify.environment import record_backend
+from rlhf.certify.processes import CheckFailed
+from rlhf.config.schema import STAGES, Config, Stage, load_config
+from rlhf.runs.directory import RunDirectory
+from rlhf.utils.atomic_io import atomic_write_json
+
+if TYPE_CHECKING:
+    from accelerators import Accelerator
+    from rlhf.trainers.context import StageContext
+    from rlhf.trainers.loop import Trainer
+
+Publish = Callable[[dict[str, Any]], None]
+Settings = Mapping[str, Any]
+
+_STEP_RECORD = re.compile(r"(\w+_)?seconds|tflops|peak_share|peak_memory|compilations|kl|tokens_per_second")
+"""Metrics of PPO's steps that are reported."""
+
+
+def record_environment(publish: Publish, name: str) -> None:
+    """Publish what the backend states about the device, without opening it."""
+    publish(record_backend(_select(name)))
+
+
+def list_other_modes(publish: Publish, name: str) -> None:
+    """Publish the environment variables of the backend's other modes."""
+    accelerator = _select(name)
+    accelerator.bind(0)
+    publish({mode: dict(variables) for mode, variables in accelerator.other_modes().items()})
+
+
+def compare_with_cpu(publish: Publish, name: str, comparison: str, full: bool) -> None:
+    """Run one comparison of `accelerators.testing`."""
+    from accelerators import testing
+
+    accelerator = _select(name)
+    accelerator.bind(0)
+    publish(testing.compare_with_cpu(comparison, accelerator, full=full))
+
+
+def compare_decoding(publish: Publish, name: str, full: bool) -> None:
+    """Compare recorded steps of generation with plain ones."""
+    selection = accelerators.select(name, environ={})
+    selection.export(os.environ)
+    from rlhf.certify import decoding
+    from rlhf.engine import distributed
+
+    with distributed.start_process_group(selection) as accelerator:
+        publish(decoding.compare_decoding(accelerator, full=full))
+
+
+def train_stages(publish: Publish, name: str, output: str, settings: Settings) -> None:
+    """Run the three stages in one process; publish the memory and the bytes of parameters left after each."""
+    config = _configure(name, output, settings)
+    from rlhf.trainers import run as launch
+
+    with launch.open_run(config, STAGES) as (resolved, accelerator):
+        from rlhf.trainers import pipeline  # imports DeepSpeed, which `open_run` has configured for the device
+
+        separate = accelerator.host_device() != accelerator.device()
+        facts: dict[str, Any] = {"separate memory": separate, "start": _measure_memory(accelerator)}
+        for stage in STAGES:
+            pipeline.run(resolved, accelerator, RunDirectory(config.output), (stage,))
+            facts[stage] = _measure_memory(accelerator)
+            publish(facts)
+
+
+def train_adapters(publish: Publish, name: str, output: str, settings: Settings, steps: int) -> None:
+    """Take steps of fine-tuning with LoRA; publish which weights have changed."""
+    with _open_stage(_configure(name, output, settings), "sft") as (trainer, context):
+        (engine,) = trainer.engines.values()
+        network = engine.module
+        host = context.accelerator.host_device()
+        before = {key: weight.detach().to(host, copy=True) for key, weight in network.named_parameters()}
+        for _ in _take_steps(trainer, context, steps):
+            pass
+        changed = {
+            key: bool((weight.detach().to(host) != before[key]).any()) for key, weight in network.named_parameters()
+        }
+        adapters = {key for key, weight in network.named_parameters() if weight.requires_grad}
+        publish(
+            {
+                "adapters": len(adapters),
+                "frozen": len(changed) - len(adapters),
+                "unchanged adapters": sorted(key for key in adapters if not changed[key]),
+                "changed frozen weights": sorted(key for key in changed if changed[key] and key not in adapters),
+            }
+        )
+
+
+def save_in_the_middle(publish: Publish, name: str, output: str, settings: Settings, saved: int, steps: int) -> None:
+    """Take steps of fine-tuning, and save a checkpoint after some of them; publish the losses of all."""
+    losses: list[float] = []
+    with _open_stage(_configure(name, output, settings), "sft") as (trainer, context):
+        from rlhf.trainers import loop  # imports torch, whose environment `_open_stage` has set
+
+        for metrics in _take_steps(trainer, context, steps):
+            losses.append(metrics["loss"])
+            if len(losses) == saved:
+                loop.save_checkpoint(trainer, context, saved)
+        publish({"losses": losses})
+
+
+def save_random_models(publish: Publish, folders: Mapping[str, str], shape: Settings) -> None:
+    """Save a policy and a reward model of a shape, with random weights and the embedded tokenizer; opens no device."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
+
+    from rlhf.data.toy_world import build_world_tokenizer
+
+    tokenizer = build_world_tokenizer()
+    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    for kind in (AutoModelForCausalLM, AutoModelForSequenceClassification):
+        folder = folders["actor" if kind is AutoModelForCausalLM else "reward_model"]
+        torch.manual_seed(0)
+        kind.from_config(LlamaConfig(**shape, **special, num_labels=1), dtype=torch.bfloat16).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def take_ppo_steps(publish: Publish, name: str, output: str, settings: Settings, steps: int) -> None:
+    """Take steps of PPO; publish each step's seconds by phase."""
+    records = []
+    with _open_stage(_configure(name, output, settings), "ppo") as (trainer, context):
+        parameters = {role: engine.parameter_counts for role, engine in trainer.engines.items()}
+        for metrics in _take_steps(trainer, context, steps):
+            records.append({key: value for key, value in metrics.items() if _STEP_RECORD.fullmatch(key)})
+            publish({"parameters": parameters, "precision": context.precision.name, "steps": records})
+
+
+@contextmanager
+def _open_stage(config: Config, stage: Stage) -> Iterator[tuple[Trainer, StageContext]]:
+    """Set up a stage whose steps the block takes itself."""
+    from rlhf.trainers import run as launch
+
+    with launch.open_run(config, (stage,)) as (resolved, accelerator):
+        from rlhf.trainers import loop, pipeline
+        from rlhf.trainers.oom import translate_stage_errors
+
+        directory = RunDirectory(config.output)
+        with (
+            pipeline.stage_context(stage, resolved, accelerator, directory) as context,
+            translate_stage_errors(context),
+        ):
+            pipeline.log_plan(context)
+            trainer = pipeline.build_trainer(context)
+            loop.resume_or_seed(trainer, context)
+            yield trainer, context
+
+
+def _take_steps(trainer: Trainer, context: StageContext, steps: int) -> Iterator[dict[str, float]]:
+    """Take steps, and yield and record the metrics of each; they are finite."""
+    from rlhf.trainers import loop
+
+    for index in range(steps):
+        with loop.measure_step(trainer, context, index) as metrics:
+            metrics |= trainer.step(index)
+        context.recorder.log(index + 1, metrics)
+        context.commit()
+        yield metrics
+
+
+def _measure_memory(accelerator: Accelerator) -> dict[str, int]:
+    """Return the memory in use, and the bytes of all parameters that are alive: of finished stages, there is none."""
+    import torch
+
+    gc.collect()
+    accelerator.empty_cache()
+    # Not by isinstance, which would import what lazy modules stand for.
+    alive = [item for item in gc.get_objects() if issubclass(type(item), torch.nn.Parameter)]
+    memory = accelerator.memory()
+    return {
+        "allocated": memory.allocated,
+        "peak": memory.peak,
+        "parameters": sum(parameter.numel() * parameter.element_size() for parameter in alive),
+    }
+
+
+def _configure(name: str, output: str, settings: Settings) -> Config:
+    overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    return load_config(None, overrides, options={"output": output, "accelerator": name})
+
+
+def _select(name: str) -> Accelerator:
+    selection = accelerators.select(name, environ={})
+    selection.export(os.environ)
+    return selection.create()
+
+
+TASKS: Mapping[str, Callable[..., None]] = {
+    function.__name__: function
+    for function in (
+        record_environment,
+        list_other_modes,
+        compare_with_cpu,
+        compare_decoding,
+        train_stages,
+        train_adapters,
+        save_in_the_middle,
+        save_random_models,
+        take_ppo_steps,
+    )
+}
+
+
+def main() -> None:
+    """Run the task of the command line."""
+    from rlhf.launchers.exit_status import ExitStatus
+    from rlhf.reporting import verbosity
+
+    task, report, arguments = sys.argv[1:]
+    verbosity.configure_logging(debug=False)
+    document: dict[str, Any] = {}
+
+    def publish(facts: dict[str, Any]) -> None:
+        document["facts"] = facts
+        atomic_write_json(Path(report), document)
+
+    try:
+        TASKS[task](publish, *json.loads(arguments))
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        if isinstance(error, CheckFailed):
+            document["facts"] = error.facts
+        expected = isinstance(error, (CheckFailed, AssertionError))
+        line = str(error) if expected else ExitStatus.summarize(error).message
+        document["error"] = " ".join(line.split()) or type(error).__name__
+        atomic_write_json(Path(report), document)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

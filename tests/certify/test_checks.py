@@ -1,0 +1,261 @@
+"""Each check finds the fault that it is for, in the results of processes; tests/accelerators runs real ones."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accelerators import OPERATIONS
+from rlhf.certify import runner
+from rlhf.certify.checks import CHECKS, UNRECORDED, Subject
+from rlhf.certify.processes import CheckFailed, Finished, Processes
+from rlhf.errors import ConfigError
+
+LOSSES = [3.0, 2.5, 2.0, 1.5]
+MEMORY = {"allocated": 0, "peak": 2**30, "parameters": 0}
+EXPLANATION = {
+    "operations": {name: {"ok": True, "reason": "fast"} for name in OPERATIONS},
+    "precisions": {name: {"ok": True, "name": "fp32", "reason": ""} for name in ("auto", "fp32", "bf16", "fp16")},
+    "memory": {"total": 2**36},
+}
+LORA: dict[str, Any] = {"adapters": 4, "frozen": 3, "unchanged adapters": [], "changed frozen weights": []}
+TASKS: dict[str, Any] = {
+    "compare_with_cpu": {"fp32": 1e-7},
+    "compare_decoding": {},
+    "train_stages": {"separate memory": True, "start": MEMORY, "sft": MEMORY, "reward": MEMORY, "ppo": MEMORY},
+    "train_adapters": LORA,
+    "save_in_the_middle": {"losses": LOSSES},
+    "list_other_modes": {"eager": {"MODE": "0"}},
+    "save_random_models": {},
+    "take_ppo_steps": {"steps": [{"seconds": 1.0, "compilations": count} for count in (5, 6, 7, 7)]},
+}
+KIT = [{"check": "shapes", "result": "passed", "reason": ""}, {"check": "memory", "result": "skipped", "reason": "x"}]
+
+
+class Fake(Processes):
+    """Processes that give these results, and write the files of runs; `commands` are the calls."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, folder / "check.log", 10.0)
+        self.log.touch()
+        self.tasks, self.explanation, self.kit = deepcopy((TASKS, EXPLANATION, KIT))
+        self.losses: Callable[[str, dict[str, str]], list[float]] = lambda command, variables: LOSSES
+        self.perplexity = (100.0, 50.0)
+        self.code: Callable[[str], int] = lambda command: 0
+        self.commands: list[str] = []
+
+    def task(self, name: str, *arguments: Any, variables: Any = None) -> dict[str, Any]:
+        self.commands.append(name)
+        result = self.tasks[name]
+        if isinstance(result, Exception):
+            raise result
+        if name == "train_stages":
+            for stage in ("sft", "reward", "ppo"):
+                before, after = ({"perplexity": value} for value in self.perplexity)
+                summary = {"before": before, "after": after, "seconds": 1.0, "peak_memory": 2**30}
+                write(Path(arguments[1]) / stage / "stage.json", summary)
+        if name == "save_in_the_middle":
+            write(Path(arguments[1]) / "run.json", {})
+        return result
+
+    def rlhf(self, *arguments: str, variables: Any = None) -> Finished:
+        command = " ".join(arguments)
+        self.commands.append(command)
+        if arguments[1] == "explain":
+            return Finished(0, json.dumps(self.explanation), "", 10.0)
+        if arguments[1] == "check":
+            failed = any(check["result"] == "failed" for check in self.kit)
+            return Finished(int(failed), json.dumps(self.kit), "", 10.0)
+        if code := self.code(command):
+            return Finished(code, "", "rlhf: error: it is refused", 10.0)
+        output = Path(arguments[arguments.index("--output") + 1])
+        write(output / "run.json", {"accelerator": {"precision": {"name": "fp32"}}})
+        records = [{"loss": loss} for loss in self.losses(command, variables or {})]
+        (output / "sft").mkdir(exist_ok=True)
+        (output / "sft" / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+        return Finished(0, "", "", 10.0)
+
+
+def write(path: Path, document: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document))
+
+
+def run(processes: Fake, name: str) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
+    (check,) = (check for check in CHECKS if check.name == name)
+    check.run(Subject("npu", 8, False, processes), facts)
+    return facts
+
+
+def change(path: str, value: Any) -> Callable[[Fake], None]:
+    """Return a fault: the value at a path such as `tasks.train_stages.ppo.parameters` of the fake."""
+    first, *middle, last = path.split(".")
+
+    def apply(processes: Fake) -> None:
+        place = getattr(processes, first)
+        for key in middle:
+            place = place[int(key) if isinstance(place, list) else key]
+        place[int(last) if isinstance(place, list) else last] = value
+
+    return apply
+
+
+def attribute(name: str, value: Any) -> Callable[[Fake], None]:
+    return lambda processes: setattr(processes, name, value)
+
+
+FAULTS: list[tuple[str, Callable[[Fake], None], str]] = [
+    ("product", change("tasks.compare_with_cpu", CheckFailed("SIGSEGV")), "SIGSEGV"),
+    (
+        "explain",
+        change("explanation.operations.attention", {"ok": False, "reason": "no library"}),
+        "no attention: no library",
+    ),
+    ("explain", change("explanation.precisions.auto", {"ok": False, "reason": "old"}), "no precision: old"),
+    ("conformance", change("kit.1.result", "failed"), "memory failed: x"),
+    ("attention", change("tasks.compare_with_cpu", CheckFailed("not finite")), "not finite"),
+    ("indexing", change("tasks.compare_with_cpu", CheckFailed("topk differs")), "topk differs"),
+    ("decoding", change("tasks.compare_decoding", CheckFailed("stale")), "stale"),
+    ("stages", attribute("perplexity", (100.0, 100.0)), "SFT has not learned: held-out perplexity 100.0 before, 100.0"),
+    (
+        "stages",
+        change("tasks.train_stages.reward", MEMORY | {"parameters": 8}),
+        "reward has left 8 bytes of parameters",
+    ),
+    ("stages", change("tasks.train_stages.ppo", MEMORY | {"allocated": 2**30}), "ppo has left 1,073,741,824 bytes on"),
+    ("stages", lambda fake: fake.log.write_text(f"rlhf: note: {UNRECORDED}"), "were not recorded"),
+    (
+        "zero",
+        attribute("losses", lambda command, _: [3.0, 2.4] if "zero_stage=2" in command else [3.0, 2.5]),
+        "ZeRO 2 on 2 devices: losses 3.0000, 2.4000, expected 3.0000, 2.5000 within 0.2% in fp32",
+    ),
+    (
+        "zero",
+        attribute("code", lambda command: 2 if "zero_stage=1" in command else 0),
+        "ZeRO 1 on 2 devices: it is refused",
+    ),
+    (
+        "zero",
+        attribute("code", lambda command: 1 if "zero_stage=3" in command else 0),
+        "ZeRO 3 on 2 devices: exit code 1",
+    ),
+    (
+        "zero",
+        attribute("code", lambda command: 2 if "zero_stage=3" in command and "--dry-run" not in command else 0),
+        "ZeRO 3 on 2 devices: it is refused",
+    ),
+    (
+        "zero",
+        change("tasks.train_adapters.unchanged adapters", ["a.lora_A"]),
+        "1 unchanged adapters after 4 steps, the first",
+    ),
+    ("zero", change("tasks.train_adapters.changed frozen weights", ["a"]), "1 changed frozen weights after 4 steps"),
+    ("zero", change("tasks.train_adapters.adapters", 0), "expected adapters and frozen weights"),
+    (
+        "resume",
+        attribute("losses", lambda _, variables: [3.0, 2.5, 9.0, 1.5] if variables else LOSSES),
+        "resumed on eager mode: losses 9.0000, 1.5000, expected 2.0000, 1.5000",
+    ),
+    (
+        "resume",
+        attribute("losses", lambda command, _: LOSSES[: 2 if "cpu" in command else 4]),
+        "on the CPU: 2 steps are",
+    ),
+    ("resume", attribute("code", lambda command: 2 if "cpu" in command else 0), "resumed on the CPU: it is refused"),
+    ("ppo-steps", change("tasks.take_ppo_steps.steps.3.compilations", 9), "2 graphs were compiled after step 3"),
+    ("ppo-steps", change("tasks.take_ppo_steps", CheckFailed("kl became nan at step 7")), "kl became nan at step 7"),
+]
+
+
+@pytest.mark.parametrize(("name", "fault", "line"), FAULTS, ids=[f"{name}-{line[:24]}" for name, _, line in FAULTS])
+def test_check_finds_its_fault(tmp_path: Path, name: str, fault: Callable[[Fake], None], line: str) -> None:
+    processes = Fake(tmp_path)
+    fault(processes)
+    with pytest.raises(CheckFailed) as failure:
+        run(processes, name)
+    assert line in str(failure.value)
+
+
+def test_every_check_has_a_fault() -> None:
+    assert {name for name, _, _ in FAULTS} == {check.name for check in CHECKS}
+
+
+@pytest.mark.parametrize("name", [check.name for check in CHECKS])
+def test_check_passes_without_a_fault(tmp_path: Path, name: str) -> None:
+    run(Fake(tmp_path), name)
+
+
+def test_zero_3_may_be_refused_before_it_starts(tmp_path: Path) -> None:
+    processes = Fake(tmp_path)
+    processes.code = lambda command: 2 if "zero_stage=3" in command else 0
+    assert run(processes, "zero")["zero-3"] == "refused: it is refused"
+
+
+def test_mode_that_the_software_lacks_is_a_note(tmp_path: Path) -> None:
+    processes = Fake(tmp_path)
+    processes.tasks["compare_with_cpu"] = CheckFailed("this torch has no eager mode")
+    facts = run(processes, "resume")
+    assert facts["eager mode"] == "not available: this torch has no eager mode"
+    assert facts["this device"] == facts["the CPU"] == LOSSES
+
+
+def test_first_failure_ends_the_checks_and_the_bundle_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = Fake(tmp_path)
+    fake.kit[0] |= {"result": "failed", "reason": "bucket(3) is 2"}
+    monkeypatch.setattr(fake, "tasks", fake.tasks | {"record_environment": {"facts": {}}})
+    monkeypatch.setattr(runner, "Processes", lambda *arguments: fake)
+    lines: list[str] = []
+    report, path = runner.certify("cpu", size="toy", output=tmp_path / "c.zip", report_progress=lines.append)
+    assert path.is_file() and not report["passed"]
+    assert [check["result"] for check in report["checks"]] == ["passed", "passed", "failed"]
+    assert report["checks"][2]["facts"]["report"] == fake.kit
+    assert report["not run"] == [check.name for check in CHECKS[3:]]
+    assert lines[0] == "cpu: first-contact, toy size; recording the environment"
+    assert lines[-1].endswith("shapes failed: bucket(3) is 2")
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"only": ["attntion"]}, "--only attntion: no such check; use one of product, explain, "),
+        (
+            {"output": Path("nowhere", "c.zip")},
+            "is a folder, or its folder does not exist; name a file in an existing one",
+        ),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused(options: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        runner.certify("cpu", size="toy", **options)
+
+
+@pytest.mark.parametrize(
+    ("code", "seconds", "error"),
+    [
+        ("import os; os.abort()", 60.0, "SIGABRT"),
+        ("import time; time.sleep(60)", 0.5, "did not end within 0 s"),
+        ("import sys; sys.exit('rlhf: error: no card')", 60.0, "exit code 1; no card"),
+        ("1 / 0", 60.0, "exit code 1; ZeroDivisionError: division by zero"),
+    ],
+)
+def test_end_of_a_process_is_one_line(tmp_path: Path, code: str, seconds: float, error: str) -> None:
+    processes = Processes(tmp_path, tmp_path / "log", seconds)
+    assert processes.python("-c", code).error == error
+    assert (tmp_path / "log").read_text().startswith(f"$ python {shlex.join(['-c', code])}\n")
+
+
+def test_processes_do_not_get_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
+    monkeypatch.setenv("DS_ACCELERATOR", "npu")
+    code = "import os; print('HF_TOKEN' in os.environ, 'DS_ACCELERATOR' in os.environ, os.environ['MODE'])"
+    finished = Processes(tmp_path, tmp_path / "log", 60.0).python("-c", code, variables={"MODE": "0"})
+    assert finished.stdout == "False False 0\n"
