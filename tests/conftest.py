@@ -26,7 +26,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's job in the ba
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # one test process a core
-# Tests run on the CPU, and where there is a GPU, it would be chosen. `ci/gpu.sh` sets this for those that need one.
+# Tests run on the CPU, and where there is a GPU, it would be chosen. For tests that need one, it is set before.
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 
