@@ -216,6 +216,7 @@ def test_logs_go_where_they_can_be_written(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("HABANA_LOGS", str(tmp_path / "file" / "logs"))
     assert hpu_info.environment({})["HABANA_LOGS"].startswith(tempfile.gettempdir())
+    assert "HABANA_LOGS" not in os.environ, "an export keeps what is set"
 
 
 @pytest.mark.parametrize(

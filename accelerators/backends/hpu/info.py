@@ -127,6 +127,7 @@ def environment(run: Mapping[str, Any]) -> dict[str, str]:
     logs = Path(os.environ.get("HABANA_LOGS") or DEFAULT_LOGS)
     existing = next(folder for folder in (logs, *logs.absolute().parents) if folder.exists())
     if not (existing.is_dir() and os.access(existing, os.W_OK)):
+        os.environ.pop("HABANA_LOGS", None)  # the image's own, which would stay
         variables["HABANA_LOGS"] = str(Path(tempfile.gettempdir(), f"habana_logs-{os.getuid()}"))
     return variables
 

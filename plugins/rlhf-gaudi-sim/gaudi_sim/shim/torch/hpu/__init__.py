@@ -1,5 +1,6 @@
 """The device: also reachable as `torch.hpu`."""
 
+import atexit
 import functools
 import subprocess
 from collections.abc import Iterator
@@ -78,6 +79,7 @@ def init() -> None:
     """Open the card."""
     node.acquire_card()
     if error := node.error_of_operators():
+        atexit.unregister(load().drain_autograd)  # it would run an operator
         load().refuse_operators(error)
 
 
