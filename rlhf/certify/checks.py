@@ -67,6 +67,9 @@ FULL_PPO = {
     "ppo.minibatch_size": 16,
     "ppo.micro_batch_size": 4,
     "data.max_completion_length": 128,
+    # The embedded recipe's rates are for a tiny model.
+    "ppo.optimizer.learning_rate": 1e-6,
+    "ppo.critic_optimizer.learning_rate": 1e-6,
 }
 ROOM_FOR_ALL_WEIGHTS = 60 * 2**30
 """Bytes of a device in which all weights of four models with this shape can be trained; below, LoRA is."""
@@ -201,7 +204,7 @@ def _judge_stages(facts: Facts, precision: str, memory: Facts) -> None:
     if not perplexity[1] < perplexity[0]:
         raise CheckFailed(
             f"{precision}: SFT has not learned: held-out perplexity {perplexity[0]:.1f} before, {perplexity[1]:.1f} "
-            "after",
+            "after"
         )
     start = memory["start"]
     for stage in STAGES:
@@ -321,7 +324,7 @@ def compare_losses(what: str, losses: list[float], expected: list[float], precis
     if not same:
         shown, right = ([f"{loss:.4f}" for loss in values] for values in (losses, expected))
         raise CheckFailed(
-            f"{what}: losses {', '.join(shown)}, expected {', '.join(right)} within {tolerance:.1%} in {precision}",
+            f"{what}: losses {', '.join(shown)}, expected {', '.join(right)} within {tolerance:.1%} in {precision}"
         )
 
 

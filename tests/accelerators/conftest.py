@@ -55,7 +55,7 @@ def run_python(install: Callable[[str], Path]) -> Run:
     """Run Python with plugins installed: run_python("-m", "rlhf", ..., plugins=["good"], env={...})."""
 
     def run(
-        *arguments: str, plugins: tuple[str, ...] = (), env: dict[str, str] | None = None
+        *arguments: str, plugins: tuple[str, ...] = (), env: dict[str, str] | None = None, seconds: float = 300
     ) -> subprocess.CompletedProcess[str]:
         clean = {key: value for key, value in os.environ.items() if not key.startswith(("RLHF_", "DS_ACCELERATOR"))}
         path = os.pathsep.join(map(str, map(install, plugins)))
@@ -64,7 +64,7 @@ def run_python(install: Callable[[str], Path]) -> Run:
             env={**clean, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(env or {})},
             capture_output=True,
             text=True,
-            timeout=300,  # DeepSpeed compiles an operator once; killed in it, it leaves a lock that stops all others
+            timeout=seconds,  # long: DeepSpeed, killed while it compiles an operator, leaves a lock that stops others
         )
 
     return run

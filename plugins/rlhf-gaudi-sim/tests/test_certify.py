@@ -1,0 +1,39 @@
+"""`rlhf accelerators certify hpu` passes in both modes, and shows no secret."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+from conftest import Run
+
+from rlhf.certify.checks import CHECKS
+
+MODES = {"lazy": "1", "eager": "0"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_simulated_card_is_certified(python: Run, tmp_path: Path, mode: str) -> None:
+    path = tmp_path / "certificate.zip"
+    variables = {"PT_HPU_LAZY_MODE": MODES[mode], "HABANA_TOKEN": "odd-4711-value", "ODD": "odd-4712-value"}
+    command = ("-m", "rlhf", "accelerators", "certify", "hpu", "--size", "toy", "--output", str(path))
+    # Not strict: the comparisons read values of the device, which a step must not.
+    done = python(*command, strict=False, fresh=True, env=variables, seconds=3000)
+    assert done.returncode == 0, done.stderr
+    with zipfile.ZipFile(path) as bundle:
+        texts = {name: bundle.read(name).decode() for name in bundle.namelist()}
+    assert not [name for name, text in texts.items() if "odd-47" in text]
+    report, environment = json.loads(texts["report.json"]), json.loads(texts["environment.json"])
+    facts = {check["check"]: check["facts"] for check in report["checks"]}
+    assert list(facts) == [check.name for check in CHECKS]
+    assert environment["backend"]["variables"]["PT_HPU_LAZY_MODE"] == MODES[mode]
+    assert "a simulation on the CPU" in environment["backend"]["device"]["software"]
+    assert facts["decoding"]["llama in bf16"]["recorded by"] == {"lazy": "hpu-graphs", "eager": "torch-compile"}[mode]
+    assert facts["zero"]["ranks"] == 2
+    other = {"lazy": "eager mode", "eager": "lazy mode"}[mode]
+    assert len(facts["resume"][other]) == len(facts["resume"]["the CPU"]) == 4
+    assert facts["ppo-steps"]["compilations after step 3"] == (0 if mode == "lazy" else "not counted")
+    assert facts["stages"]["bf16"]["memory"]["ppo"]["parameters"] == 0
