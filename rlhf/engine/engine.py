@@ -347,8 +347,9 @@ def fuse_layers(model: nn.Module, accelerator: Accelerator) -> None:
 
 def _check_placement(model: nn.Module, device: torch.device) -> None:
     """Assert that parameters are on the device before an optimizer takes them: it would update others in vain."""
+    there = torch.empty(0, device=device).device  # with its index
     for name, parameter in model.named_parameters():
-        assert not parameter.requires_grad or is_sharded(parameter) or parameter.device.type == device.type, name
+        assert not parameter.requires_grad or is_sharded(parameter) or parameter.device == there, name
 
 
 def _count_parameters(model: nn.Module) -> dict[str, int]:

@@ -68,7 +68,6 @@ class EvaluationDevice:
             ConfigError: the backend lacks a kernel that `engine.kernels` names.
         """
         from rlhf.engine.select import choose_kernels, choose_shapes, select_accelerator
-        from rlhf.losses.log_probs import use_chunks
         from rlhf.reporting import verbosity
 
         selection = select_accelerator(config, accelerator)
@@ -77,6 +76,8 @@ class EvaluationDevice:
         with stdout_to_stderr():  # the device's software may print to stdout
             backend = selection.create()
             backend.bind(0)
+            from rlhf.losses.log_probs import use_chunks  # it imports torch, which must follow the selection
+
             use_chunks(backend.chunk_elements)
             backend.seed(config.seed)
             choose_kernels(config, backend)

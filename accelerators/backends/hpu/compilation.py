@@ -119,7 +119,7 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _has_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a call decodes: each layer then reads its own number, and would be a graph of its own."""
+    """Return whether a call decodes: each layer then reads its own number, and would need separate graphs."""
     from transformers.cache_utils import Cache
 
     return any(isinstance(value, Cache) for value in (*args, *kwargs.values()))

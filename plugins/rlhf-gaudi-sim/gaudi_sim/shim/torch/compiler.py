@@ -41,7 +41,8 @@ def _line() -> str:
     """Return the innermost line that is neither a library's nor Gaudi's backend."""
     for frame in reversed(traceback.extract_stack()):
         parts = Path(frame.filename).parts
-        if not frame.filename.startswith(("<", *_NO_CAUSE)) and not {*FRAMEWORKS, "functorch"} & {*parts}:
+        generated = frame.filename.startswith("<") and frame.filename not in ("<string>", "<stdin>")
+        if not generated and not frame.filename.startswith(_NO_CAUSE) and not {*FRAMEWORKS, "functorch"} & {*parts}:
             return f"{frame.filename}:{frame.lineno}"
     return "no line of Python"
 
@@ -55,7 +56,7 @@ def _difference(kind: str, form: list[str]) -> str:
     nearest = min(alike, key=lambda known: sum(old != new for old, new in zip(known, form)))
     for number, (old, new) in enumerate(zip(nearest, form)):
         if old != new:
-            return f"input {number} is {new}, was {old}"
+            return f"input {number - 1} is {new}, was {old}"  # after the first operator
     return "the inputs are as before, but another guard failed (TORCH_LOGS=recompiles shows it)"
 
 

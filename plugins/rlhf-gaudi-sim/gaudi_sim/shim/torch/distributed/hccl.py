@@ -138,7 +138,7 @@ def _on_cpu(collective: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _averages(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a call asks for AVG, in its options or as an argument of its own."""
+    """Return whether a call asks for AVG, in its options or as a separate argument."""
     average = dist.ReduceOp.AVG
     values = [getattr(value, "reduceOp", value) for value in (*args, *kwargs.values())]
     return any(value == average for value in values if isinstance(value, (dist.ReduceOp, type(average))))
