@@ -6,7 +6,6 @@ be the best one within the precision, according to one forward pass over the who
 
 from __future__ import annotations
 
-import logging
 import statistics
 import time
 from collections.abc import Iterator, Mapping
@@ -20,7 +19,6 @@ import accelerators
 from accelerators import AcceleratorError
 from rlhf.certify.processes import CheckFailed
 from rlhf.config.schema import SamplingConfig
-from rlhf.generation import decoder as decoding
 from rlhf.generation.decoder import Decoder
 from rlhf.models.compatibility import choose_attention_for
 from rlhf.models.forward import model_inputs
@@ -115,13 +113,12 @@ class _Comparison:
         graphs: dict[str, list[int]] = {kind: [] for kind in self.decoders}
         seconds: dict[str, list[float]] = {kind: [] for kind in self.decoders}
         completions: dict[str, list[Tensor]] = {}
-        with _notes() as notes:
-            for _ in range(2 + self.sizes.rounds):  # two warm up: buffers of the first are new
-                for kind, decoder in self.decoders.items():
-                    before, start = self.accelerator.compilations(), time.perf_counter()
-                    completions[kind] = [self._generate(decoder, shape) for shape in self.sizes.shapes]
-                    seconds[kind].append(time.perf_counter() - start)
-                    graphs[kind].append((self.accelerator.compilations() or 0) - (before or 0))
+        for _ in range(2 + self.sizes.rounds):  # two warm up: buffers of the first are new
+            for kind, decoder in self.decoders.items():
+                before, start = self.accelerator.compilations(), time.perf_counter()
+                completions[kind] = [self._generate(decoder, shape) for shape in self.sizes.shapes]
+                seconds[kind].append(time.perf_counter() - start)
+                graphs[kind].append((self.accelerator.compilations() or 0) - (before or 0))
         tokens = sum(rows for rows, _ in self.sizes.shapes) * self.sizes.tokens
         speed = {kind: round(tokens / statistics.median(times[2:])) for kind, times in seconds.items()}
         pairs = list(zip(completions["recorded"], completions["plain"], strict=True))
@@ -133,14 +130,13 @@ class _Comparison:
             "tokens per second": speed,
             "speedup": round(speed["recorded"] / max(speed["plain"], 1), 2),
         }
-        self._judge(facts, equal, notes, graphs["recorded"], completions)
+        self._judge(facts, equal, graphs["recorded"], completions)
         return facts
 
     def _judge(
         self,
         facts: dict[str, Any],
         equal: float,
-        notes: list[str],
         graphs: list[int],
         completions: dict[str, list[Tensor]],
     ) -> None:
@@ -150,7 +146,8 @@ class _Comparison:
             if not holds:
                 raise CheckFailed(f"{self.what}: {reason}", {self.what: facts})
 
-        require(not notes, notes[0] if notes else "")
+        parts = ", ".join(self.accelerator.fallbacks)
+        require(not parts, f"generation is slower than possible: not captured or compiled: {parts}")
         counts = self.capture.ok and self.accelerator.compilations() is not None
         require(not counts or graphs[0] > 0, f"{self.capture.implementation} has recorded no step")
         late = sum(graphs[2:])
@@ -205,16 +202,3 @@ def _unrecorded(accelerator: Accelerator) -> Iterator[None]:
         yield
     finally:
         accelerator.capture = capture  # type: ignore[method-assign]
-
-
-@contextmanager
-def _notes() -> Iterator[list[str]]:
-    """Collect the decoder's warnings: it generates without recordings if one fails, and says so."""
-    notes: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: notes.append(record.getMessage())  # type: ignore[method-assign]
-    decoding.logger.addHandler(handler)
-    try:
-        yield notes
-    finally:
-        decoding.logger.removeHandler(handler)

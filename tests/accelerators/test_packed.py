@@ -227,13 +227,13 @@ host.reset_peak_memory()
 before = host.resident_memory()[0]
 restore = prepare(layers, keep=False)
 peak = host.resident_memory()[1]
-assert peak - before < 6 * weight_bytes, f"{(peak - before) / weight_bytes:.1f} weights more"
+assert peak - before < 14 * weight_bytes, f"{(peak - before) / weight_bytes:.1f} weights more"
 assert tied[0].weight.shape == (1024, 1024) and tied[0].weight.layout != torch.strided
 restore()
 """
 
 
 def test_weights_that_are_given_up_are_not_there_twice(run_python):
-    """In a new process: in this one, memory that earlier tests freed would count as well."""
+    """A copy of each of the 24 would add 24; libraries add 2 to 7. Tests before it leave memory: in a new process."""
     done = run_python("-c", GIVEN_UP)
     assert done.returncode == 0, done.stderr
