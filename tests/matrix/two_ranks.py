@@ -15,6 +15,7 @@ import torch
 
 import rlhf
 from rlhf.models.forward import ScalarHead, completion_log_probs
+from rlhf.utils.atomic_io import PICKLE_PROTOCOL
 
 ACTIONS = 4
 
@@ -36,7 +37,7 @@ def main(folder: str, accelerator: str, watch: Callable[[dict[str, Any]], Callab
         with rlhf.session(recipe | models, output=base / name, accelerator=accelerator) as session:
             numbers = _trained(session) | seen()
             if session.is_main:
-                torch.save(numbers, base / name / "found")
+                torch.save(numbers, base / name / "found", pickle_protocol=PICKLE_PROTOCOL)
 
 
 def _trained(session: Any) -> dict[str, Any]:
