@@ -164,7 +164,8 @@ def _deepspeed_losses(accelerator: Accelerator, stage: int) -> list[tuple[int, f
         "steps_per_print": 10**9,
         **precision.deepspeed_config(),
     }
-    model = reference.model()
+    # Before the optimizer: not every device's tensors can take the place of the host's in a parameter.
+    model = reference.model().to(accelerator.device())
     adamw = accelerator.kernels.get("adamw", required=True)
     # In 16 bits at ZeRO 0, DeepSpeed 0.19 takes a step to allocate states: at rate 0, and undone in their counts.
     optimizer = adamw(list(model.parameters()), lr=0.0, **reference.ADAMW)
