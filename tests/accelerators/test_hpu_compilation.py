@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -155,12 +156,12 @@ def test_layers_that_run_uncompiled_are_reported_once_and_right(machine, request
     assert hpu.fallbacks == [type(layer).__name__]
     (record,) = (record for record in caplog.records if record.name.startswith("accelerators"))
     reasons = {
-        "shapes": "2 shapes are compiled",
-        "code": "data-dependent expression",
-        "hooks": "hooks fetch their weights",
+        "shapes": r"2 shapes are compiled",
+        "code": r"data-dependent expression|Tensor\.item\(\)",  # torch 2.13, 2.9
+        "hooks": r"hooks fetch their weights",
     }
     assert record.levelname == "WARNING" and "layers run uncompiled" in record.message
-    assert reasons[cause] in record.message
+    assert re.search(reasons[cause], record.message)
 
 
 def test_lazy_mode_leaves_layers_to_the_graph_compiler(machine):

@@ -43,7 +43,7 @@ print(log_probs.CHUNK_ELEMENTS)
 
 
 def test_losses_have_the_chunks_of_the_accelerator_in_runs_and_evaluations(forks: Forks) -> None:
-    assert forks.python("-c", CHUNKS, timeout=60).stdout.split() == ["77", "88"]
+    assert forks.python("-c", CHUNKS, timeout=60).stdout.split()[-2:] == ["77", "88"]  # after Gloo's lines
 
 
 def on_two_ranks(forks: Forks, folder: Path, *, takes_long: bool = True, then: str = "pass") -> list[str]:
