@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 SECRET = re.compile(r"TOKEN(?!IZER)|KEY|SECRET|PASS|CREDENTIAL|AUTH|COOKIE|SESSION", re.IGNORECASE)
-"""Names of variables whose values are written nowhere."""
+"""Names of variables whose values are never written."""
 
 _USER_OF_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _SHORTEST_SECRET = 6  # characters: shorter values are words that logs contain anyway

@@ -23,9 +23,6 @@ Facts = dict[str, Any]
 LOSS_TOLERANCES = {"fp32": 2e-3, "bf16": 2e-2, "fp16": 2e-2}
 """Relative differences of losses that rounding explains, in a few steps."""
 
-UNRECORDED = "generation is slower than possible"
-"""The decoder's note if the steps of a rollout were not recorded, although the backend records."""
-
 SMALL_BATCHES = {
     **{f"{stage}.{key}": 4 for stage in STAGES for key in ("batch_size", "eval_rows")},
     "ppo.minibatch_size": 2,
@@ -194,9 +191,8 @@ def check_stages(subject: Subject, facts: Facts) -> None:
             for summary in [json.loads((output / stage / "stage.json").read_text(encoding="utf-8"))]
         }
         _judge_stages(facts, precision, memory)
-        notes = subject.processes.log.read_text(encoding="utf-8")
-        if UNRECORDED in notes:
-            raise CheckFailed(f"{precision}: steps of the rollouts were not recorded; {UNRECORDED} is in the log")
+        if parts := memory["fallbacks"]:
+            raise CheckFailed(f"{precision}: {', '.join(parts)} were not recorded or compiled; the log has the reason")
 
 
 def _judge_stages(facts: Facts, precision: str, memory: Facts) -> None:

@@ -68,7 +68,7 @@ def compare_decoding(publish: Publish, name: str, full: bool) -> None:
 
 
 def train_stages(publish: Publish, name: str, output: str, settings: Settings) -> None:
-    """Run the three stages in one process; publish the memory and the bytes of parameters left after each."""
+    """Run the three stages in one process; publish the memory that each leaves, and the parts that ran uncompiled."""
     config = _configure(name, output, settings)
     from rlhf.trainers import run as launch
 
@@ -79,7 +79,7 @@ def train_stages(publish: Publish, name: str, output: str, settings: Settings) -
         facts: dict[str, Any] = {"separate memory": separate, "start": _measure_memory(accelerator)}
         for stage in STAGES:
             pipeline.run(resolved, accelerator, RunDirectory(config.output), (stage,))
-            facts[stage] = _measure_memory(accelerator)
+            facts |= {stage: _measure_memory(accelerator), "fallbacks": accelerator.fallbacks}
             publish(facts)
 
 

@@ -159,10 +159,11 @@ def measure_step(trainer: Trainer, context: StageContext, index: int) -> Iterato
     with phases.step():
         yield metrics
     metrics |= phases.metrics() | {f"{unit}_per_second": metrics[unit] / phases.seconds}
-    compilations = context.accelerator.compilations()
+    compilations, fallbacks = context.accelerator.compilations(), context.accelerator.fallbacks
     if compilations is not None:
         metrics["compilations"] = float(compilations)
-        metrics["fallbacks"] = float(len(context.accelerator.fallbacks))
+    if compilations is not None or fallbacks:
+        metrics["fallbacks"] = float(len(fallbacks))
     if context.precision.loss_scaling:
         metrics |= {f"{name}_loss_scale": engine.loss_scale() for name, engine in engines.items()}
         metrics["skipped_steps"] = float(_skipped_steps(trainer) - skipped_before)

@@ -13,7 +13,7 @@ import pytest
 
 from accelerators import OPERATIONS
 from rlhf.certify import runner
-from rlhf.certify.checks import CHECKS, UNRECORDED, Subject
+from rlhf.certify.checks import CHECKS, Subject
 from rlhf.certify.processes import CheckFailed, Finished, Processes
 from rlhf.errors import ConfigError
 
@@ -28,7 +28,14 @@ LORA: dict[str, Any] = {"adapters": 4, "frozen": 3, "unchanged adapters": [], "c
 TASKS: dict[str, Any] = {
     "compare_with_cpu": {"fp32": 1e-7},
     "compare_decoding": {},
-    "train_stages": {"separate memory": True, "start": MEMORY, "sft": MEMORY, "reward": MEMORY, "ppo": MEMORY},
+    "train_stages": {
+        "separate memory": True,
+        "start": MEMORY,
+        "sft": MEMORY,
+        "reward": MEMORY,
+        "ppo": MEMORY,
+        "fallbacks": [],
+    },
     "train_adapters": LORA,
     "save_in_the_middle": {"losses": LOSSES},
     "list_other_modes": {"eager": {"MODE": "0"}},
@@ -130,7 +137,7 @@ FAULTS: list[tuple[str, Callable[[Fake], None], str]] = [
         "reward has left 8 bytes of parameters",
     ),
     ("stages", change("tasks.train_stages.ppo", MEMORY | {"allocated": 2**30}), "ppo has left 1,073,741,824 bytes on"),
-    ("stages", lambda fake: fake.log.write_text(f"rlhf: note: {UNRECORDED}"), "were not recorded"),
+    ("stages", change("tasks.train_stages.fallbacks", ["generation"]), "generation were not recorded"),
     (
         "zero",
         attribute("losses", lambda command, _: [3.0, 2.4] if "zero_stage=2" in command else [3.0, 2.5]),
@@ -228,7 +235,7 @@ def test_first_failure_ends_the_checks_and_the_bundle_is_written(
     [
         ({"only": ["attntion"]}, "--only attntion: no such check; use one of product, explain, "),
         (
-            {"output": Path("nowhere", "c.zip")},
+            {"output": Path("missing", "c.zip")},
             "is a folder, or its folder does not exist; name a file in an existing one",
         ),
     ],

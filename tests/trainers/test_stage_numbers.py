@@ -125,11 +125,12 @@ def gradient_norm(model: nn.Module, loss: Tensor) -> float:
     return math.sqrt(sum((p.grad**2).sum().item() for p in model.parameters() if p.grad is not None))
 
 
+SFT = {"batch_size": 4, "micro_batch_size": 2, "max_steps": 1, "optimizer": OPTIMIZER}
+
+
 @pytest.fixture(scope="module")
 def sft_ran(run_stage):
-    values = {"batch_size": 4, "micro_batch_size": 2, "max_steps": 1, "optimizer": OPTIMIZER}
-    data = StageData(DEMONSTRATIONS, HELDOUT, [])
-    return run_stage("sft", values, partial(train, SFTTrainer, policy(), data))
+    return run_stage("sft", SFT, partial(train, SFTTrainer, policy(), StageData(DEMONSTRATIONS, HELDOUT, [])))
 
 
 def test_supervised_loss_is_that_of_transformers(sft_ran):
@@ -414,3 +415,14 @@ def test_keys_that_only_some_runs_have_are_those_of_the_table(sft_ran, reward_ra
     assert ran.keys >= only - elsewhere - {"lora_learning_rate", "kl_loss", "ptx_loss"}
     assert ran.keys <= {key for name, key, _ in table(*RECORDS) if name == stage}
     assert ran.step["compilations"] == 7
+
+
+def test_a_fallback_is_recorded_by_accelerators_that_count_nothing(accelerator, monkeypatch, tmp_path):
+    assert accelerator.compilations() is None
+    monkeypatch.setattr(accelerator, "fallbacks", [])
+    accelerator.report_fallback("generation", "its steps are not captured")
+    accelerator.report_fallback("generation", "its steps are not captured")
+    with Recorder(RunDirectory(tmp_path).stage("sft")) as recorder:
+        context = stage_context(accelerator, tmp_path, "sft", {"sft": SFT}, recorder=recorder)
+        summary = train(SFTTrainer, policy(), StageData(DEMONSTRATIONS, HELDOUT, []), context)
+    assert Ran(tmp_path, "sft", summary).step["fallbacks"] == 1

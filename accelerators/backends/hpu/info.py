@@ -111,7 +111,10 @@ def probe() -> Probe:
 
 
 def environment(run: Mapping[str, Any]) -> dict[str, str]:
-    """Return variables for every run on Gaudi, set before torch is imported; PT_HPU_LAZY_MODE is the user's choice."""
+    """Return variables for every run on Gaudi, set before torch is imported; PT_HPU_LAZY_MODE is the user's choice.
+
+    A HABANA_LOGS that cannot be written is removed, since variables that are set already keep their values.
+    """
     variables = {}
     if asks_for_lazy():
         variables = {
