@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 from accelerators import AcceleratorError, CaptureError, register_attention
 from accelerators.backends.cpu.backend import CPU
 from accelerators.testing import COMPARISONS, compare_with_cpu
+from accelerators.testing.first_contact import indexing
 from rlhf.certify.decoding import FAMILIES, compare_decoding
 from rlhf.certify.processes import CheckFailed
 from tests.accelerators.broken import with_kernel
@@ -136,6 +137,10 @@ def test_attention_in_bf16_is_within_its_tolerance(device) -> None:
 def test_fault_of_a_device_is_found(device, comparison: str, methods: dict[str, Any], line: str) -> None:
     with pytest.raises((AssertionError, AcceleratorError), match=line):
         compare_with_cpu(comparison, device(methods), full=False)
+
+
+def test_operators_that_are_not_recorded_are_among_the_compared() -> None:
+    assert indexing.OPERATORS.keys() > indexing.UNRECORDED
 
 
 def test_cpu_decodes_the_same_tokens(device) -> None:

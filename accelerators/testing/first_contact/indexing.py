@@ -28,6 +28,7 @@ OPERATORS: Mapping[str, Callable[[Inputs], tuple[Tensor, ...]]] = {
     "comparison and where": lambda x: (torch.where(x["ids"] > 7, x["ids"], -1),),
     "cumsum of int64": lambda x: (x["ids"].cumsum(-1),),
     "gather from int64": lambda x: (x["ids"].gather(-1, x["columns"]),),
+    "gather from int32": lambda x: (x["ids"].int().gather(-1, x["columns"]),),
     "gather from logits": lambda x: (x["logits"].gather(-1, x["ids"]),),
     "index_copy": lambda x: (x["ids"].index_copy(1, x["column"], x["token"]),),
     "index_select": lambda x: (x["ids"].index_select(1, x["columns"][0]),),
@@ -41,9 +42,12 @@ OPERATORS: Mapping[str, Callable[[Inputs], tuple[Tensor, ...]]] = {
 }
 """Functions of the inputs; each output has the same shape in every call."""
 
+UNRECORDED = {"gather from int64", "index_select"}
+"""Operators that recorded steps do without, because devices refuse to record them: only the plain ones are compared."""
+
 
 def compare(accelerator: Accelerator, *, full: bool) -> dict[str, Any]:
-    """Compare every operator, plain and through `Accelerator.capture`; return how they were run."""
+    """Compare operators plain and, but for `UNRECORDED`, through `Accelerator.capture`; return how they were run."""
     vocabulary = 128_256 if full else 1_000
     calls = [_inputs(vocabulary, seed) for seed in range(CALLS)]
     capture = accelerator.kernels.capabilities()["graph_capture"]
@@ -52,6 +56,8 @@ def compare(accelerator: Accelerator, *, full: bool) -> dict[str, Any]:
         expected = [function(inputs) for inputs in calls]
         for inputs, outputs in zip(calls, expected):
             _assert_equal(f"{name}, plain", function(accelerator.to_device(inputs)), outputs)
+        if name in UNRECORDED:
+            continue
         what = f"{name}, through capture ({capture.implementation or 'plain'})"
         for results, outputs in zip(_captured(what, accelerator, function, calls), expected):
             _assert_equal(what, results, outputs)
