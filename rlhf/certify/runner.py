@@ -76,8 +76,10 @@ def certify(
     selection = accelerators.select(name, environ={})
     now = datetime.now(timezone.utc)
     path = output or Path(f"rlhf-certify-{selection.name}-{now:%Y%m%d-%H%M%S}.zip")
-    if not path.absolute().parent.is_dir() or path.is_dir():
-        raise ConfigError(f"--output {path}: is a folder, or its folder does not exist; name a file in an existing one")
+    if path.is_dir():
+        raise ConfigError(f"--output {path}: it is a folder; name a file")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--output {path}: the folder {path.parent} does not exist; create it, or name another file")
     (probed,) = (report.probe for report in accelerators.available() if report.name == selection.name)
     with tempfile.TemporaryDirectory(prefix="rlhf-certify-") as folder:
         logs = Path(folder, "logs")

@@ -234,10 +234,8 @@ def test_first_failure_ends_the_checks_and_the_bundle_is_written(
     ("options", "line"),
     [
         ({"only": ["attntion"]}, "--only attntion: no such check; use one of product, explain, "),
-        (
-            {"output": Path("missing", "c.zip")},
-            "is a folder, or its folder does not exist; name a file in an existing one",
-        ),
+        ({"output": Path("missing", "c.zip")}, "the folder missing does not exist; create it, or name another file"),
+        ({"output": Path("/")}, "--output /: it is a folder; name a file"),
     ],
 )
 def test_options_that_cannot_be_used_are_refused(options: dict[str, Any], line: str) -> None:
