@@ -10,9 +10,11 @@ from conftest import Run, Runs
 from proof import STAGES
 from test_stages import assert_all_numbers_are_close
 
-# A shape of batches costs a layer one graph where no weight learns, one where weights learn but no gradient is kept
-# (evaluations of the trained model), and two of a training pass, forward and backward. Rollouts have one window each.
-GRAPHS = {"sft": 4, "reward": 3, "ppo": 5}
+# All layers share the graphs of a shape: one of passes without gradients through weights that learn, one through frozen
+# weights, and two of a training pass, forward and backward. Decoding has one for each number of rows.
+# SFT: evaluation, samples (decoding), training. Reward model: evaluation, training. PPO: rollout (decoding), scores of the
+# trained models, scores of the frozen ones, training.
+GRAPHS = {"sft": 1 + 1 + 2, "reward": 1 + 2, "ppo": 1 + 1 + 1 + 2}
 
 CASES = [
     pytest.param({"zero_stage": zero, "lora": lora, "ranks": ranks}, id=f"zero{zero}{'-lora' * (lora > 0)}-{ranks}")
