@@ -10,10 +10,10 @@ from conftest import Run, Runs
 from proof import STAGES
 from test_stages import assert_all_numbers_are_close
 
-# All layers share the graphs of a shape: one of passes without gradients through weights that learn, one through frozen
-# weights, and two of a training pass, forward and backward. Decoding has one for each number of rows.
-# SFT: evaluation, samples (decoding), training. Reward model: evaluation, training. PPO: rollout (decoding), scores of the
-# trained models, scores of the frozen ones, training.
+# All layers share the graphs of a shape: one without gradients through weights that learn, one through frozen weights,
+# and two of a training pass, forward and backward. Decoding has one for each number of rows.
+# SFT: evaluation, samples (decoding), training. Reward model: evaluation, training. PPO: rollout (decoding), scores of
+# the trained models, scores of the frozen ones, training.
 GRAPHS = {"sft": 1 + 1 + 2, "reward": 1 + 2, "ppo": 1 + 1 + 1 + 2}
 
 CASES = [
