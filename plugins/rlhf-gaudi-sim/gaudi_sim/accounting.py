@@ -72,7 +72,13 @@ class Accounts:
 
     @contextmanager
     def running_graph(self) -> Iterator[None]:
-        """Count the block as a run of a graph, and its operators as parts of it."""
+        """Count the block as a run of a graph, or of a fused kernel, and its operators as parts of it.
+
+        In lazy mode they are parts of the graph that is collected.
+        """
+        if is_lazy():
+            yield
+            return
         self._device.enter_compiled()
         try:
             yield

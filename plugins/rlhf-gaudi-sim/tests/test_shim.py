@@ -224,6 +224,30 @@ def test_eager_mode_counts_the_graphs_of_torch_compile(python: Run) -> None:
     assert done.returncode == 0, done.stderr
 
 
+FUSED_KERNELS = """
+import gaudi_sim.plugin, torch
+from habana_frameworks.torch.hpex.normalization import FusedClipNorm
+from habana_frameworks.torch.hpex.optimizers import FusedAdamW
+
+def launches(count):
+    weights = [torch.ones(3, device="hpu", requires_grad=True) for _ in range(count)]
+    for weight in weights:
+        weight.grad = torch.ones(3, device="hpu")
+    optimizer, clipper = FusedAdamW(weights), FusedClipNorm(weights, 1.0)
+    before = gaudi_sim.report()["counts"]["single"]
+    clipper.clip_norm(weights)
+    optimizer.step()
+    return gaudi_sim.report()["counts"]["single"] - before
+
+assert launches(1) == launches(20), (launches(1), launches(20))
+"""
+
+
+def test_eager_mode_launches_a_fused_kernel_once_for_all_parameters(python: Run) -> None:
+    done = python("-c", FUSED_KERNELS, fresh=True, eager=True)
+    assert done.returncode == 0, done.stderr
+
+
 # fused kernels
 
 

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 
 import torch
 
+from gaudi_sim.accounting import accounts
+
 
 class FusedClipNorm:
     """Scales gradients so that their common 2-norm is at most `max_norm`, kept in the first parameter's dtype."""
@@ -17,6 +19,10 @@ class FusedClipNorm:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if not gradients:
             return torch.zeros(1, device="hpu")
+        with accounts().running_graph():  # a single kernel
+            return self._clip(gradients)
+
+    def _clip(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         norm: torch.Tensor = torch.linalg.vector_norm(
             torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
         ).reshape(1)

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from gaudi_sim.accounting import accounts
+
 
 class FusedAdamW(torch.optim.Optimizer):
     """AdamW (arXiv:1711.05101). What changes from step to step goes to the device as tensors: the graph stays the same.
@@ -34,7 +36,8 @@ class FusedAdamW(torch.optim.Optimizer):
         loss = closure() if closure else None
         for group in self.param_groups:
             if parameters := [parameter for parameter in group["params"] if parameter.grad is not None]:
-                _step(parameters, group, self.state)
+                with accounts().running_graph():  # a single kernel for the group
+                    _step(parameters, group, self.state)
         return loss
 
 
