@@ -208,6 +208,37 @@ def test_variables_of_lazy_mode_are_set_in_lazy_mode_alone(monkeypatch, tmp_path
     assert "HABANA_LOGS" not in variables
 
 
+def test_compiled_graphs_are_shared_by_ranks_and_runs_of_a_release(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(hpu_info, "release", lambda: "1.24.1.500")
+    setting = hpu_info.environment({})["PT_HPU_RECIPE_CACHE_CONFIG"]
+    folder, delete, megabytes = setting.split(",")
+    assert folder == f"{tmp_path}/rlhf-gaudi-recipes-{os.getuid()}-1.24.1.500"
+    assert (delete, megabytes) == ("false", "16384")
+    assert Path(folder).stat().st_mode & 0o777 == 0o700
+    assert hpu_info.environment({})["PT_HPU_RECIPE_CACHE_CONFIG"] == setting
+    monkeypatch.setattr(hpu_info, "release", lambda: "1.23.0.695")
+    assert hpu_info.environment({})["PT_HPU_RECIPE_CACHE_CONFIG"] != setting
+    monkeypatch.setenv("PT_HPU_RECIPE_CACHE_CONFIG", "/mine,false,1024")
+    assert "PT_HPU_RECIPE_CACHE_CONFIG" not in hpu_info.environment({})
+
+
+@pytest.mark.parametrize("taken", ["link", "writable"])
+def test_compiled_graphs_of_others_are_not_read(monkeypatch, tmp_path, taken):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(hpu_info, "release", lambda: "1.24.1.500")
+    folder = tmp_path / f"rlhf-gaudi-recipes-{os.getuid()}-1.24.1.500"
+    if taken == "link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        folder.symlink_to(tmp_path / "elsewhere")
+    else:
+        folder.mkdir()
+        folder.chmod(0o777)
+    chosen = Path(hpu_info.environment({})["PT_HPU_RECIPE_CACHE_CONFIG"].split(",")[0])
+    assert chosen.name.startswith(f"{folder.name}-")
+    assert chosen.stat().st_mode & 0o777 == 0o700
+
+
 def test_logs_go_where_they_can_be_written(monkeypatch, tmp_path):
     monkeypatch.setenv("HABANA_LOGS", str(tmp_path / "missing" / "logs"))
     monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(tmp_path))

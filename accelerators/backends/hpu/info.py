@@ -5,10 +5,12 @@ They come from the `hl-smi` in PATH, or from the driver's files if there is no s
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Mapping
@@ -28,6 +30,9 @@ DEFAULT_LOGS = "/var/log/habana_logs"
 """Folder of Gaudi's software for its logs if HABANA_LOGS names none; it ends the process if it cannot write there."""
 SECONDS = 10.0
 """Time limit of `hl-smi`, which takes about one second, even with eight cards."""
+RECIPES = "PT_HPU_RECIPE_CACHE_CONFIG"
+RECIPES_MB = 16384
+"""Maximum size of the compiled graphs on disk; the bridge then removes the oldest."""
 
 ACCEL = Path("/sys/class/accel")
 DRIVER = Path("/sys/module/habanalabs")
@@ -116,8 +121,11 @@ def environment(run: Mapping[str, Any]) -> dict[str, str]:
     A HABANA_LOGS that cannot be written is removed, since variables that are set already keep their values.
     """
     variables = {}
+    if (version := release()) and RECIPES not in os.environ:
+        # Compiled graphs, which the bridge calls recipes: one rank compiles, the others and later runs read its result.
+        variables[RECIPES] = f"{_recipe_folder(version)},false,{RECIPES_MB}"
     if asks_for_lazy():
-        variables = {
+        variables |= {
             # Token ids, positions and the indices of gather are int64; without this they are cut to int32 on the card.
             # Eager mode has int64 anyway.
             "PT_ENABLE_INT64_SUPPORT": "1",
@@ -133,6 +141,20 @@ def environment(run: Mapping[str, Any]) -> dict[str, str]:
         os.environ.pop("HABANA_LOGS", None)  # the image's own, which would stay
         variables["HABANA_LOGS"] = str(Path(tempfile.gettempdir(), f"habana_logs-{os.getuid()}"))
     return variables
+
+
+def _recipe_folder(version: str) -> Path:
+    """Return a folder for compiled graphs of a release that no other user can write.
+
+    It is a temporary one: homes are often on NFS, where the bridge's locks need another setting.
+    """
+    folder = Path(tempfile.gettempdir(), f"rlhf-gaudi-recipes-{os.getuid()}-{version}")
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()
+    if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022:
+        return folder
+    return Path(tempfile.mkdtemp(prefix=f"{folder.name}-"))  # another user has taken the name
 
 
 def asks_for_lazy() -> bool:
