@@ -120,9 +120,10 @@ def attend_sdpa(
     """Attend with torch's scaled_dot_product_attention, as transformers calls it.
 
     The heads that share a key become the queries of one head if each has a single query. Before 5.23, transformers
-    repeats the keys and values of the whole cache in each decoding step instead. If all heads share one key, the
-    repetition has stride 0, for which torch's memory-efficient kernel reads wrong masks (pytorch #191937, corrected
-    after 2.13).
+    repeats the keys and values of the whole cache in each decoding step instead.
+
+    If all heads share one key, the repetition of transformers has stride 0, for which torch's memory-efficient kernel
+    reads wrong masks if the columns are 1 mod 32 (pytorch #191937, corrected after 2.13). Such keys are copied.
 
     Args:
         module: the layer.
@@ -139,6 +140,8 @@ def attend_sdpa(
 
     heads, shared = query.shape[1], query.shape[1] // key.shape[1]
     if query.shape[2] > 1 or shared == 1:
+        if shared == heads > 1 and key.shape[2] % 32 == 1:
+            key, value, module = key.repeat(1, heads, 1, 1), value.repeat(1, heads, 1, 1), None
         features["position_bias"] = position_bias
         output: Any = sdpa_attention_forward(module, query, key, value, attention_mask, **features)[0]
         return output, None

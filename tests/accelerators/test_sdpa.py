@@ -60,6 +60,18 @@ def test_single_query_attends_as_a_plain_softmax_does_at_any_length(calls, group
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
+def test_no_key_of_a_pass_has_stride_0_at_lengths_of_1_mod_32(calls, groups):
+    module = llama("sdpa", num_key_value_heads=groups).model.layers[0].self_attn
+    for columns in (32, 33, 64, 65, 257):
+        torch.manual_seed(columns)
+        query, key, value = (torch.randn(2, heads, columns, 8) for heads in (HEADS, groups, groups))
+        mask = torch.ones(columns, columns, dtype=torch.bool).tril().expand(2, 1, -1, -1)
+        output = portable.attend_sdpa(module, query, key, value, mask, scaling=0.3)[0]
+        torch.testing.assert_close(output, plain(query, key, value, mask, None, 0.3))
+    assert all(0 not in strides for _, key, *strides in calls if key[2] % 32 == 1)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
 def test_decoding_repeats_no_key_and_draws_the_tokens_of_eager_attention(accelerator, calls, monkeypatch, groups):
     from transformers.integrations import sdpa_attention
 
