@@ -42,22 +42,24 @@ def test_card_in_use_is_an_error_with_cause_and_remedy(machine):
 
 
 @pytest.mark.parametrize(
-    ("modules", "wish", "named"),
+    ("modules", "wish", "bridge", "opened"),
     [
-        (("10", "2", "3"), None, "2,3,10"),
-        (("1", "0", "2"), None, None),
-        (("4", "5"), "5", "5"),
-        ((), None, None),
+        (("10", "2", "3"), None, "1", "3"),
+        (("1", "0", "2"), None, "1", "1"),
+        (("4", "5"), "5,4", "4", "4"),  # the bridge has read the user's list
+        (("4", "5"), None, None, None),  # a single process: any free card
+        ((), None, "1", "1"),
     ],
 )
-def test_modules_of_a_container_are_named_for_the_bridge(machine, monkeypatch, modules, wish, named):
-    monkeypatch.setenv("HABANA_VISIBLE_MODULES", wish or "")  # restored after the test
-    if wish is None:
-        monkeypatch.delenv("HABANA_VISIBLE_MODULES")
+def test_rank_opens_a_module_of_its_container(machine, monkeypatch, modules, wish, bridge, opened):
+    for name, value in (("HABANA_VISIBLE_MODULES", wish), ("HLS_MODULE_ID", bridge)):
+        monkeypatch.setenv(name, value or "")  # restored after the test
+        if value is None:
+            monkeypatch.delenv(name)
     hpu = machine()
-    hpu._cards = Cards(max(len(modules), 1), "Gaudi2", habana.DRIVER, "hl-smi", modules)
-    hpu.bind(0)
-    assert os.environ.get("HABANA_VISIBLE_MODULES") == named
+    hpu._cards = Cards(max(len(modules), 2), "Gaudi2", habana.DRIVER, "hl-smi", modules)
+    hpu.bind(1)
+    assert os.environ.get("HLS_MODULE_ID") == opened
 
 
 def test_operators_that_fail_under_another_driver_are_told_by_bind(machine, monkeypatch):

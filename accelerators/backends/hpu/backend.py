@@ -65,11 +65,11 @@ class HPU(Accelerator):
                 f"hpu: {hpu_info.RUNTIME} cannot be imported ({describe_error(error)}); "
                 f"{remedy}{hpu_info.describe_mismatch(cards.driver)}"
             ) from error
-        self._name_modules(cards)
         try:
             # Under a launcher (LOCAL_RANK, WORLD_SIZE) each rank gets its own module, otherwise any free card. The
             # import does the same, but before a session without a launcher has set these variables.
             hccl.initialize_distributed_hpu()
+            self._choose_module(cards, local_rank)
             runtime("hpu").init()
         except Exception as error:
             raise AcceleratorError(
@@ -82,11 +82,16 @@ class HPU(Accelerator):
         return torch.device("hpu")
 
     @staticmethod
-    def _name_modules(cards: hpu_info.Cards) -> None:
-        """Tell the bridge the modules of this container: without them it opens module N for rank N."""
+    def _choose_module(cards: hpu_info.Cards, local_rank: int) -> None:
+        """Choose this rank's module if the modules of the container are not 0, 1, 2 ... without a gap.
+
+        The bridge opens module N for rank N if the user has not named modules. It writes this choice to HLS_MODULE_ID
+        when torch imports it.
+        """
         modules = sorted(cards.modules, key=lambda module: module.zfill(4))
-        if modules != [str(rank) for rank in range(len(modules))] and all(module.isdigit() for module in modules):
-            os.environ.setdefault(hpu_info.VISIBLE_MODULES, ",".join(modules))
+        chosen = "HLS_MODULE_ID" in os.environ and hpu_info.VISIBLE_MODULES not in os.environ
+        if chosen and modules != [str(rank) for rank in range(len(modules))]:
+            os.environ["HLS_MODULE_ID"] = modules[local_rank]
 
     @staticmethod
     def _try_operator(mismatch: str) -> None:

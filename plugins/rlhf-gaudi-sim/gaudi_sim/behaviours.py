@@ -15,6 +15,10 @@ BEHAVIOURS = {
     "average": "hccl has no AVG (github.com/soumyarani/verl-gaudi: 'HCCL has no AVG')",
     "empty_rows": "FusedSDPA gives NaN on rows that see nothing (GAUDI_FAILURE_LOG.md, F29, F39 and F42, of "
     "github.com/krisDlittleGiant/Self-Play-Reinforcement-learning, on a Gaudi2)",
+    "host_tensors": "hccl takes tensors of the device only",
+    "logs": "a HABANA_LOGS that cannot be written ends the process (logs in verl-gaudi)",
+    "modules": "rank N opens module N, chosen at import, if HABANA_VISIBLE_MODULES does not name modules, as numbers "
+    "(gaudi-pytorch-bridge, distributed/hccl/__init__.py and _utils.py)",
     "save": "lazy mode replaces torch.save and torch.load (gaudi-pytorch-bridge 1.19, torch_overwrites.py)",
     "set_data": "`parameter.data = ...` is refused between host and device (verl-gaudi, docs/02 and 03)",
     "weight_sharing": "lazy mode keeps all parameters (gaudi-pytorch-bridge 1.19, core/weight_sharing.py)",

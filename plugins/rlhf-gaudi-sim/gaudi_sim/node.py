@@ -12,10 +12,12 @@ import re
 from pathlib import Path
 
 from accelerators.backends.hpu import info as hpu_info
+from gaudi_sim.behaviours import is_simulated
 
 NODE_VARIABLE = "RLHF_GAUDI_SIM_NODE"
 CLOSED_VARIABLE = "RLHF_GAUDI_SIM_CLOSED"
 DRIVER_VARIABLE = "RLHF_GAUDI_SIM_DRIVER"
+MODULE_VARIABLE = "HLS_MODULE_ID"
 RELEASE = "1.24.1"
 """The release of the simulated bridge, if there is a version of the driver to compare it with."""
 
@@ -47,8 +49,18 @@ def named_modules() -> list[int] | None:
     return None if wish is None else [int(part) for part in wish.split(",")]
 
 
+def choose_module(local_rank: int) -> None:
+    """Write the module of a rank to HLS_MODULE_ID, unless it is there already.
+
+    Raises:
+        ValueError: HABANA_VISIBLE_MODULES has something else than numbers.
+    """
+    modules = named_modules()
+    os.environ.setdefault(MODULE_VARIABLE, str(local_rank if modules is None else modules[local_rank]))
+
+
 def acquire_card() -> None:
-    """Open the card of this process: under a launcher that of its local rank, otherwise any free one.
+    """Open the card of this process: the one in HLS_MODULE_ID, otherwise any free one.
 
     Raises:
         RuntimeError: another process has it open, or the container has no such card (logs in verl-gaudi: "synStatus=8
@@ -57,12 +69,11 @@ def acquire_card() -> None:
     global _open_card
     if _open_card is not None or not os.environ.get(NODE_VARIABLE):
         return
-    modules = named_modules()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # hccl/__init__.py: rank N opens module N unless modules are named
-        rank = int(os.environ["LOCAL_RANK"])
-        candidates = [rank if modules is None else modules[rank]]
-    else:
-        candidates = list(range(int(os.environ.get("RLHF_GAUDI_SIM_CARDS", "8")))) if modules is None else modules
+    candidates = list(range(int(os.environ.get("RLHF_GAUDI_SIM_CARDS", "8"))))
+    if MODULE_VARIABLE in os.environ and is_simulated("modules"):
+        candidates = [int(os.environ[MODULE_VARIABLE])]
+    elif (modules := named_modules()) is not None:
+        candidates = modules
     for module in candidates:
         try:
             descriptor = os.open(_file_of(module), os.O_RDWR)
@@ -95,7 +106,7 @@ def check_logs() -> None:
 
     Without the variable, the real folder is one that the image has.
     """
-    if folder := os.environ.get("HABANA_LOGS"):
+    if (folder := os.environ.get("HABANA_LOGS")) and is_simulated("logs"):
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
             (Path(folder) / ".written").touch()

@@ -289,7 +289,7 @@ import accelerators
 accelerator = accelerators.select("hpu").create()
 accelerator.bind(int(sys.argv[1]))
 import os, torch
-print(torch.ones(2, device="hpu").sum().item(), os.environ.get("HABANA_VISIBLE_MODULES"), flush=True)
+print(torch.ones(2, device="hpu").sum().item(), os.environ.get("HLS_MODULE_ID"), flush=True)
 """
 
 
@@ -319,10 +319,15 @@ def test_rank_opens_a_card_that_the_container_has(python: Run, tmp_path: Path) -
     """hl-smi lists four cards, and the files of two are there: the bridge alone would open module 0 for rank 0."""
     node = {"RLHF_GAUDI_SIM_NODE": str(tmp_path), "RLHF_GAUDI_SIM_CARDS": "4", "RLHF_GAUDI_SIM_CLOSED": "0,2"}
     ranks = {"WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    assert bind(python, **node, **ranks)[0] == "2.0 1,3"
+    assert bind(python, **node, **ranks)[0] == "2.0 1"
+    assert bind(python, 1, **node, **ranks | {"LOCAL_RANK": "1"})[0] == "2.0 3"
+    named = {"HABANA_VISIBLE_MODULES": "3,1"}
+    assert bind(python, **node, **ranks, **named)[0] == "2.0 3", "the order of the user"
     assert "no card for rank 2 of this machine, which has 2 x Gaudi2" in bind(python, 2, **node)[1]
-    alone = "from accelerators.backends.hpu.backend import HPU\nHPU._name_modules = lambda self, cards: None\n" + BIND
-    assert "Device acquire failed" in bind(python, code=alone, **node, **ranks)[1]
+    alone = "from accelerators.backends.hpu.backend import HPU\nHPU._choose_module = lambda self, cards, rank: None\n"
+    assert "Device acquire failed" in bind(python, code=alone + BIND, **node, **ranks)[1]
+    without = {"RLHF_GAUDI_SIM_WITHOUT": "modules"}
+    assert bind(python, code=alone + BIND, **node, **ranks, **without)[0].startswith("2.0")
 
 
 @pytest.mark.parametrize(("driver", "refusal"), [("1.23.0-695", True), ("1.24.0-12", False)])
@@ -341,6 +346,8 @@ def test_run_sets_a_folder_for_logs_where_the_bridge_would_abort(python: Run, tm
         -6,
         134,
     )
+    without = env | {"RLHF_GAUDI_SIM_WITHOUT": "logs"}
+    assert python("-c", "import gaudi_sim.plugin, habana_frameworks.torch", strict=False, env=without).returncode == 0
     export = "import os, accelerators\naccelerators.select('hpu').export(os.environ, {})\n"
     assert bind(python, code=export + BIND, **env)[0] == "2.0 None"
 

@@ -48,13 +48,15 @@ _COLLECTIVES = (
 
 
 def initialize_distributed_hpu() -> tuple[int, int, int]:
-    """World size, rank and local rank, as the launcher set them."""
-    node.named_modules()  # numbers, or a ValueError
+    """World size, rank and local rank, as the launcher set them; the first call with a launcher chooses the module."""
     world_size, rank, local_rank = (int(os.environ.get(name, default)) for name, default in _ENVIRONMENT.items())
+    if world_size > 1:
+        node.choose_module(local_rank)
     return world_size, rank, local_rank
 
 
 _ENVIRONMENT = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
+initialize_distributed_hpu()
 
 
 class Work(dist.Work):
@@ -132,6 +134,8 @@ class ProcessGroup(dist.ProcessGroup):
 
 def _on_cpu(collective: str, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type != "hpu":
+        if not is_simulated("host_tensors"):
+            return tensor
         raise RuntimeError(f"hccl: {collective} of a tensor on {tensor.device}; move it to hpu, or use a gloo group")
     on_cpu: torch.Tensor = _device.to_cpu(tensor)
     return on_cpu
