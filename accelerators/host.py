@@ -109,10 +109,18 @@ def read_text(path: Path) -> str:
 def read_command(*command: str, seconds: float = 10.0) -> str:
     """Return the output of a command, or in parentheses why there is none."""
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds)
-    except (OSError, subprocess.TimeoutExpired) as error:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+    except OSError as error:
         return f"({error})"
-    return (done.stdout.strip() or done.stderr.strip()) + (f" (exit code {done.returncode})" if done.returncode else "")
+    try:
+        output, errors = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired as error:
+        process.kill()  # without waiting for its end: a process that hangs in a broken driver does not end
+        return f"({error})"
+    code = process.returncode
+    return (output.strip() or errors.strip()) + (f" (exit code {code})" if code else "")
 
 
 def describe_files(paths: Iterable[Path]) -> str:
@@ -120,7 +128,8 @@ def describe_files(paths: Iterable[Path]) -> str:
     lines = []
     for path in sorted(paths):
         access = "".join(letter if os.access(path, mode) else "-" for letter, mode in (("r", os.R_OK), ("w", os.W_OK)))
-        lines.append(f"{path} {path.stat().st_mode & 0o777:o} {access}")
+        with contextlib.suppress(OSError):  # a file that has gone, or a link to nothing
+            lines.append(f"{path} {path.stat().st_mode & 0o777:o} {access}")
     return "\n".join(lines) or "none"
 
 

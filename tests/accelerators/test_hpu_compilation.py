@@ -90,6 +90,17 @@ def test_too_many_compiled_shapes_are_an_error_instead_of_slow_steps(machine, tw
         captured(torch.ones(4))
 
 
+def test_step_that_is_no_single_graph_is_an_error_instead_of_slow_steps(machine):
+    def step(x):
+        torch._dynamo.graph_break()
+        return x + 1
+
+    captured = machine().capture(step, key="step")
+    captured(torch.ones(2))  # under the check
+    with pytest.raises(CaptureError, match="step: "):
+        captured(torch.ones(2))
+
+
 # layers
 
 

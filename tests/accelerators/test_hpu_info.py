@@ -191,9 +191,7 @@ def test_cards_count_if_this_process_may_open_their_files(hl_smi, driver, bridge
 def test_all_modules_is_a_wish_that_the_bridge_cannot_read(hl_smi, monkeypatch):
     monkeypatch.setenv("HABANA_VISIBLE_MODULES", "ALL")
     hl_smi(rows("Gaudi2", 8))
-    assert (
-        hpu_info.probe().reason == "HABANA_VISIBLE_MODULES=ALL: Gaudi's PyTorch bridge reads module ids alone; unset it"
-    )
+    assert hpu_info.probe().reason == "HABANA_VISIBLE_MODULES=ALL: Gaudi's bridge accepts module numbers only; unset it"
 
 
 @pytest.mark.parametrize(("lazy", "int64"), [(None, False), ("0", False), ("1", True)])
@@ -248,6 +246,16 @@ def test_logs_go_where_they_can_be_written(monkeypatch, tmp_path):
     monkeypatch.setenv("HABANA_LOGS", str(tmp_path / "file" / "logs"))
     assert hpu_info.environment({})["HABANA_LOGS"].startswith(tempfile.gettempdir())
     assert "HABANA_LOGS" not in os.environ, "an export keeps what is set"
+
+
+def test_logs_below_a_folder_that_may_not_be_entered_go_elsewhere(monkeypatch, tmp_path):
+    def denied(self, **options):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setenv("HABANA_LOGS", str(tmp_path / "closed" / "logs"))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(Path, "stat", denied)  # as below a folder of another user, with any user
+    assert hpu_info.environment({})["HABANA_LOGS"].startswith(tempfile.gettempdir())
 
 
 @pytest.mark.parametrize(

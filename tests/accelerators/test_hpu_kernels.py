@@ -9,7 +9,7 @@ import torch
 from transformers import GptOssConfig
 
 from accelerators import OPERATIONS, AcceleratorError
-from accelerators.backends.hpu.kernels import FUSED_SDPA
+from accelerators.backends.hpu.kernels import FUSED_SDPA, find_lacking
 from accelerators.testing.attention import check_attention
 from accelerators.testing.optimizers import check_adamw, check_clip_grad_norm
 from rlhf.models.forward import model_inputs
@@ -171,6 +171,34 @@ def test_sinks_are_passed_to_a_fused_attention_that_has_them(machine, monkeypatc
     assert calls[0][7:] == ("None", (-1, -1), sinks)
     ((best, _), *_) = hpu.kernels.candidates("attention")
     assert hpu.kernels.refusal(best, GptOssConfig()) == ""
+
+
+def test_sinks_that_would_learn_nothing_are_refused(machine, monkeypatch):
+    class WithSink:
+        @staticmethod
+        def forward(ctx, q, k, v, scale=None, recompute_mode=None, sink=None):
+            raise AssertionError("an autograd function is applied")
+
+        apply = staticmethod(lambda *arguments: arguments[0])
+
+    monkeypatch.setattr(habana, "FusedSDPA", WithSink)
+    query, sinks = torch.randn(1, 2, 6, 8), torch.randn(2, requires_grad=True)
+    attend = attention(machine().kernels.get("attention"))
+    with pytest.raises(AcceleratorError, match="Gaudi's kernel gives sinks no gradient"):
+        attend(SimpleNamespace(is_causal=True), query, query, query, None, s_aux=sinks)
+    with torch.no_grad():
+        attend(SimpleNamespace(is_causal=True), query, query, query, None, s_aux=sinks)
+
+
+def test_kernel_with_an_argument_without_a_default_before_sinks_has_none(machine, monkeypatch):
+    class Unknown:
+        @staticmethod
+        def forward(ctx, q, k, v, scale, needed, sink=None):
+            raise AssertionError("an autograd function is applied")
+
+    monkeypatch.setattr(habana, "FusedSDPA", Unknown)
+    machine()
+    assert "s_aux" in find_lacking()
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def environment_report() -> dict[str, str]:
     query = "--query-gpu=index,name,compute_cap,driver_version,memory.total,mig.mode.current,pci.bus_id"
     return {
         "nvidia-smi": host.read_command("nvidia-smi", query, "--format=csv"),
-        "device files": host.describe_files(DEV.glob("nvidia*[0-9l]")),
+        "device files": host.describe_files(DEV.glob("nvidia*")),
     }
 
 

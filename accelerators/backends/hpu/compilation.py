@@ -39,7 +39,7 @@ def compiled_steps(accelerator: Accelerator) -> Callable[[Function, str], Any]:
 
     def record(fn: Function, key: str) -> Any:
         # Not `checked(torch.compile(fn))`: torch never compiles a function that it first saw under the guard.
-        check, compiled = capture.checked(fn, key), torch.compile(fn, backend=COMPILER, dynamic=False)
+        check, compiled = capture.checked(fn, key), torch.compile(fn, backend=COMPILER, dynamic=False, fullgraph=True)
         checked = False
 
         @functools.wraps(fn)
@@ -50,6 +50,8 @@ def compiled_steps(accelerator: Accelerator) -> Callable[[Function, str], Any]:
                     return compiled(*args, **kwargs)
                 except FailOnRecompileLimitHit as error:
                     raise CaptureError(f"{key}: {COMPILED_SHAPES} shapes are compiled already") from error
+                except TorchDynamoException as error:
+                    raise CaptureError(f"{key}: {_first_line(error)}") from error
             result = check(*args, **kwargs)
             checked = True
             return result
@@ -96,7 +98,7 @@ class _CompiledLayer:
         except FailOnRecompileLimitHit:
             reason = f"{COMPILED_SHAPES} shapes are compiled already; engine.shapes=static has few"
         except TorchDynamoException as error:
-            reason = str(error).strip().partition("\n")[0]
+            reason = _first_line(error)
             logger.debug("%s cannot be compiled", type(layer).__name__, exc_info=True)
         self._refused.add(type(layer))
         self._report(reason)
@@ -105,6 +107,10 @@ class _CompiledLayer:
     def _report(self, reason: str) -> None:
         name = type(self._layer).__name__
         self._accelerator.report_fallback(name, f"layers run uncompiled, and slower: {name}: {reason}")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _forward(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -136,8 +136,9 @@ def environment(run: Mapping[str, Any]) -> dict[str, str]:
             "PT_HPU_WEIGHT_SHARING": "0",
         }
     logs = Path(os.environ.get("HABANA_LOGS") or DEFAULT_LOGS)
-    existing = next(folder for folder in (logs, *logs.absolute().parents) if folder.exists())
-    if not (existing.is_dir() and os.access(existing, os.W_OK)):
+    # Not `Path.exists`, which raises an error below a folder that this user may not enter.
+    existing = next(folder for folder in (logs, *logs.absolute().parents) if os.path.exists(folder))
+    if not (os.path.isdir(existing) and os.access(existing, os.W_OK)):
         os.environ.pop("HABANA_LOGS", None)  # the image's own, which would stay
         variables["HABANA_LOGS"] = str(Path(tempfile.gettempdir(), f"habana_logs-{os.getuid()}"))
     return variables
@@ -176,7 +177,7 @@ def environment_report() -> dict[str, str]:
     logs = os.environ.get("HABANA_LOGS") or DEFAULT_LOGS
     driver = _read(DRIVER / "version")
     return {
-        "hl-smi": host.read_command("hl-smi", *_QUERY),
+        "hl-smi": host.read_command("hl-smi", "-Q", "module_id,name,driver_version,bus_id", "-f", "csv"),
         "driver": driver or "not loaded",
         "bridge": f"{BRIDGE} {release() or 'is not installed'}{describe_mismatch(driver)}",
         "device files": host.describe_files([*_device_files(), *DEV.glob("infiniband/*")]),
@@ -273,7 +274,7 @@ def _visible(listed: list[_Card]) -> list[_Card]:
     if wish is None:
         return listed
     if wish.strip().lower() == "all":  # the bridge makes numbers of the parts
-        raise AcceleratorError(f"{VISIBLE_MODULES}={wish}: Gaudi's PyTorch bridge reads module ids alone; unset it")
+        raise AcceleratorError(f"{VISIBLE_MODULES}={wish}: Gaudi's bridge accepts module numbers only; unset it")
     modules = {part.strip() for part in wish.split(",")}
     visible = [card for card in listed if card.module in modules]
     if not visible:

@@ -16,7 +16,7 @@ import torch
 from accelerators import portable
 from accelerators.accelerator import Accelerator
 from accelerators.backends.hpu import info
-from accelerators.errors import describe_error
+from accelerators.errors import AcceleratorError, describe_error
 from accelerators.types import KernelImpl, Support
 
 ATTENTION = "gaudi_fused_sdpa"
@@ -152,6 +152,11 @@ def fused_sdpa(accelerator: Accelerator) -> str:
         if is_causal is None:
             is_causal = getattr(module, "is_causal", True)
         is_causal = is_causal and attention_mask is None and query.shape[2] > 1
+        if s_aux is not None and s_aux.requires_grad and torch.is_grad_enabled():
+            raise AcceleratorError(
+                f"attention {ATTENTION}: Gaudi's kernel gives sinks no gradient; train adapters (lora.rank) or set "
+                "engine.kernels to {attention: eager}"
+            )
         sink = () if s_aux is None else (*before_sink, s_aux)
         output = fused.apply(query, key, value, attention_mask, dropout, is_causal, scaling, *sink)
         return output.transpose(1, 2).contiguous(), None
@@ -177,7 +182,10 @@ def _defaults_before_sink(fused: Any) -> tuple[Any, ...]:
     names = list(arguments)
     if not {"scale", "sink"} <= arguments.keys():
         return ()
-    return tuple(arguments[name].default for name in names[names.index("scale") + 1 : names.index("sink")])
+    between = names[names.index("scale") + 1 : names.index("sink")]
+    # Without recomputation the kernel ignores sinks.
+    defaults = tuple(True if name == "recompute_mode" else arguments[name].default for name in between)
+    return () if inspect.Parameter.empty in defaults else defaults
 
 
 def _refuses(model: Any) -> str:

@@ -44,7 +44,8 @@ class FusedSDPA:
             raise NotImplementedError("the simulated FusedSDPA has no valid_seq_len, windows and further results")
         grouped = query.shape[1] != key.shape[1]
         if sink is not None:
-            attn_mask, key, value = _with_sink(sink, attn_mask, query, key, value, is_causal)
+            # The backward pass of the real one returns no gradient for sinks (04ac36fa, sdpa_recomp_bwd).
+            attn_mask, key, value = _with_sink(sink.detach(), attn_mask, query, key, value, is_causal)
             is_causal = False
         output = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped
