@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-SECRET = re.compile(r"TOKEN(?!IZER)|KEY|SECRET|PASS|CREDENTIAL|AUTH|COOKIE|SESSION", re.IGNORECASE)
-"""Names of variables whose values are never written."""
+SECRET = re.compile(r"TOKEN(?!IZER)|(?<!_P)KEY|SECRET|(?<!BY)PASS(?!ES)|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
+"""Names of variables whose values are never written; InfiniBand's PKEY and a compiler's PASSES are settings."""
 
 _USER_OF_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _SHORTEST_SECRET = 6  # characters: shorter values are words that logs contain anyway
@@ -42,6 +42,14 @@ class Redactor:
         text = _USER_OF_URL.sub("***", text)
         return re.sub(rf"(?<![\w./-]){re.escape(self._home)}(?=/|\b)", "~", text) if self._home else text
 
+    def clean_values(self, value: Any) -> Any:
+        """Return a JSON value with all its texts cleaned: JSON itself would write some letters of a secret as codes."""
+        if isinstance(value, Mapping):
+            return {self.clean(key): self.clean_values(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.clean_values(item) for item in value]
+        return self.clean(value) if isinstance(value, str) else value
+
 
 def write_bundle(path: Path, report: Mapping[str, Any], environment: Mapping[str, Any], logs: Path) -> None:
     """Write the report, the environment and the files of the folder `logs` into one zip file.
@@ -52,7 +60,7 @@ def write_bundle(path: Path, report: Mapping[str, Any], environment: Mapping[str
     redactor = Redactor(os.environ)
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as bundle:
         for name, document in (("report.json", report), ("environment.json", environment)):
-            bundle.writestr(name, redactor.clean(json.dumps(document, indent=2)) + "\n")
+            bundle.writestr(name, json.dumps(redactor.clean_values(document), indent=2) + "\n")
         for log in sorted(logs.glob("*.log")):
             text = log.read_text(encoding="utf-8", errors="replace")
             if len(text) > _LONGEST_LOG:

@@ -1,7 +1,8 @@
 """Greedy completions with steps recorded and plain, for two shapes in turn: tokens, graphs and speed.
 
-In float32, both must draw the same tokens. In 16 bits a compiled step may round differently, so each token only has to
-be the best one within the precision, according to one forward pass over the whole row.
+In float32, a recording must draw the same tokens as plain steps, whose kernels it replays. Compiled steps, and steps in
+16 bits, may round differently: each token only has to be the best one within the precision, according to one forward
+pass over the whole row.
 """
 
 from __future__ import annotations
@@ -160,7 +161,8 @@ class _Comparison:
                 f"{kind} steps drew tokens whose logits are {worst:.2g} of the largest below the best, by one forward "
                 f"pass; expected at most {SLACK[self.precision.name]:g}",
             )
-        exact = self.precision.name == "fp32"
+        replays = not self.capture.ok or self.accelerator.recordings_keep_memory()
+        exact = self.precision.name == "fp32" and replays
         require(not exact or equal == 1.0, f"only {equal:.1%} of the recorded steps' tokens equal those of plain steps")
 
     def _decoder(self) -> Decoder:

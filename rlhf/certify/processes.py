@@ -32,11 +32,13 @@ class CheckFailed(Exception):
 
     Attributes:
         facts: what the failed process had found out.
+        refused: True if the backend refused to run, before its device did any work.
     """
 
-    def __init__(self, message: str, facts: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, message: str, facts: Mapping[str, Any] | None = None, *, refused: bool = False) -> None:
         super().__init__(" ".join(message.split()))
         self.facts = dict(facts or {})
+        self.refused = refused
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,8 @@ class Processes:
             finally:
                 with suppress(ProcessLookupError):  # what a crash has left may still have the device
                     os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                with suppress(subprocess.TimeoutExpired):  # one that hangs in a broken driver does not end
+                    process.wait(10)
             texts = []
             for stream in (stdout, stderr):
                 stream.seek(0)
@@ -107,6 +110,11 @@ class Processes:
         with self.log.open("a", encoding="utf-8") as log:
             log.write(f"$ {chosen}python {shlex.join(arguments)}\n{texts[0]}{texts[1]}[exit code {code}]\n\n")
         return Finished(code, texts[0], texts[1], self.seconds)
+
+    def log_error(self, text: str) -> None:
+        """Append the text of an error to the log."""
+        with self.log.open("a", encoding="utf-8") as log:
+            log.write(text)
 
     def rlhf(self, *arguments: str, variables: Mapping[str, str] | None = None) -> Finished:
         """Run an `rlhf` command."""
@@ -125,5 +133,5 @@ class Processes:
         document = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
         facts: dict[str, Any] = document.get("facts", {})
         if error := document.get("error") or (finished.error if finished.code else ""):
-            raise CheckFailed(error, facts)
+            raise CheckFailed(error, facts, refused=document.get("refused", False))
         return facts

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import accelerators
+from accelerators import describe_error
 from rlhf.certify.bundle import write_bundle
 from rlhf.certify.checks import CHECKS, Check, Subject
 from rlhf.certify.environment import record_machine
@@ -20,8 +23,8 @@ from rlhf.version import __version__
 
 Size = Literal["toy", "full"]
 
-SECONDS = {"toy": 1200.0, "full": 7200.0}
-"""Time limit of each process by size: one that hangs in a driver must not keep the report from being written."""
+TOY_SECONDS = 1200.0
+"""Time limit of each process at toy size: one that hangs in a driver must not keep the report from being written."""
 
 
 @dataclass(frozen=True)
@@ -78,41 +81,54 @@ def certify(
     path = output or Path(f"rlhf-certify-{selection.name}-{now:%Y%m%d-%H%M%S}.zip")
     if path.is_dir():
         raise ConfigError(f"--output {path}: it is a folder; name a file")
-    if not path.absolute().parent.is_dir():
+    folder = path.absolute().parent
+    if not folder.is_dir():
         raise ConfigError(f"--output {path}: the folder {path.parent} does not exist; create it, or name another file")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError(f"--output {path}: it cannot be written; name a file in another folder")
     (probed,) = (report.probe for report in accelerators.available() if report.name == selection.name)
-    with tempfile.TemporaryDirectory(prefix="rlhf-certify-") as folder:
-        logs = Path(folder, "logs")
+    with tempfile.TemporaryDirectory(prefix="rlhf-certify-") as temporary:
+        logs = Path(temporary, "logs")
         logs.mkdir()
-        processes = Processes(Path(folder), logs / "environment.log", SECONDS[size])
-        report_progress(f"{selection.name}: {level}, {size} size; recording the environment")
-        environment = record_machine() | _record_backend(processes, selection.name)
+        processes = Processes(Path(temporary), logs / "environment.log", TOY_SECONDS)
         subject = Subject(selection.name, max(1, probed.count if probed else 1), size == "full", processes)
+        environment: dict[str, Any] = {}
         results: list[CheckResult] = []
-        for number, check in enumerate(checks, start=1):
-            report_progress(f"{number:2}/{len(checks)} {check.name}\n      expected: {check.expected}")
-            processes.log = logs / f"{number:02}-{check.name}.log"
-            results.append(_run_check(check, subject))
-            report_progress(f"      {_describe(results[-1])}")
-            if results[-1].result == "failed":
-                break
-        report = {
-            "accelerator": selection.name,
-            "provider": selection.provider,
-            "model": probed.model if probed else "",
-            "rlhf": __version__,
-            "level": level,
-            "size": size,
-            "date": now.isoformat(timespec="seconds"),
-            "passed": all(result.result == "passed" for result in results),
-            "checks": [vars(result) for result in results],
-            "not run": [check.name for check in CHECKS if check.name not in [result.check for result in results]],
-        }
         try:
-            write_bundle(path, report, environment, logs)
-        except OSError as error:
-            raise RunError(f"{path}: cannot be written ({error.strerror}); choose another --output") from error
+            report_progress(f"{selection.name}: {level}, {size} size; recording the environment")
+            environment |= record_machine() | _record_backend(processes, selection.name)
+            for number, check in enumerate(checks, start=1):
+                report_progress(f"{number:2}/{len(checks)} {check.name}\n      expected: {check.expected}")
+                processes.log = logs / f"{number:02}-{check.name}.log"
+                processes.seconds = check.seconds if size == "full" else TOY_SECONDS
+                results.append(_run_check(check, subject))
+                report_progress(f"      {_describe(results[-1])}")
+                if results[-1].result == "failed":
+                    break
+        finally:  # after an interruption too
+            report = {
+                "accelerator": selection.name,
+                "provider": selection.provider,
+                "model": probed.model if probed else "",
+                "rlhf": __version__,
+                "level": level,
+                "size": size,
+                "date": now.isoformat(timespec="seconds"),
+                "passed": [result.result for result in results] == ["passed"] * len(checks),
+                "checks": [vars(result) for result in results],
+                "not run": [check.name for check in CHECKS if check.name not in [result.check for result in results]],
+            }
+            _write(path, report, environment, logs)
+            if len(results) < len(checks) and all(result.result == "passed" for result in results):
+                report_progress(f"stopped; bundle of the checks before: {path}")
     return report, path
+
+
+def _write(path: Path, report: dict[str, Any], environment: dict[str, Any], logs: Path) -> None:
+    try:
+        write_bundle(path, report, environment, logs)
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written ({error.strerror}); choose another --output") from error
 
 
 def _describe(result: CheckResult) -> str:
@@ -133,5 +149,8 @@ def _run_check(check: Check, subject: Subject) -> CheckResult:
     except CheckFailed as error:
         facts |= error.facts
         reason = str(error)
+    except Exception as error:  # such as a full disk: what is known so far must reach the bundle
+        subject.processes.log_error(traceback.format_exc())
+        reason = f"the check itself failed: {describe_error(error)}"
     seconds = round(time.monotonic() - start, 1)
     return CheckResult(check.name, check.expected, "failed" if reason else "passed", reason, seconds, facts)

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 Publish = Callable[[dict[str, Any]], None]
 Settings = Mapping[str, Any]
 
-_STEP_RECORD = re.compile(r"(\w+_)?seconds|tflops|peak_share|peak_memory|compilations|kl|tokens_per_second")
+_STEP_RECORD = re.compile(
+    r"(\w+_)?seconds|tflops|peak_share|peak_memory|compilations|skipped_steps|kl|tokens_per_second"
+)
 """Metrics of PPO's steps that are reported."""
 
 
@@ -119,8 +121,9 @@ def save_in_the_middle(publish: Publish, name: str, output: str, settings: Setti
         publish({"losses": losses})
 
 
-def save_random_models(publish: Publish, folders: Mapping[str, str], shape: Settings) -> None:
+def save_random_models(publish: Publish, name: str, folders: Mapping[str, str], shape: Settings) -> None:
     """Save a policy and a reward model of a shape, with random weights and the embedded tokenizer; opens no device."""
+    accelerators.select(name, environ={}).export(os.environ)  # torch may import the vendor's software
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
@@ -142,7 +145,8 @@ def take_ppo_steps(publish: Publish, name: str, output: str, settings: Settings,
         parameters = {role: engine.parameter_counts for role, engine in trainer.engines.items()}
         for metrics in _take_steps(trainer, context, steps):
             records.append({key: value for key, value in metrics.items() if _STEP_RECORD.fullmatch(key)})
-            publish({"parameters": parameters, "precision": context.precision.name, "steps": records})
+            facts = {"precision": context.precision.name, "fallbacks": context.accelerator.fallbacks}
+            publish({"parameters": parameters, **facts, "steps": records})
 
 
 @contextmanager
@@ -242,6 +246,7 @@ def main() -> None:
         expected = isinstance(error, (CheckFailed, AssertionError))
         line = str(error) if expected else ExitStatus.summarize(error).message
         document["error"] = " ".join(line.split()) or type(error).__name__
+        document["refused"] = isinstance(error, accelerators.AcceleratorError)
         atomic_write_json(Path(report), document)
         sys.exit(1)
 

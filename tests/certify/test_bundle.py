@@ -19,7 +19,13 @@ def test_variables_with_secret_names_are_dropped(name: str) -> None:
     assert without_secrets({name: "value", "PT_MODE": "1"}) == {"PT_MODE": "1"}
 
 
-@pytest.mark.parametrize("name", ["TOKENIZERS_PARALLELISM", "PT_HPU_LAZY_MODE", "GC_KERNEL_PATH", "LD_LIBRARY_PATH"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("TOKENIZERS_PARALLELISM", "PT_HPU_LAZY_MODE", "GC_KERNEL_PATH", "LD_LIBRARY_PATH"),
+        *("NCCL_IB_PKEY", "GC_ENABLE_PASSES", "NO_PROXY_BYPASS", "DESKTOP_SESSION"),
+    ],
+)
 def test_variables_of_libraries_are_no_secrets(name: str) -> None:
     assert without_secrets({name: "value"}) == {name: "value"}
 
@@ -40,6 +46,18 @@ def test_only_variables_with_listed_prefixes_are_recorded() -> None:
 )
 def test_redactor_cleans_texts(text: str, expected: str) -> None:
     assert Redactor({"HF_TOKEN": "hf_abcdef", "HOME": "/home/me"}).clean(text) == expected
+
+
+def test_secret_is_found_however_json_would_write_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_API_KEY", 'gehe"im\\ü')
+    monkeypatch.setenv("KEY_SECONDS", "100000")
+    report = {"checks": [{"reason": 'bad gehe"im\\ü', "memory": 100000}], 'gehe"im\\ü': None}
+    write_bundle(tmp_path / "bundle.zip", report, {}, tmp_path)
+    with zipfile.ZipFile(tmp_path / "bundle.zip") as bundle:
+        assert json.loads(bundle.read("report.json")) == {
+            "checks": [{"reason": "bad ***", "memory": 100000}],
+            "***": None,
+        }
 
 
 def test_short_values_are_words() -> None:

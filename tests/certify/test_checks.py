@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import zipfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -40,7 +43,10 @@ TASKS: dict[str, Any] = {
     "save_in_the_middle": {"losses": LOSSES},
     "list_other_modes": {"eager": {"MODE": "0"}},
     "save_random_models": {},
-    "take_ppo_steps": {"steps": [{"seconds": 1.0, "compilations": count} for count in (5, 6, 7, 7)]},
+    "take_ppo_steps": {
+        "fallbacks": [],
+        "steps": [{"seconds": 1.0, "compilations": count, "skipped_steps": 0.0} for count in (5, 6, 7, 7)],
+    },
 }
 KIT = [{"check": "shapes", "result": "passed", "reason": ""}, {"check": "memory", "result": "skipped", "reason": "x"}]
 
@@ -53,8 +59,10 @@ class Fake(Processes):
         self.log.touch()
         self.tasks, self.explanation, self.kit = deepcopy((TASKS, EXPLANATION, KIT))
         self.losses: Callable[[str, dict[str, str]], list[float]] = lambda command, variables: LOSSES
+        self.grad_norm: Callable[[str], float] = lambda command: 1.0
         self.perplexity = (100.0, 50.0)
         self.code: Callable[[str], int] = lambda command: 0
+        self.refusal = "it is refused"
         self.commands: list[str] = []
 
     def task(self, name: str, *arguments: Any, variables: Any = None) -> dict[str, Any]:
@@ -80,10 +88,12 @@ class Fake(Processes):
             failed = any(check["result"] == "failed" for check in self.kit)
             return Finished(int(failed), json.dumps(self.kit), "", 10.0)
         if code := self.code(command):
-            return Finished(code, "", "rlhf: error: it is refused", 10.0)
+            return Finished(code, "", f"rlhf: error: {self.refusal}", 10.0)
         output = Path(arguments[arguments.index("--output") + 1])
         write(output / "run.json", {"accelerator": {"precision": {"name": "fp32"}}})
-        records = [{"loss": loss} for loss in self.losses(command, variables or {})]
+        records = [
+            {"loss": loss, "grad_norm": self.grad_norm(command)} for loss in self.losses(command, variables or {})
+        ]
         (output / "sft").mkdir(exist_ok=True)
         (output / "sft" / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
         return Finished(0, "", "", 10.0)
@@ -141,7 +151,7 @@ FAULTS: list[tuple[str, Callable[[Fake], None], str]] = [
     (
         "zero",
         attribute("losses", lambda command, _: [3.0, 2.4] if "zero_stage=2" in command else [3.0, 2.5]),
-        "ZeRO 2 on 2 devices: losses 3.0000, 2.4000, expected 3.0000, 2.5000 within 0.2% in fp32",
+        "ZeRO 2 on 2 devices: losses are 3.0000, 2.4000, expected 3.0000, 2.5000 within 0.2%",
     ),
     (
         "zero",
@@ -161,14 +171,14 @@ FAULTS: list[tuple[str, Callable[[Fake], None], str]] = [
     (
         "zero",
         change("tasks.train_adapters.unchanged adapters", ["a.lora_A"]),
-        "1 unchanged adapters after 4 steps, the first",
+        "unchanged adapters after 4 steps: 1, expected none; the first",
     ),
-    ("zero", change("tasks.train_adapters.changed frozen weights", ["a"]), "1 changed frozen weights after 4 steps"),
+    ("zero", change("tasks.train_adapters.changed frozen weights", ["a"]), "changed frozen weights after 4 steps: 1"),
     ("zero", change("tasks.train_adapters.adapters", 0), "expected adapters and frozen weights"),
     (
         "resume",
         attribute("losses", lambda _, variables: [3.0, 2.5, 9.0, 1.5] if variables else LOSSES),
-        "resumed on eager mode: losses 9.0000, 1.5000, expected 2.0000, 1.5000",
+        "resumed on eager mode: losses are 9.0000, 1.5000, expected 2.0000, 1.5000",
     ),
     (
         "resume",
@@ -176,7 +186,20 @@ FAULTS: list[tuple[str, Callable[[Fake], None], str]] = [
         "on the CPU: 2 steps are",
     ),
     ("resume", attribute("code", lambda command: 2 if "cpu" in command else 0), "resumed on the CPU: it is refused"),
+    ("resume", change("tasks.compare_with_cpu", CheckFailed("SIGSEGV")), "SIGSEGV"),
+    (
+        "zero",
+        attribute("grad_norm", lambda command: 2.0 if "--ranks 2" in command else 1.0),
+        "ZeRO 0 on 2 devices: norms of gradients are 2.0000",
+    ),
+    (
+        "zero",
+        attribute("code", lambda command: 2 if "zero_stage=3" in command else 0),
+        "ZeRO 3 on 2 devices: it is refused",
+    ),
     ("ppo-steps", change("tasks.take_ppo_steps.steps.3.compilations", 9), "2 graphs were compiled after step 3"),
+    ("ppo-steps", change("tasks.take_ppo_steps.fallbacks", ["generation"]), "generation were not recorded"),
+    ("ppo-steps", change("tasks.take_ppo_steps.steps.2.skipped_steps", 11.0), "11 of 20 steps were skipped"),
     ("ppo-steps", change("tasks.take_ppo_steps", CheckFailed("kl became nan at step 7")), "kl became nan at step 7"),
 ]
 
@@ -202,12 +225,13 @@ def test_check_passes_without_a_fault(tmp_path: Path, name: str) -> None:
 def test_zero_3_may_be_refused_before_it_starts(tmp_path: Path) -> None:
     processes = Fake(tmp_path)
     processes.code = lambda command: 2 if "zero_stage=3" in command else 0
-    assert run(processes, "zero")["zero-3"] == "refused: it is refused"
+    processes.refusal = "engine.zero_stage: the mode crashes"
+    assert run(processes, "zero")["ZeRO 3 on 2 devices"] == "refused: engine.zero_stage: the mode crashes"
 
 
 def test_mode_that_the_software_lacks_is_a_note(tmp_path: Path) -> None:
     processes = Fake(tmp_path)
-    processes.tasks["compare_with_cpu"] = CheckFailed("this torch has no eager mode")
+    processes.tasks["compare_with_cpu"] = CheckFailed("this torch has no eager mode", refused=True)
     facts = run(processes, "resume")
     assert facts["eager mode"] == "not available: this torch has no eager mode"
     assert facts["this device"] == facts["the CPU"] == LOSSES
@@ -228,6 +252,47 @@ def test_first_failure_ends_the_checks_and_the_bundle_is_written(
     assert report["not run"] == [check.name for check in CHECKS[3:]]
     assert lines[0] == "cpu: first-contact, toy size; recording the environment"
     assert lines[-1].endswith("shapes failed: bucket(3) is 2")
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (KeyError("loss"), "the check itself failed: KeyError: 'loss'"),
+        (OSError(28, "No space left on device"), "the check itself failed: "),
+        (KeyboardInterrupt(), None),
+    ],
+)
+def test_bundle_is_written_whatever_ends_a_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, reason: str | None
+) -> None:
+    fake = Fake(tmp_path)
+    monkeypatch.setattr(fake, "tasks", fake.tasks | {"record_environment": {"facts": {}}})
+    monkeypatch.setattr(runner, "Processes", lambda *arguments: fake)
+
+    def rlhf(*arguments: str, variables: Any = None) -> Finished:
+        raise error
+
+    monkeypatch.setattr(fake, "rlhf", rlhf)
+    lines: list[str] = []
+    path = tmp_path / "c.zip"
+    with pytest.raises(KeyboardInterrupt) if reason is None else nullcontext():
+        runner.certify("cpu", size="toy", output=path, report_progress=lines.append)
+    with zipfile.ZipFile(path) as bundle:
+        report = json.loads(bundle.read("report.json"))
+    assert not report["passed"]
+    assert [check["result"] for check in report["checks"]] == ["passed", "failed"][: 2 if reason else 1]
+    if reason:
+        assert report["checks"][1]["reason"].startswith(reason)
+    else:
+        assert lines[-1] == f"stopped; bundle of the checks before: {path}"
+
+
+def test_bundle_that_cannot_be_written_is_refused_before_the_checks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    with pytest.raises(ConfigError, match="it cannot be written; name a file in another folder"):
+        runner.certify("cpu", size="toy", output=tmp_path / "c.zip")
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 """Attention as training uses it: forward and backward of a Llama whose rows are padded left, at several lengths.
 
+If the backend fuses or compiles layers, some lengths are compared with these layers too.
+
 The lengths are those at which kernels have failed, 64 mod 128 (pytorch #196678) and 1 mod 32 (pytorch #191937), and
 whole blocks. The reference is transformers' own attention in float32 on the CPU, with the same weights.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
     from accelerators.types import Precision
 
 VOCABULARY = 64
+FUSED_LENGTHS = 2
+"""Lengths that are compared with fused layers: each is compiled for minutes by some devices."""
 SMALL = {"lengths": (64, 97, 128, 192), "hidden_size": 64, "heads": ((4, 2),)}
 LARGE = {"lengths": (64, 97, 128, 192, 257, 320, 512), "hidden_size": 1024, "heads": ((16, 16), (16, 4), (8, 8))}
 """Columns, width, and heads of queries and of keys: heads of 64 and of 128 numbers, grouped and not."""
@@ -48,6 +53,14 @@ def compare(accelerator: Accelerator, *, full: bool) -> dict[str, Any]:
             case = _Case(sizes["hidden_size"], heads, groups, length)
             off = case.compare(what, accelerator, precision, attention)
             facts["differences"][f"{heads}/{groups} heads, {length} columns"] = off
+    if fuse := kernels.get("fused_layers"):
+        heads, groups = sizes["heads"][0]
+        for length in sizes["lengths"][:FUSED_LENGTHS]:
+            what = f"fused layers, attention {attention!r} in {precision.name}, {length} columns"
+            case = _Case(sizes["hidden_size"], heads, groups, length)
+            off = case.compare(what, accelerator, precision, attention, fuse)
+            facts["differences"][f"fused layers, {length} columns"] = off
+        assert not accelerator.fallbacks, f"fused layers: {', '.join(accelerator.fallbacks)} ran without them"
     return facts
 
 
@@ -70,9 +83,16 @@ class _Case:
         self.mask = (torch.arange(length) >= length - real).long()
         self.ids = (torch.arange(self.mask.numel()).view_as(self.mask) * 7 % (VOCABULARY - 1) + 1) * self.mask
 
-    def compare(self, what: str, accelerator: Accelerator, precision: Precision, attention: str) -> float:
+    def compare(
+        self,
+        what: str,
+        accelerator: Accelerator,
+        precision: Precision,
+        attention: str,
+        fuse: Callable[[Any], Any] = lambda network: None,
+    ) -> float:
         """Return the largest difference from the CPU, as a fraction of the largest number of its tensor."""
-        logits, gradients = self._run(attention, precision, accelerator.device())
+        logits, gradients = self._run(attention, precision, accelerator.device(), fuse)
         expected_logits, expected_gradients = self._run("eager", precision, torch.device("cpu"), exact=True)
         limit = TOLERANCES[precision.name]
         largest = 0.0
@@ -94,7 +114,13 @@ class _Case:
         return largest
 
     def _run(
-        self, attention: str, precision: Precision, device: torch.device, *, exact: bool = False
+        self,
+        attention: str,
+        precision: Precision,
+        device: torch.device,
+        fuse: Callable[[Any], Any] = lambda network: None,
+        *,
+        exact: bool = False,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return logits of real tokens, and gradients by weight; if `exact`, in float32 with the rounded weights."""
         from transformers import AutoModelForCausalLM
@@ -103,6 +129,7 @@ class _Case:
             torch.manual_seed(0)
             network = AutoModelForCausalLM.from_config(self.config, attn_implementation=attention)
         network = network.to(precision.dtype).to(torch.float32 if exact else precision.dtype).to(device)
+        fuse(network)
         ids, mask = self.ids.to(device), self.mask.to(device)
         logits = network(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
         real = logits[mask.bool()]

@@ -39,11 +39,20 @@ OPERATORS: Mapping[str, Callable[[Inputs], tuple[Tensor, ...]]] = {
     "searchsorted": lambda x: (torch.searchsorted(x["sums"], x["targets"], right=True),),
     "sort": lambda x: tuple(x["logits"].sort(-1, descending=True)),
     "topk": lambda x: tuple(x["logits"].topk(50, -1)),
+    "topk of the whole vocabulary": lambda x: tuple(x["logits"].topk(x["logits"].shape[-1], -1)),
 }
 """Functions of the inputs; each output has the same shape in every call."""
 
-UNRECORDED = {"gather from int64", "index_select"}
-"""Operators that recorded steps do without, because devices refuse to record them: only the plain ones are compared."""
+UNRECORDED = {
+    "argsort of int64",
+    "cumsum of int64",
+    "gather from int64",
+    "index_select",
+    "masked maximum",
+    "scatter_add",
+    "sort",
+}
+"""Operators that recorded steps do without, because devices may refuse to record them; compared plain alone."""
 
 
 def compare(accelerator: Accelerator, *, full: bool) -> dict[str, Any]:
