@@ -23,6 +23,8 @@ from typing import Any
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 BUILDS = Path(__file__).parents[1] / "accelerators" / "backends" / "cuda" / "builds.py"
+WITHOUT_GPU = {6, 9, 12}
+"""Exit codes of nvidia-smi if it finds no GPU, no driver, or no library of the driver."""
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,compute_cap,driver_version", "--format=csv,noheader")
 _PLAIN = re.compile(r"[\d.]+(\.post\d+)?(\+(cpu|cu\d+))?")
 """Versions of PyPI's and PyTorch's own builds for the CPU and NVIDIA's GPUs, which can be had again anywhere."""
@@ -74,17 +76,40 @@ def lowest() -> list[str]:
     return [f"{name}==" + re.sub(r"(a|b|rc|\.dev)\d+$", "", bound) for name, bound in bounds.items()]
 
 
+def list_gpus() -> str:
+    """What `nvidia-smi` answers to `NVIDIA_SMI`; empty if there is no GPU.
+
+    Raises:
+        ValueError: it fails for another reason, such as a library of another version than the driver, or a lost GPU.
+    """
+    try:
+        done = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=60, check=False)
+    except FileNotFoundError:
+        return ""
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ValueError(f"nvidia-smi does not answer ({error})") from error
+    if done.returncode and done.returncode not in WITHOUT_GPU:
+        lines = (done.stdout + done.stderr).strip().splitlines()
+        raise ValueError(f"nvidia-smi fails with exit code {done.returncode}: {lines[0] if lines else 'no output'}")
+    return "" if done.returncode else done.stdout.strip()
+
+
 def nvidia(listed: str) -> tuple[str | None, str]:
     """(tag of the torch for these GPUs, empty for PyPI's build and None if there is none; why).
 
     Args:
         listed: what `nvidia-smi` answers to `NVIDIA_SMI`: a line for each GPU.
+
+    Raises:
+        ValueError: a line is something else.
     """
     rows = [[cell.strip() for cell in line.split(",")] for line in listed.splitlines() if line.strip()]
     gpus = []
-    for name, capability, _ in rows:
-        major, _, minor = capability.partition(".")
-        gpus.append((name, (int(major), int(minor))))
+    for row in rows:
+        if not (len(row) == 3 and re.fullmatch(r"\d+\.\d+", row[1]) and row[2][:1].isdigit()):
+            raise ValueError(f"nvidia-smi names no compute capability or driver: {', '.join(row)}")
+        major, _, minor = row[1].partition(".")
+        gpus.append((row[0], (int(major), int(minor))))
     choice = runpy.run_path(str(BUILDS))["choose"](gpus, rows[0][2])
     return (choice.build.tag if choice.build else None), choice.why
 
@@ -141,15 +166,13 @@ def main(arguments: list[str]) -> int:
             print("\t".join(known))
     elif command == "nvidia":
         try:
-            listed = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=60, check=True).stdout
-        except (OSError, subprocess.SubprocessError):
-            return 0
-        if listed.strip():
-            tag, why = nvidia(listed)
-            if tag is None:
-                print(why)
-                return 2
-            print(tag or "-", why, sep="\t")
+            if listed := list_gpus():
+                tag, why = nvidia(listed)
+                print(*((why,) if tag is None else (tag or "-", why)), sep="\t")
+                return 2 if tag is None else 0
+        except ValueError as error:
+            print(error)
+            return 2
     elif command == "lowest":
         print("\n".join(lowest()))
     elif command == "constraints":

@@ -147,6 +147,25 @@ def test_gpus_that_no_torch_runs_on_are_refused(wheels: Path, tmp_path: Path) ->
     assert "update the driver to 580 or later; to use the CPU: RLHF_TORCH=torch==2.13.0+cpu" in line
 
 
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (
+            "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18",
+            "version mismatch",
+        ),
+        ("echo 'NVIDIA A100-SXM4-80GB, [N/A], 550.54.15'", "names no compute capability or driver: NVIDIA A100"),
+        ("echo 'Field \"compute_cap\" is not a valid field to query.'; exit 2", "is not a valid field to query"),
+    ],
+)
+def test_gpus_that_do_not_answer_are_no_reason_to_take_the_cpus_torch(
+    wheels: Path, tmp_path: Path, answer: str, reason: str
+) -> None:
+    checkout = Checkout(tmp_path, wheels, None)
+    (checkout.base / "bin" / "nvidia-smi").write_text(f"#!/bin/sh\n{answer}\n")
+    assert reason in checkout.refused()
+
+
 @pytest.mark.slow
 def test_the_lowest_versions_get_an_environment_of_their_own(wheels: Path, tmp_path: Path) -> None:
     for name in ("expecttest", "gguf", "pytest", "pytest-xdist"):
