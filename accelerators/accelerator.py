@@ -48,7 +48,7 @@ class Accelerator(ABC):
     chunk_elements: ClassVar[int] = 1 << 22
     """Logits of one chunk of the vocabulary; passes over them use up to three float32 tensors of this size.
 
-    The default, of 16 MiB each, suits caches. A device with launch costs prefers few large chunks.
+    The default, of 16 MiB each, fits the caches of a CPU. Where each operator costs a launch, larger chunks are faster.
     """
 
     absent: ClassVar[Mapping[str, str]] = {}
@@ -103,7 +103,7 @@ class Accelerator(ABC):
     def environment_report(self) -> Mapping[str, str]:
         """Return facts about the device's software on this machine, for reports that users send.
 
-        Such as the output of the vendor's tool, versions of libraries, and the device's files. It is called before
+        Examples are the output of the vendor's tool, versions of libraries, and the device's files. It is called before
         `bind` and opens no device.
         """
         return {}
@@ -287,7 +287,7 @@ class Accelerator(ABC):
     def deepspeed_defaults(self) -> Mapping[str, Any]:
         """Return options of DeepSpeed's `zero_optimization` that suit the device better than DeepSpeed's own defaults.
 
-        Those that rlhf or the user sets precede them.
+        Options that rlhf or the user sets take precedence.
         """
         return {}
 

@@ -100,7 +100,7 @@ def register_attention(name: str, attend: Callable[..., Any], lacking: Iterable[
 
 
 def sdpa(accelerator: object) -> str:
-    """Return torch's attention, with masks of which no row hides all columns, and without repeated keys in decoding."""
+    """Return torch's attention; every row of its masks shows a column, and decoding repeats no key."""
     return register_sdpa("sdpa", attend_sdpa)
 
 

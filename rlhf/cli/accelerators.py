@@ -137,7 +137,7 @@ def certify(
     The bundle is one zip file: report.json, environment.json and the log of each check. It contains no tokens, keys
     or passwords: secret variables are neither recorded nor visible to the checks.
 
-    Exit code 0: all checks passed; 1: one failed, and the bundle is written all the same; 2: they could not start.
+    Exit code 0: all checks passed; 1: one failed, and the bundle is still written; 2: they could not start.
     """
     from rlhf.certify import runner
 

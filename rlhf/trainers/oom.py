@@ -49,6 +49,7 @@ def _describe_out_of_memory(context: StageContext, cause: BaseException) -> OutO
             context.precision.name,
             chunk_elements=accelerator.chunk_elements,
             unified_memory=on_host or not has_device,
+            zero_stages=tuple(stage for stage in range(4) if not accelerator.refuse_zero_stage(stage)),
         ),
         accelerator.precision().name,
         started=context.directory.started,
