@@ -88,7 +88,7 @@ build_on() {
 
 # Installs a torch of this environment's own, and notes why that one.
 install_torch() {
-    local torch=torch==2.13.0 which gpus index=""
+    local torch=torch==2.13.0 which gpus index="" # at most 2.14, the last for V100 and for drivers before 580
     [ -z "$lowest" ] || torch=$(grep '^torch==' $folder/constraints)
     if [ -n "${RLHF_TORCH:-}" ]; then
         which="RLHF_TORCH names it"

@@ -15,8 +15,9 @@ from accelerators.backends.cuda import info as cuda_info
 from accelerators.backends.cuda.backend import CUDA, attend_cudnn
 from tests.accelerators import nvml, replaying
 
-WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]  # torch 2.13 for CUDA 13
+WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]  # torch 2.13 to 2.15 for CUDA 13
 OLD_WHEEL = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]  # for CUDA 12.6
+OLDER_TORCH = r"install torch's build for CUDA 12\.6 \(2\.14 or earlier\)"
 
 
 @pytest.fixture
@@ -218,7 +219,7 @@ def test_more_ranks_than_gpus_are_refused_before_opening_one(on, runtime, monkey
 @pytest.mark.parametrize(
     ("chip", "architectures", "remedy"),
     [
-        ("P100", WHEEL, "install torch's build for CUDA 12.6"),
+        ("P100", WHEEL, OLDER_TORCH),
         ("T4", WHEEL, None),
         ("RTX 3090", WHEEL, None),
         ("H100", WHEEL, None),
@@ -226,7 +227,7 @@ def test_more_ranks_than_gpus_are_refused_before_opening_one(on, runtime, monkey
         ("P100", OLD_WHEEL, None),
         ("GB10", OLD_WHEEL, "update the driver to 580 or later"),
         ("GB10", [*OLD_WHEEL, "compute_90"], None),
-        ("A100", [], "install torch's build for CUDA 12.6"),
+        ("A100", [], OLDER_TORCH),
     ],
 )
 def test_a_build_of_torch_without_code_for_the_gpu_is_refused(on, runtime, chip, architectures, remedy):
@@ -257,7 +258,7 @@ def test_another_vendors_torch_is_refused_before_opening_it(on, runtime, monkeyp
     calls = runtime("A100")
     for name, version in versions.items():
         monkeypatch.setattr(torch.version, name, version)
-    with pytest.raises(AcceleratorError, match=f"{complaint}; install torch's build for CUDA 12.6"):
+    with pytest.raises(AcceleratorError, match=f"{complaint}; {OLDER_TORCH}"):
         on("A100").bind(0)
     assert calls == []
 

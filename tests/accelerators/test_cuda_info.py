@@ -17,6 +17,7 @@ from tests.accelerators import nvml
 ROOT = Path(__file__).parents[2]
 CUDA_12 = TorchBuild("2.13.0+cu126", (12, 6), None)
 CUDA_13 = TorchBuild("2.13.0+cu130", (13, 0), None)
+CUDA_13_2 = TorchBuild("2.15.0+cu132", (13, 2), None)
 
 
 @pytest.fixture
@@ -106,11 +107,11 @@ def test_the_library_is_closed_after_each_question(present, trouble):
             "the NVIDIA driver does not answer (NVML: GPU is lost); nvidia-smi may tell more",
         ),
         ([], {}, "the NVIDIA driver finds no GPU"),
-        (["A100"], {"torch": None}, "torch is not installed; install torch's build for CUDA 12.6"),
+        (["A100"], {"torch": None}, "torch is not installed; install torch's build for CUDA 12.6 (2.14 or earlier)"),
         (
             ["A100"],
             {"torch": TorchBuild("2.13.0+cpu", None, None)},
-            "torch 2.13.0+cpu is built without CUDA; install torch's build for CUDA 12.6",
+            "torch 2.13.0+cpu is built without CUDA; install torch's build for CUDA 12.6 (2.14 or earlier)",
         ),
         (
             ["A100"],
@@ -121,7 +122,7 @@ def test_the_library_is_closed_after_each_question(present, trouble):
             ["A100"],
             {"torch": CUDA_13, "driver": "550.54.15", "cuda": 12040},
             "driver 550.54.15 supports CUDA up to 12.4, but torch 2.13.0+cu130 is built for CUDA 13.0; "
-            "update the driver, or install torch's build for CUDA 12.6",
+            "update the driver, or install torch's build for CUDA 12.6 (2.14 or earlier)",
         ),
         (
             ["GB10"],
@@ -139,13 +140,19 @@ def test_the_library_is_closed_after_each_question(present, trouble):
             ["V100"],
             {"torch": CUDA_13, "cuda": 13000},
             "torch 2.13.0+cu130, built for CUDA 13.0, has no code for sm_70 (Tesla V100-SXM2-32GB); "
-            "install torch's build for CUDA 12.6",
+            "install torch's build for CUDA 12.6 (2.14 or earlier)",
+        ),
+        (
+            ["GB10", "V100"],  # a newer minor version of CUDA is no other build
+            {"torch": CUDA_13_2, "driver": "580.65.06", "cuda": 13000},
+            "torch 2.15.0+cu132, built for CUDA 13.2, has no code for sm_70 (Tesla V100-SXM2-32GB); "
+            "hide that GPU with CUDA_VISIBLE_DEVICES",
         ),
         (
             ["A100", "V100"],
             {"torch": CUDA_13, "cuda": 13000},
             "torch 2.13.0+cu130, built for CUDA 13.0, has no code for sm_70 (Tesla V100-SXM2-32GB); "
-            "install torch's build for CUDA 12.6, or hide that GPU with CUDA_VISIBLE_DEVICES",
+            "install torch's build for CUDA 12.6 (2.14 or earlier), or hide that GPU with CUDA_VISIBLE_DEVICES",
         ),
     ],
 )

@@ -71,7 +71,9 @@ def test_auto_refuses_the_cpu_next_to_idle_gpus(refusal, rlhf, run_python, idle_
     ]
     columns = [part.strip() for part in line.split("\t")]
     assert columns[:3] == ["cuda", "not available", "2 x NVIDIA A100-SXM4-80GB"]
-    assert columns[-1] == "present, but torch 2.13.0+cpu is built without CUDA; install torch's build for CUDA 12.6"
+    assert columns[-1] == (
+        "present, but torch 2.13.0+cpu is built without CUDA; install torch's build for CUDA 12.6 (2.14 or earlier)"
+    )
 
 
 def test_cpu_is_chosen_without_plugins_and_hardware(rlhf, run_python):

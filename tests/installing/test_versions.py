@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+from pip._vendor.packaging.version import Version
 
+from accelerators.backends.cuda.builds import BUILDS
 from ci import versions
+from tests.installing import places
 from tests.installing.standins import unpacked, wheel
 
 GAUDI = "[torch.backends]\ndevice_backend = habana_frameworks:__autoload\n"
@@ -78,3 +82,9 @@ def test_a_vendors_torch_that_is_too_old_is_refused(tmp_path: Path) -> None:
 def test_the_lowest_of_a_prerelease_is_its_release() -> None:
     assert "torch==2.9.0" in versions.lowest()
     assert all(line.count("==") == 1 for line in versions.lowest())
+
+
+def test_the_torch_that_is_installed_by_default_has_every_build() -> None:
+    script = (places.ROOT / "ci" / "environment.sh").read_text(encoding="utf-8")
+    (default,) = re.findall(r"torch=torch==(\d+\.\d+)", script)
+    assert [str(build) for build in BUILDS if build.last and Version(build.last) < Version(default)] == []

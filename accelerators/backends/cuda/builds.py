@@ -13,13 +13,14 @@ Version = tuple[int, int]
 
 @dataclass(frozen=True)
 class Build:
-    """A build of torch 2.12 to 2.14 for Linux (pytorch #190355).
+    """A build of torch 2.12 to 2.15 for Linux (pytorch #190355, #196249).
 
     Attributes:
-        cuda: version of CUDA.
+        cuda: version of CUDA. From 2.15 on, PyPI's build is for 13.2, with code for the same chips.
         tag: end of its version on PyTorch's own index; empty for PyPI's build.
         oldest, newest: compute capabilities that it has code for.
         driver: oldest driver that runs it. Within a major version of CUDA, older drivers run newer minor versions.
+        last: newest torch that has this build; empty if every torch has it.
     """
 
     cuda: Version
@@ -27,6 +28,7 @@ class Build:
     oldest: Version
     newest: Version
     driver: int
+    last: str = ""
 
     def __str__(self) -> str:
         return "CUDA {}.{}".format(*self.cuda)
@@ -34,7 +36,7 @@ class Build:
 
 BUILDS = (
     Build((13, 0), "", (7, 5), (12, 1), 580),
-    Build((12, 6), "cu126", (5, 0), (9, 0), 525),
+    Build((12, 6), "cu126", (5, 0), (9, 0), 525, last="2.14"),
 )
 """The preferred build first."""
 
@@ -74,4 +76,4 @@ def choose(gpus: Sequence[tuple[str, Version]], driver: str) -> Choice:
 
 
 def _install(build: Build) -> str:
-    return f"install torch's build for {build}"
+    return f"install torch's build for {build}" + (f" ({build.last} or earlier)" if build.last else "")

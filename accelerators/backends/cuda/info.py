@@ -239,7 +239,7 @@ def _usable_torch(visible: Machine) -> TorchBuild:
             f"for CUDA {_dotted(build.cuda)}; {update}{choice.remedy}"
         )
     if build.cuda[0] >= 13 and weakest.capability < (7, 5):
-        remedies = [choice.remedy] if choice.build is None or choice.build.cuda < build.cuda else []
+        remedies = [choice.remedy] if choice.build is None or choice.build.cuda[0] < build.cuda[0] else []
         if any(gpu.capability >= (7, 5) for gpu in visible.gpus):
             remedies.append(f"hide that GPU with {VISIBLE_ENV}")
         raise AcceleratorError(
