@@ -81,7 +81,7 @@ def test_a_vendors_torch_that_is_not_admitted_is_refused(wheels: Path, tmp_path:
         places.interpreter(checkout.folder / ".venv")
         (places.site_of(checkout.folder / ".venv") / "pip").symlink_to(Path(pip.__file__).parent)
     assert checkout.refused() == (
-        f"error: {checkout.python} has torch 2.7.1a0+git1234, and rlhf needs torch<2.15,>=2.9.0a0; take an image of "
+        f"error: {checkout.python} has torch 2.7.1a0+git1234, and rlhf needs torch<2.16,>=2.9.0a0; take an image of "
         "the vendor's with such a torch, or name a torch for .venv alone: RLHF_TORCH=torch\n"
     )
 

@@ -75,7 +75,7 @@ def test_torch_its_bridge_and_admitted_requirements_stay(tmp_path: Path) -> None
 
 
 def test_a_vendors_torch_that_is_too_old_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"rlhf needs torch<2\.15,>=2\.9\.0a0$"):
+    with pytest.raises(ValueError, match=r"rlhf needs torch<2\.16,>=2\.9\.0a0$"):
         versions.constraints(installed(tmp_path, ("torch", "2.7.1a0+git1234")))
 
 
