@@ -101,6 +101,8 @@ install_torch() {
         IFS=$'\t' read -r tag which <<<"$gpus"
         if [ "$tag" != - ]; then
             torch+=+$tag index=https://download.pytorch.org/whl/$tag
+        else
+            torch=${torch/==/===} # with ==, pip prefers 2.13.0+cpu if one of its indexes has that too
         fi
     else
         which="the CPU build; no NVIDIA GPU is found"
