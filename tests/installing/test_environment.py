@@ -124,7 +124,11 @@ def test_a_plain_torch_below_is_left_alone_unless_asked_for(wheels: Path, tmp_pa
 @pytest.mark.parametrize(
     ("gpu", "version", "why"),
     [
-        ("Tesla V100-SXM2-32GB, 7.0, 535.183.01", "2.13.0+cu126", "the build for CUDA 12.6; that for CUDA 13.0 needs"),
+        (
+            "Tesla V100-SXM2-32GB, 7.0, 535.183.01",
+            "2.13.0+cu126",
+            "the build for CUDA 12.6; the one for CUDA 13.0 needs",
+        ),
         ("NVIDIA H200, 9.0, 580.159.04", "2.13.0", "the build for CUDA 13.0"),
     ],
 )

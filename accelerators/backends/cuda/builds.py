@@ -38,7 +38,7 @@ BUILDS = (
     Build((13, 0), "", (7, 5), (12, 1), 580),
     Build((12, 6), "cu126", (5, 0), (9, 0), 525, last="2.14"),
 )
-"""The preferred build first."""
+"""The preferred build first. There is none for CUDA 12.8 from torch 2.12 on (FBGEMM #5976)."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,15 @@ def choose(gpus: Sequence[tuple[str, Version]], driver: str) -> Choice:
     for build in BUILDS:
         without = [f"{name} (sm_{cap[0]}{cap[1]})" for name, cap in gpus if not build.oldest <= cap <= build.newest]
         if release < build.driver:
-            reasons.append(f"that for {build} needs driver {build.driver} or later, and this is {driver}")
+            reasons.append(f"the one for {build} needs driver {build.driver} or later; this machine has {driver}")
         elif without:
-            reasons.append(f"that for {build} has no code for {', '.join(dict.fromkeys(without))}")
+            reasons.append(f"the one for {build} has no code for {', '.join(dict.fromkeys(without))}")
         else:
             return Choice(build, "; ".join([f"the build for {build}", *reasons]), _install(build))
     for build in BUILDS:
         some = [name for name, cap in gpus if build.oldest <= cap <= build.newest]
         if some and release >= build.driver:
-            which = f"the build for {build}, for {', '.join(dict.fromkeys(some))} alone"
+            which = f"the build for {build}, which serves only {', '.join(dict.fromkeys(some))}"
             return Choice(build, "; ".join([which, *reasons]), _install(build))
     drivers = [build.driver for build in BUILDS if any(build.oldest <= cap <= build.newest for _, cap in gpus)]
     remedy = f"update the driver to {min(drivers)} or later" if drivers else "no build of torch has code for this GPU"
