@@ -73,15 +73,20 @@ def copy_console_to(path: Path, title: str) -> Iterator[None]:
     append_line(path, title)
     with open_no_link(path, "a") as file:
         notes, outer = _Notes(file), console.copy
+        loggers = [logging.getLogger(name) for name in OWN_LOGGERS]
+        added: list[tuple[logging.Logger, logging.Handler]] = [(logger, notes) for logger in loggers]
+        # If a program has not configured its logging, Python shows warnings, but no longer once there is a handler.
+        if shown := logging.lastResort:
+            added += [(logger, shown) for logger in loggers if not logger.hasHandlers()]
         console.copy = Terminal(file=file, width=_WIDTH, highlight=False, force_terminal=False, color_system=None)
-        for name in OWN_LOGGERS:
-            logging.getLogger(name).addHandler(notes)
+        for logger, handler in added:
+            logger.addHandler(handler)
         try:
             yield
         finally:
             console.copy = outer
-            for name in OWN_LOGGERS:
-                logging.getLogger(name).removeHandler(notes)
+            for logger, handler in added:
+                logger.removeHandler(handler)
 
 
 def append_line(path: Path, line: str) -> None:

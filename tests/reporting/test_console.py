@@ -91,6 +91,25 @@ def test_copy_has_notes_once_also_during_a_bar(tmp_path: Path, shown: io.StringI
     assert "a detail" not in lines
 
 
+@pytest.mark.parametrize("configured", [False, True], ids=["plain", "configured"])
+def test_a_program_sees_notes_once_whether_or_not_it_configured_logging(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    shown: io.StringIO,
+    configured: bool,
+) -> None:
+    for name in verbosity.OWN_LOGGERS:
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [])
+    handler = logging.StreamHandler(io.StringIO())
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler] if configured else [])
+    with copy_console_to(tmp_path / "console.log", "rlhf sft"):
+        logging.getLogger("accelerators.somewhere").warning("it gave way")
+    logging.getLogger("rlhf.somewhere").warning("later")
+    assert capsys.readouterr().err == ("" if configured else "it gave way\nlater\n")
+    assert handler.stream.getvalue() == ("it gave way\nlater\n" if configured else "")
+
+
 def test_copy_after_a_crash_starts_a_new_line(tmp_path: Path, shown: io.StringIO) -> None:
     path = tmp_path / "console.log"
     path.write_text("rlhf sft\nsft: 20/3")
