@@ -169,7 +169,7 @@ def test_layers_that_run_uncompiled_are_reported_once_and_right(machine, request
     reasons = {
         "shapes": r"2 shapes are compiled",
         "code": r"data-dependent expression|Tensor\.item\(\)",  # torch 2.13, 2.9
-        "hooks": r"hooks fetch their weights",
+        "hooks": r"hooks fetch their weights at ZeRO 3",
     }
     assert record.levelname == "WARNING" and "layers run uncompiled" in record.message
     assert re.search(reasons[cause], record.message)

@@ -91,7 +91,7 @@ class _CompiledLayer:
         if type(layer) in self._refused or _has_cache(args, kwargs):
             return layer._call_impl(*args, **kwargs)
         if _has_hooks(layer):
-            self._report("hooks fetch their weights, at ZeRO 3 or with offloading")
+            self._report("DeepSpeed's hooks fetch their weights at ZeRO 3")
             return layer._call_impl(*args, **kwargs)
         try:
             return self._compiled(layer, args, kwargs)
