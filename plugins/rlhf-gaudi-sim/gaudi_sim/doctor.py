@@ -1,7 +1,8 @@
 """`gaudi-sim shapes`: would this recipe keep compiling on a Gaudi, and which line of code is to blame?
 
-A recipe flows in; a few steps of each stage run on the simulation with a toy copy of its model; out come compilations
-by stage and step, and for every late one the line that caused it. Made to be run before the machine is rented.
+A recipe flows in; a few steps of each stage run on the simulation, in both modes, with a toy copy of its model; out
+come compilations by stage, step and part of a step, and for every late one the line that caused it. Made to be run
+before the machine is rented.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,9 +31,12 @@ if TYPE_CHECKING:
 WARM_UP, WARM_UP_ZERO_3 = 2, 3
 ROWS, PARTS = 4, 2
 """The most rows of a micro-batch, and parts that a batch is cut into: more of them compile nothing else."""
+MODES = {"eager": "0", "lazy": "1"}
+"""Values of PT_HPU_LAZY_MODE."""
 SECONDS_A_GRAPH = (0.5, 38)
 """Seconds of one compilation on a Gaudi2 in vLLM's warm-up logs: prompts of Llama 3.1 8B, 4 rows
 (https://docs.vllm.ai/projects/gaudi/en/latest/features/warmup.html) to 64 rows (HabanaAI/vllm-fork #201)."""
+_PARTS = {"eager": "pass and line", "lazy": "the boundary that ends them"}
 _STARTS_FROM = {"sft": ("sft",), "reward": ("sft", "reward"), "dpo": ("sft", "dpo"), "ppo": ("sft", "reward", "ppo")}
 """Each stage after those that it starts from."""
 _REFUSAL = re.compile(r"^rlhf: note: generation is not captured: (.*)", re.MULTILINE)
@@ -44,8 +49,10 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 class StageReport:
     """What one stage compiled in each step, and what happened after `warm_up` of them."""
 
+    mode: str
     stage: str
     compilations: list[int]
+    graphs: dict[str, int]  # by part of a step: the boundary that ended them, in eager mode the kind and the line
     warm_up: int
     late: list[dict[str, Any]]
     breaks: list[dict[str, Any]]
@@ -77,17 +84,19 @@ def shapes(
             "--stage", help="sft, reward, dpo or ppo, and what it starts from. Repeatable; else ppo.", metavar="STAGE"
         ),
     ] = None,
+    mode: Annotated[str, typer.Option(help="eager, lazy or both.", metavar="MODE")] = "both",
     steps: Annotated[int, typer.Option(help="Steps of each stage.", min=WARM_UP_ZERO_3 + 1, metavar="N")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Run a few steps of a recipe on the simulation and show what a Gaudi would compile, and when.
 
     The model is replaced by a toy of the same architecture, and batches by some of a few rows, cut into minibatches and
-    micro-batches as the recipe's are; data, lengths and all other settings are the recipe's. A graph that is new after
+    micro-batches as the recipe's are; data, lengths and all other settings are the recipe's. The graphs of a part of a
+    step are those of its shapes; another shape compiles them again. A graph that is new after
     step 2 (ZeRO 3: step 3) would be compiled again and again on the card: its line is shown, and how its shapes differ
     from what was known. In lazy mode so is every line that keeps reading values of the device in the middle of a step.
 
-    The mode is that of the card: eager, unless PT_HPU_LAZY_MODE=1 is set.
+    A card runs in eager mode, unless PT_HPU_LAZY_MODE=1 is set. Lazy mode refuses ZeRO 3.
 
     Exit code 0: no late compilation, no read; 1: some; 2: the recipe cannot run.
     """
@@ -95,11 +104,13 @@ def shapes(
     from rlhf.config.schema import load_config
 
     recipe = load_config(config, overrides or ())
-    reports = examine(recipe, _all(stages or ["ppo"]), steps, _say if not as_json else lambda line: None)
+    modes = _modes(mode, recipe)
+    reports = examine(recipe, _all(stages or ["ppo"]), modes, steps, _say if not as_json else lambda line: None)
     if as_json:
         print_json([asdict(report) | {"stable": report.stable} for report in reports])
     else:
-        _print(reports)
+        for each in modes:
+            _print([report for report in reports if report.mode == each])
     if all(report.stable for report in reports):
         return
     if not as_json and recipe.engine.shapes in ("bucketed", "dynamic"):
@@ -122,8 +133,25 @@ def _all(stages: Sequence[str]) -> list[str]:
     return [stage for stage in _STARTS_FROM if stage in wanted]
 
 
-def examine(config: Config, stages: Sequence[str], steps: int, say: Callable[[str], None]) -> list[StageReport]:
-    """Run `steps` steps of the stages on the simulation.
+def _modes(mode: str, config: Config) -> list[str]:
+    """Return the modes to run in; of both, ZeRO 3 has eager mode alone.
+
+    Raises:
+        ConfigError: there is no such mode.
+    """
+    from rlhf.errors import ConfigError
+
+    if mode != "both" and mode not in MODES:
+        raise ConfigError(f"--mode {mode}: no such mode; use one of {', '.join(MODES)}, both")
+    if mode == "both" and config.engine.zero_stage == 3:
+        return ["eager"]
+    return list(MODES) if mode == "both" else [mode]
+
+
+def examine(
+    config: Config, stages: Sequence[str], modes: Sequence[str], steps: int, say: Callable[[str], None]
+) -> list[StageReport]:
+    """Run `steps` steps of the stages on the simulation, in each mode.
 
     Raises:
         RLHFError, AcceleratorError: the recipe is wrong.
@@ -134,22 +162,25 @@ def examine(config: Config, stages: Sequence[str], steps: int, say: Callable[[st
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = toy_copy(config.model, folder / "toy") if config.model.path else config.model
-        values = _short(config, model, folder, steps)
+        values = _short(config, model, steps)
         if config.reward.model and config.reward.model != config.model.path and "reward" in stages:
             other = config.model.model_copy(update={"path": config.reward.model, "gguf_file": None})
             values["reward"]["model"] = toy_copy(other, folder / "toy-reward").path
-        (folder / "recipe.yaml").write_text(json.dumps(values))  # JSON is YAML
         reports = []
-        for stage in stages:
-            say(f"{stage}: {steps} steps on the simulation")
-            reports.append(_run(stage, folder, zero_3=config.engine.zero_stage == 3))
+        for mode in modes:
+            own = folder / mode
+            own.mkdir()
+            (own / "recipe.yaml").write_text(json.dumps(values | {"output": str(own / "run")}))  # JSON is YAML
+            for stage in stages:
+                say(f"{stage}: {steps} steps on the simulation, {mode} mode")
+                reports.append(_run(stage, mode, own, zero_3=config.engine.zero_stage == 3))
         return reports
 
 
-def _short(config: Config, model: Any, folder: Path, steps: int) -> dict[str, Any]:
+def _short(config: Config, model: Any, steps: int) -> dict[str, Any]:
     """Return the recipe with the toy model, few rows and few steps, and every length unchanged."""
     values = config.model_dump(mode="json")
-    values |= {"output": str(folder / "run"), "accelerator": "auto", "model": model.model_dump(mode="json")}
+    values |= {"accelerator": "auto", "model": model.model_dump(mode="json")}
     for stage, key in (("sft", "max_steps"), ("reward", "max_steps"), ("dpo", "max_steps"), ("ppo", "steps")):
         section = values[stage]
         section |= _few_rows(section)
@@ -175,9 +206,10 @@ def _few_rows(section: dict[str, Any]) -> dict[str, int]:
     return sizes
 
 
-def _run(stage: str, folder: Path, *, zero_3: bool) -> StageReport:
+def _run(stage: str, mode: str, folder: Path, *, zero_3: bool) -> StageReport:
     report = folder / f"{stage}.json"
     environment = os.environ | {"RLHF_GAUDI_SIM": "1", "RLHF_GAUDI_SIM_REPORT": str(report)}
+    environment[accounting.LAZY_VARIABLE] = MODES[mode]
     environment.pop("RLHF_GAUDI_SIM_STRICT", None)  # all lines are wanted, not the first
     command = [sys.executable, "-m", "rlhf", stage, "--debug", "--accelerator", "hpu"]
     command += ["--config", str(folder / "recipe.yaml")]
@@ -191,15 +223,23 @@ def _run(stage: str, folder: Path, *, zero_3: bool) -> StageReport:
     warm_up = WARM_UP_ZERO_3 if zero_3 else WARM_UP
     events = json.loads(report.read_text())["events"]
     late = events_between(events, steps[warm_up - 1], (steps if zero_3 else numeric_records(records))[-1])
+    known = [event for event in events_between(events, {"time": 0}, steps[-1]) if event["kind"] == "compilation"]
     return StageReport(
+        mode=mode,
         stage=stage,
         compilations=[after - before for before, after in zip([0, *totals], totals)],
+        graphs=dict(Counter(_part(event, mode) for event in known).most_common()),
         warm_up=warm_up,
         late=[event for event in late if event["kind"] == "compilation"],
         breaks=[event for event in late if event["kind"] == "break" and event["in_step"]],
         unrecorded=refusal[1] if (refusal := _REFUSAL.search(done.stderr)) else None,
         uncompiled=_UNCOMPILED.findall(done.stderr),
     )
+
+
+def _part(event: dict[str, Any], mode: str) -> str:
+    """Return the part of a step that a graph belongs to."""
+    return f"{event['tag']} at {Path(event['line']).name}" if mode == "eager" else event["tag"]
 
 
 def numeric_records(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -227,11 +267,13 @@ def _print(reports: Sequence[StageReport]) -> None:
     for report in reports:
         verdict = "stable" if report.stable else f"{len(report.late)} late, {len(report.breaks)} reads"
         rows.append([report.stage, *map(str, report.compilations), verdict])
-    mode = "lazy" if accounting.is_lazy() else "eager"
+    mode = reports[0].mode
     print_table(
         f"New graphs on a simulated Gaudi2, {mode} mode", ["stage", *(f"step {step}" for step in steps), "shapes"], rows
     )
     for report in reports:
+        parts = ", ".join(f"{count} {part}" for part, count in report.graphs.items())
+        typer.echo(f"{report.stage}: {sum(report.graphs.values())} graphs by {_PARTS[mode]}: {parts}")
         late = f"compiled after step {report.warm_up}"
         for what, events in ((late, report.late), ("reads a value inside a step", report.breaks)):
             for line, same in _by_line(events).items():
@@ -241,11 +283,13 @@ def _print(reports: Sequence[StageReport]) -> None:
             typer.echo(f"{report.stage}: steps of generation are not recorded, so they are slower: {report.unrecorded}")
         for layer in report.uncompiled:
             typer.echo(f"{report.stage}: layers run uncompiled, and slower: {layer}")
-    graphs = sum(sum(report.compilations) for report in reports)
+    graphs = sum(sum(report.graphs.values()) for report in reports)
     least, most = (graphs * seconds / 60 for seconds in SECONDS_A_GRAPH)
+    size = "a layer each, rarely a model" if mode == "eager" else "up to a model each"
     typer.echo(
-        f"{graphs} graphs would take {least:.1f} to {most:.0f} minutes to compile, at {SECONDS_A_GRAPH[0]} to "
-        f"{SECONDS_A_GRAPH[1]} s each: vLLM's published logs of 8B models on a Gaudi2, not measured here"
+        f"{mode} mode: {graphs} graphs ({size}) would take {least:.1f} to {most:.0f} minutes to compile, at "
+        f"{SECONDS_A_GRAPH[0]} to {SECONDS_A_GRAPH[1]} s each: vLLM's published logs of whole 8B models on a Gaudi2, "
+        "not measured here"
     )
 
 

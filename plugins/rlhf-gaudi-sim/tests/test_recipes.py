@@ -57,7 +57,7 @@ def test_a_recipe_compiles_nothing_late(python: Run, recipe: Path, tmp_path: Pat
     given = [*toy(ours, tmp_path / "toy", recipe.parent / "model"), "--set", f"data.datasets={data}", "--json"]
     wanted = [part for stage in stages for part in ("--stage", stage)]
     command = ["-c", "from gaudi_sim.doctor import main; main()", "shapes", "--config", str(ours)]
-    done = python(*command, *wanted, *given, simulated=False)
+    done = python(*command, *wanted, *given, "--mode", "lazy", simulated=False)
     assert done.returncode == 0, done.stdout + done.stderr
     reports = {report["stage"]: report for report in json.loads(done.stdout)}
     assert list(reports) == stages
