@@ -44,6 +44,14 @@ class Run:
         return events_between(self.report["events"], steps[warm_up - 1], (records if evaluation else steps)[-1])
 
 
+def compiled_lines(run: Run, stage: str | None = None) -> list[str]:
+    """The line of each graph that was compiled, by the end of the last step of a stage if one is named."""
+    events = [event for event in run.report["events"] if event["kind"] == "compilation"]
+    if stage:
+        events = events_between(events, {"time": 0}, run.steps(stage)[-1])
+    return [event["line"] for event in events]
+
+
 def write_recipe(folder: Path) -> Path:
     """A model, data of very different lengths and a recipe; returns the recipe's file.
 
@@ -142,6 +150,21 @@ def assert_nothing_compiled_late(run: Run, stage: str, *, warm_up: int = 2, eval
     late = run.late(stage, warm_up, evaluation=evaluation)
     assert [event for event in late if event["kind"] == "compilation"] == []
     assert first == last
+
+
+def assert_the_first_step_compiles_everything(run: Run, stage: str) -> None:
+    """In eager mode: no new graph after the first step, the evaluation at the end included."""
+    assert run.late(stage, warm_up=1) == []
+    assert len({record["compilations"] for record in run.steps(stage)}) == 1
+
+
+def assert_fallbacks(run: Run, stage: str, parts: list[str]) -> None:
+    """These kinds of layers, and nothing else, run uncompiled, because of ZeRO 3; the run says so once."""
+    assert {record["fallbacks"] for record in run.steps(stage)} == {len(parts)}
+    lines = [line for path in run.folder.glob("*/console.log") for line in path.read_text().splitlines()]
+    notes = [line for line in lines if "slower" in line]
+    prefix = "rlhf: note: layers run uncompiled, and slower: "
+    assert notes == [f"{prefix}{part}: DeepSpeed's hooks fetch their weights at ZeRO 3" for part in parts]
 
 
 def assert_no_reads_inside_a_step(run: Run, stage: str, *, warm_up: int | None = None) -> None:

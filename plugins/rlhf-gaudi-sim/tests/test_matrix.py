@@ -1,13 +1,16 @@
 """The trainers' matrix with BLOOM, two ranks and hccl: all points train, compile nothing late, and leave what loads.
 
-tests/matrix says what a point is, and has the same on a CPU.
+tests/matrix says what a point is, and has the same on a CPU. Here each point runs in both modes, but for ZeRO 3, which
+lazy mode refuses. Recorded rollouts are HPU graphs in lazy mode, and compiled by torch.compile in eager mode.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import proof
@@ -26,6 +29,7 @@ sys.path.append({root!r})
 from collections import Counter
 import gaudi_sim
 gaudi_sim.install()
+import torch
 from habana_frameworks.torch.hpu.graphs import HPUGraph
 from gaudi_sim.build import load
 from tests.matrix import two_ranks
@@ -41,6 +45,7 @@ def counted(name, method):
 def watch(recipe):
     counts.clear()
     load().reset()  # no graph is known from the run before
+    torch._dynamo.reset()  # nor one of torch.compile
     strict = recipe["engine.offload"] == "none"
     os.environ["RLHF_GAUDI_SIM_STRICT"] = str(int(strict))
     return lambda: {{"counts": dict(counts), "report": gaudi_sim.report()}}
@@ -55,9 +60,14 @@ from rlhf.launchers import local
 outcome = local.spawn_ranks(2, [sys.executable, "-c", sys.argv[1]])
 sys.exit(outcome.report() if outcome else 0)
 """
-# The recordings are those of lazy mode, which refuses ZeRO 3.
-EACH = [replace(point, precision="bf16") for point in POINTS if point.precision == "fp32" and point.zero_stage < 3]
-OFTEN = Point(2, recorded=True, offloaded=True, lora=False, precision="bf16")  # DeepSpeed-Chat leaves it out
+CASES = [
+    (mode, replace(point, precision="bf16"))
+    for mode in ("lazy", "eager")
+    for point in POINTS
+    if point.precision == "fp32" and (mode, point.zero_stage) != ("lazy", 3)
+]
+# DeepSpeed-Chat leaves this point out. In eager mode torch.compile takes a minute for the runs of a point.
+OFTEN = "lazy", Point(2, recorded=True, offloaded=True, lora=False, precision="bf16")
 
 LOSSES = ("policy_loss", "value_loss", "reward", "kl", "entropy", "response_length")
 
@@ -68,40 +78,60 @@ def as_written(point: Point) -> Point:
 
 
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, python: Run, recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The runs of the points whose tests were selected, and those that they are compared with, on one pair of ranks."""
+def run_points(
+    request: pytest.FixtureRequest, python: Run, recipe: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """Return a function of the mode: the folder of its runs, which the first call makes on one pair of ranks.
+
+    They are those of the points whose tests were selected, and those that they are compared with.
+    """
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoTokenizer
 
-    base = tmp_path_factory.mktemp("matrix")
+    model = tmp_path_factory.mktemp("model")
     architecture, sizes, _ = FAMILIES["BLOOM"]
     tokenizer = AutoTokenizer.from_pretrained(recipe.parent / "model")
     special = {"eos_token_id": proof.EOS, "pad_token_id": proof.PAD, "bos_token_id": None}
     config = CONFIG_MAPPING[architecture](vocab_size=len(tokenizer), **special, **sizes)
     torch.manual_seed(0)
-    MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).save_pretrained(base / "tiny")
-    tokenizer.save_pretrained(base / "tiny")
+    MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).save_pretrained(model)
+    tokenizer.save_pretrained(model)
     short = {"batch_size": 4, "max_steps": 2, "eval_rows": 2, "optimizer": OPTIMIZER}
     ppo = {"batch_size": 8, "steps": STEPS, "checkpoint_every": 0}
     start = json.loads(recipe.read_text()) | {
-        "model": {"path": str(base / "tiny")},
+        "model": {"path": str(model)},
         "engine": {"zero_persistence_threshold": 0, "shapes": "static"},
         "sft": short,
         "reward": short,
         "ppo": ppo | {"optimizer": OPTIMIZER, "critic_optimizer": OPTIMIZER},
     }
 
-    selected = [item.callspec.params["point"] for item in request.session.items if item.path == request.path]
-    needed = {variant: None for point in selected for variant in (point, as_written(point), point.plain)}
-    asked = {point.name: start | point.settings for point in needed}
-    (base / "asked.json").write_text(json.dumps({"start": start, "runs": asked}))
-    done = python("-c", LAUNCH, RANK.format(root=str(ROOT), folder=str(base)), strict=False, loaded=True, seconds=2000)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return base
+    @cache
+    def run(mode: str) -> Path:
+        base = tmp_path_factory.mktemp(mode)
+        cases = [item.callspec.params for item in request.session.items if item.path == request.path]
+        selected = [case["point"] for case in cases if case["mode"] == mode]
+        needed = {variant: None for point in selected for variant in (point, as_written(point), point.plain)}
+        asked = {point.name: start | point.settings for point in needed}
+        (base / "asked.json").write_text(json.dumps({"start": start, "runs": asked}))
+        command = ("-c", LAUNCH, RANK.format(root=str(ROOT), folder=str(base)))
+        done = python(*command, strict=False, eager=mode == "eager", loaded=True, seconds=2000)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return base
+
+    return run
+
+
+@pytest.fixture
+def runs(run_points: Callable[[str], Path], mode: str) -> Path:
+    return run_points(mode)
 
 
 @pytest.mark.parametrize(
-    "point",
-    [pytest.param(point, id=point.name, marks=[] if point == OFTEN else [pytest.mark.slow]) for point in EACH],
+    ("mode", "point"),
+    [
+        pytest.param(mode, point, id=f"{mode}-{point.name}", marks=[] if (mode, point) == OFTEN else [pytest.mark.slow])
+        for mode, point in CASES
+    ],
 )
 class TestPoint:
     def test_it_trains_and_begins_as_zero_0(self, runs: Path, point: Point) -> None:
@@ -117,19 +147,32 @@ class TestPoint:
         steps, expected = (torch.load(runs / variant.name / "found")["steps"] for variant in points)
         assert [[step[key] for key in LOSSES] for step in steps] == [[step[key] for key in LOSSES] for step in expected]
 
-    def test_rollouts_are_recorded_and_nothing_is_compiled_late(self, runs: Path, point: Point) -> None:
+    def test_rollouts_are_recorded_and_nothing_is_compiled_late(self, runs: Path, mode: str, point: Point) -> None:
         folder = runs / point.name
         outcome = torch.load(folder / "found")
-        counts = outcome["counts"]
-        if point.recorded:
-            tried = 1  # the backend finds out first whether operators run while they are recorded
-            assert counts["recorded"] - tried == 1
-            assert counts["replayed"] > STEPS
-        else:
+        counts, run = outcome["counts"], proof.Run(folder, outcome["report"])
+        if mode == "eager":
             assert counts == {}
-        run = proof.Run(folder, outcome["report"])
-        proof.assert_nothing_compiled_late(run, "ppo")
+            # A rollout has one shape and one window.
+            assert len([line for line in proof.compiled_lines(run) if "rlhf/generation/" in line]) == point.recorded
+            proof.assert_the_first_step_compiles_everything(run, "ppo")
+        else:
+            if point.recorded:
+                tried = 1  # the backend finds out first whether operators run while they are recorded
+                assert counts["recorded"] - tried == 1
+                assert counts["replayed"] > STEPS
+            else:
+                assert counts == {}
+            proof.assert_nothing_compiled_late(run, "ppo")
         proof.assert_no_mixed_devices(run)
+
+    def test_layers_run_uncompiled_at_zero_3_alone_which_is_said(self, runs: Path, mode: str, point: Point) -> None:
+        folder = runs / point.name
+        run = proof.Run(folder, torch.load(folder / "found")["report"])
+        proof.assert_fallbacks(run, "ppo", ["BloomBlock"] if point.zero_stage == 3 else [])
+        if mode == "eager":
+            layers = [line for line in proof.compiled_lines(run, "ppo") if "rlhf/generation/" not in line]
+            assert bool(layers) == (point.zero_stage < 3)
 
     def test_plain_transformers_makes_the_same_of_what_it_leaves(self, runs: Path, point: Point) -> None:
         """In float32; what training has moved is far more than bf16 rounds."""

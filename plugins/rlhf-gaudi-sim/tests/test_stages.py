@@ -22,39 +22,72 @@ from rlhf.reporting.timers import is_machine_dependent
 
 TRAINER = Path(__file__).with_name("dynamic.py")
 
-CASES = [
-    pytest.param(zero, lora, ranks, id=f"zero{zero}{'-lora' * (lora > 0)}-{ranks}", marks=marks)
-    for ranks, lora, zero in product((1, 2), (0, 4), (0, 1, 2, 3))
-    for marks in [() if (zero, lora, ranks) in {(2, 0, 1), (3, 4, 1)} else pytest.mark.slow]
-]
+# In eager mode all layers share the graphs of a shape: one without gradients through weights that learn, one through
+# frozen weights, and two of a training pass, forward and backward. Decoding has one for each number of rows.
+# SFT: evaluation, samples (decoding), training. Reward model: evaluation, training. PPO: rollout (decoding), scores of
+# the trained models, scores of the frozen ones, training.
+GRAPHS = {"sft": 1 + 1 + 2, "reward": 1 + 2, "ppo": 1 + 1 + 1 + 2}
+
+Case = dict[str, Any]
+
+OFTEN = ("lazy-zero2-1-bf16", "eager-zero3-lora-1-bf16", "eager-zero0-1-fp32")
+IN_FP32 = ((0, 0, 1), (1, 4, 1), (2, 0, 2), (3, 4, 2))
+
+
+def list_cases(*modes: str) -> list[Any]:
+    """Return all cases of these modes in bf16, and some of eager mode in fp32 too; lazy mode refuses ZeRO 3."""
+    cases = []
+    for mode, ranks, lora, zero in product(modes, (1, 2), (0, 4), (0, 1, 2, 3)):
+        for precision in ("bf16", *(["fp32"] if mode == "eager" and (zero, lora, ranks) in IN_FP32 else [])):
+            name = f"{mode}-zero{zero}{'-lora' * (lora > 0)}-{ranks}-{precision}"
+            case = {"zero_stage": zero, "lora": lora, "ranks": ranks, "precision": precision, "eager": mode == "eager"}
+            if (mode, zero) != ("lazy", 3):
+                cases.append(pytest.param(case, id=name, marks=[] if name in OFTEN else [pytest.mark.slow]))
+    return cases
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(("zero_stage", "lora", "ranks"), CASES)
 class TestProof:
-    """All stages at every ZeRO stage in bf16, with and without LoRA, on one rank and on two."""
+    """All stages in both modes, at every ZeRO stage, with and without LoRA, on one rank and on two."""
 
-    def test_losses_are_those_of_the_cpu(
-        self, finished: Runs, zero_stage: int, lora: int, ranks: int, stage: str
-    ) -> None:
-        actual, expected = (finished(name, zero_stage=zero_stage, lora=lora, ranks=ranks) for name in ("hpu", "cpu"))
+    @pytest.mark.parametrize("case", list_cases("lazy", "eager"))
+    def test_losses_are_those_of_the_cpu(self, finished: Runs, case: Case, stage: str) -> None:
+        actual, expected = (finished(name, **case) for name in ("hpu", "cpu"))
         assert len(actual.steps(stage)) == proof.STEPS
-        proof.assert_losses_are_those_of(actual, expected, stage)
+        if case["precision"] == "fp32":
+            assert_all_numbers_are_close(actual, expected, stage)
+        else:
+            proof.assert_losses_are_those_of(actual, expected, stage)
 
-    def test_nothing_is_compiled_late(self, finished: Runs, zero_stage: int, lora: int, ranks: int, stage: str) -> None:
+    @pytest.mark.parametrize("case", list_cases("lazy"))
+    def test_nothing_is_compiled_late(self, finished: Runs, case: Case, stage: str) -> None:
         """From the third step on, the evaluation at the end included."""
-        if zero_stage == 3:
-            pytest.skip("lazy mode refuses ZeRO 3")
-        proof.assert_nothing_compiled_late(finished("hpu", zero_stage=zero_stage, lora=lora, ranks=ranks), stage)
+        proof.assert_nothing_compiled_late(finished("hpu", **case), stage)
 
-    def test_no_value_is_read_inside_a_step(
-        self, finished: Runs, zero_stage: int, lora: int, ranks: int, stage: str
-    ) -> None:
-        run = finished("hpu", zero_stage=zero_stage, lora=lora, ranks=ranks)
-        assert run.report["strict"] == (zero_stage < 3)
-        if zero_stage < 3:  # there, DeepSpeed reads while it records the order of parameters
-            proof.assert_no_reads_inside_a_step(run, stage)
-        proof.assert_no_mixed_devices(run)
+    @pytest.mark.parametrize("case", list_cases("eager"))
+    def test_the_first_step_compiles_everything(self, finished: Runs, case: Case, stage: str) -> None:
+        """All but the layers at ZeRO 3, which run uncompiled."""
+        run = finished("hpu", **case)
+        proof.assert_the_first_step_compiles_everything(run, stage)
+        proof.assert_fallbacks(run, stage, ["LlamaDecoderLayer"] if case["zero_stage"] == 3 else [])
+
+    @pytest.mark.parametrize("case", list_cases("lazy"))
+    def test_no_value_is_read_inside_a_step(self, finished: Runs, case: Case, stage: str) -> None:
+        run = finished("hpu", **case)
+        assert run.report["strict"]
+        proof.assert_no_reads_inside_a_step(run, stage)
+
+    @pytest.mark.parametrize("case", list_cases("lazy", "eager"))
+    def test_no_operator_has_tensors_of_two_devices(self, finished: Runs, case: Case, stage: str) -> None:
+        proof.assert_no_mixed_devices(finished("hpu", **case))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_graphs_of_eager_mode_are_those_of_the_hand_count(finished: Runs, stage: str) -> None:
+    run = finished("hpu", eager=True, zero_stage=0, precision="fp32")
+    before = STAGES[: STAGES.index(stage)]
+    earlier = run.steps(before[-1])[-1]["compilations"] if before else 0
+    assert run.steps(stage)[-1]["compilations"] - earlier == GRAPHS[stage]
 
 
 def test_proof_meets_long_and_empty_completions_and_two_epochs(finished: Runs) -> None:
@@ -132,13 +165,14 @@ def test_quantized_weights_pass_their_check(python: Run) -> None:
 
 
 @pytest.mark.slow
-def test_the_conformance_kit_passes(python: Run) -> None:
-    done = python("-m", "rlhf", "accelerators", "check", "hpu", "--json", fresh=True)
+@pytest.mark.parametrize("mode", ["lazy", "eager"])
+def test_the_conformance_kit_passes(python: Run, mode: str) -> None:
+    eager = mode == "eager"
+    done = python("-m", "rlhf", "accelerators", "check", "hpu", "--json", eager=eager, strict=not eager, fresh=True)
     results = json.loads(done.stdout)
-    assert {result["check"]: result["result"] for result in results if result["result"] != "passed"} == {
-        "inference-weights": "skipped",
-        "fused-layers": "skipped",
-    }
+    skipped = ["inference-weights", *([] if eager else ["fused-layers"])]
+    others = {result["check"]: result["result"] for result in results if result["result"] != "passed"}
+    assert others == dict.fromkeys(skipped, "skipped")
     assert done.returncode == 0
 
 
