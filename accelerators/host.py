@@ -106,21 +106,31 @@ def read_text(path: Path) -> str:
         return ""
 
 
-def read_command(*command: str, seconds: float = 10.0) -> str:
-    """Return the output of a command, or in parentheses why there is none."""
-    try:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-    except OSError as error:
-        return f"({error})"
+def run_tool(*command: str, seconds: float = 10.0) -> subprocess.CompletedProcess[str]:
+    """Run a vendor's tool, which may hang in a broken driver, and return its output.
+
+    Raises:
+        OSError: it cannot be started.
+        subprocess.TimeoutExpired: it has not ended in time.
+    """
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     try:
         output, errors = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired as error:
-        process.kill()  # without waiting for its end: a process that hangs in a broken driver does not end
+    except subprocess.TimeoutExpired:
+        process.kill()  # without waiting for its end, as `subprocess.run` does: one that hangs in a driver has none
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def read_command(*command: str) -> str:
+    """Return the output of a command, or in parentheses why there is none."""
+    try:
+        done = run_tool(*command)
+    except (OSError, subprocess.TimeoutExpired) as error:
         return f"({error})"
-    code = process.returncode
-    return (output.strip() or errors.strip()) + (f" (exit code {code})" if code else "")
+    return (done.stdout.strip() or done.stderr.strip()) + (f" (exit code {done.returncode})" if done.returncode else "")
 
 
 def describe_files(paths: Iterable[Path]) -> str:

@@ -94,7 +94,7 @@ install_torch() {
         which="RLHF_TORCH names it"
         torch=$RLHF_TORCH
     elif ! gpus=$($folder/bin/python ci/versions.py nvidia); then
-        echo "error: there is no torch for this machine's NVIDIA GPUs: $gpus; to use the CPU: RLHF_TORCH=$torch+cpu" >&2
+        echo "error: no torch can be chosen for this machine's NVIDIA GPUs: $gpus; to use the CPU: RLHF_TORCH=$torch+cpu" >&2
         return 2
     elif [ -n "$gpus" ]; then
         local tag

@@ -21,9 +21,9 @@ from rlhf.config.schema import STAGES
 Facts = dict[str, Any]
 
 TOLERANCES = {"fp32": 2e-3, "bf16": 2e-2, "fp16": 2e-2}
-"""Relative differences of losses that rounding explains, in a few steps; norms of gradients may differ by
-`NORM_SLACK` times as much."""
+"""Relative differences of losses that rounding explains, in a few steps."""
 NORM_SLACK = 3.0
+"""Norms of gradients may differ by this many times as much."""
 
 SMALL_BATCHES = {
     **{f"{stage}.{key}": 4 for stage in STAGES for key in ("batch_size", "eval_rows")},
@@ -74,7 +74,7 @@ ROOM_FOR_ALL_WEIGHTS = 60 * 2**30
 """Bytes of a device in which all weights of four models with this shape can be trained; below, LoRA is."""
 PPO_STEPS = 20
 WORKSPACES = 192 * 2**20
-"""Bytes that libraries keep on a device after a stage: that of matrix products 32 MiB for each handle and stream."""
+"""Bytes that libraries keep on a device after a stage: one for matrix products keeps 32 MiB per handle and stream."""
 
 
 @dataclass
@@ -245,8 +245,9 @@ def check_zero(subject: Subject, facts: Facts) -> None:
         }
         expected = expected or numbers
         compare_steps(f"{what}: losses", numbers["loss"], expected["loss"], TOLERANCES[precision])
-        norms = numbers["grad_norm"], expected["grad_norm"]
-        compare_steps(f"{what}: norms of gradients", *norms, NORM_SLACK * TOLERANCES[precision])
+        if precision != "fp16":  # in which the first gradients overflow, and have no norm
+            norms = numbers["grad_norm"], expected["grad_norm"]
+            compare_steps(f"{what}: norms of gradients", *norms, NORM_SLACK * TOLERANCES[precision])
     settings = TWO_STEPS | {"sft.max_steps": 8, "lora.rank": 4}
     adapters = subject.processes.task("train_adapters", subject.name, str(subject.folder("lora")), settings, 4)
     facts["lora"] = adapters
@@ -325,13 +326,13 @@ def read_run(output: Path) -> Facts:
 
 
 def read_steps(output: Path, stage: str, key: str) -> list[float]:
-    """Return a number of each step of a stage."""
+    """Return the metric `key` of each step of a stage."""
     lines = (output / stage / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [record[key] for record in map(json.loads, lines) if "loss" in record]
 
 
 def compare_steps(what: str, numbers: list[float], expected: list[float], tolerance: float) -> None:
-    """Raise `CheckFailed` if numbers of steps differ by more than this share."""
+    """Raise `CheckFailed` if numbers of steps differ by more than `tolerance`, a share of the expected ones."""
     same = len(numbers) == len(expected) and all(
         abs(number - right) <= tolerance * abs(right) for number, right in zip(numbers, expected, strict=True)
     )
@@ -341,7 +342,7 @@ def compare_steps(what: str, numbers: list[float], expected: list[float], tolera
 
 
 def _choose_ranks(subject: Subject) -> int:
-    """Return the largest power of two of devices, up to 8; at toy size up to 2."""
+    """Return how many devices ZeRO is checked on: a power of two, up to 8, or up to 2 at toy size."""
     return 1 << (min(subject.devices, 8 if subject.full else 2).bit_length() - 1)
 
 

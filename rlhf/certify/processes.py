@@ -107,12 +107,11 @@ class Processes:
                 stream.seek(0)
                 texts.append(stream.read().decode("utf-8", "replace"))
         chosen = "".join(f"{name}={shlex.quote(value)} " for name, value in (variables or {}).items())
-        with self.log.open("a", encoding="utf-8") as log:
-            log.write(f"$ {chosen}python {shlex.join(arguments)}\n{texts[0]}{texts[1]}[exit code {code}]\n\n")
+        self.write_log(f"$ {chosen}python {shlex.join(arguments)}\n{texts[0]}{texts[1]}[exit code {code}]\n\n")
         return Finished(code, texts[0], texts[1], self.seconds)
 
-    def log_error(self, text: str) -> None:
-        """Append the text of an error to the log."""
+    def write_log(self, text: str) -> None:
+        """Append a text to the log."""
         with self.log.open("a", encoding="utf-8") as log:
             log.write(text)
 

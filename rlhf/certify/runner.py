@@ -150,7 +150,7 @@ def _run_check(check: Check, subject: Subject) -> CheckResult:
         facts |= error.facts
         reason = str(error)
     except Exception as error:  # such as a full disk: what is known so far must reach the bundle
-        subject.processes.log_error(traceback.format_exc())
+        subject.processes.write_log(traceback.format_exc())
         reason = f"the check itself failed: {describe_error(error)}"
     seconds = round(time.monotonic() - start, 1)
     return CheckResult(check.name, check.expected, "failed" if reason else "passed", reason, seconds, facts)

@@ -124,6 +124,11 @@ def describe_machine(config: Config, devices: int, device: KnownDevice, host: in
     return replace(describe_environment(config, devices, device.memory, host), precision=precision)
 
 
+def list_zero_stages(accelerator: Accelerator) -> tuple[int, ...]:
+    """Return the ZeRO stages that the device does not refuse."""
+    return tuple(stage for stage in range(4) if not accelerator.refuse_zero_stage(stage))
+
+
 def detect_environment(
     accelerator: Accelerator, config: Config, ranks: int, *, local: int | None = None
 ) -> Environment:
@@ -153,5 +158,5 @@ def detect_environment(
         available=None
         if memory.available is None
         else memory.allocated + memory.available // (local if unified else 1),
-        zero_stages=tuple(stage for stage in range(4) if not accelerator.refuse_zero_stage(stage)),
+        zero_stages=list_zero_stages(accelerator),
     )

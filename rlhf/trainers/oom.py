@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rlhf.errors import OutOfMemory, translate_errors
 from rlhf.memory.advice import advise
-from rlhf.memory.environment import Environment
+from rlhf.memory.environment import Environment, list_zero_stages
 from rlhf.utils.units import format_bytes
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def _describe_out_of_memory(context: StageContext, cause: BaseException) -> OutO
             context.precision.name,
             chunk_elements=accelerator.chunk_elements,
             unified_memory=on_host or not has_device,
-            zero_stages=tuple(stage for stage in range(4) if not accelerator.refuse_zero_stage(stage)),
+            zero_stages=list_zero_stages(accelerator),
         ),
         accelerator.precision().name,
         started=context.directory.started,

@@ -49,6 +49,7 @@ def test_card_in_use_is_an_error_with_cause_and_remedy(machine):
         (("4", "5"), "5,4", "4", "4"),  # the bridge has read the user's list
         (("4", "5"), None, None, None),  # a single process: any free card
         ((), None, "1", "1"),
+        (("", ""), None, "1", "1"),  # a driver that does not number them
     ],
 )
 def test_rank_opens_a_module_of_its_container(machine, monkeypatch, modules, wish, bridge, opened):

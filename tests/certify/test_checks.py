@@ -63,6 +63,7 @@ class Fake(Processes):
         self.perplexity = (100.0, 50.0)
         self.code: Callable[[str], int] = lambda command: 0
         self.refusal = "it is refused"
+        self.precision = "fp32"
         self.commands: list[str] = []
 
     def task(self, name: str, *arguments: Any, variables: Any = None) -> dict[str, Any]:
@@ -90,7 +91,7 @@ class Fake(Processes):
         if code := self.code(command):
             return Finished(code, "", f"rlhf: error: {self.refusal}", 10.0)
         output = Path(arguments[arguments.index("--output") + 1])
-        write(output / "run.json", {"accelerator": {"precision": {"name": "fp32"}}})
+        write(output / "run.json", {"accelerator": {"precision": {"name": self.precision}}})
         records = [
             {"loss": loss, "grad_norm": self.grad_norm(command)} for loss in self.losses(command, variables or {})
         ]
@@ -128,6 +129,11 @@ def attribute(name: str, value: Any) -> Callable[[Fake], None]:
     return lambda processes: setattr(processes, name, value)
 
 
+def end_with(code: int, words: str, unless: str = "no such words") -> Callable[[Fake], None]:
+    """Let commands with these words end with a code."""
+    return attribute("code", lambda command: code if words in command and unless not in command else 0)
+
+
 FAULTS: list[tuple[str, Callable[[Fake], None], str]] = [
     ("product", change("tasks.compare_with_cpu", CheckFailed("SIGSEGV")), "SIGSEGV"),
     (
@@ -153,21 +159,9 @@ FAULTS: list[tuple[str, Callable[[Fake], None], str]] = [
         attribute("losses", lambda command, _: [3.0, 2.4] if "zero_stage=2" in command else [3.0, 2.5]),
         "ZeRO 2 on 2 devices: losses are 3.0000, 2.4000, expected 3.0000, 2.5000 within 0.2%",
     ),
-    (
-        "zero",
-        attribute("code", lambda command: 2 if "zero_stage=1" in command else 0),
-        "ZeRO 1 on 2 devices: it is refused",
-    ),
-    (
-        "zero",
-        attribute("code", lambda command: 1 if "zero_stage=3" in command else 0),
-        "ZeRO 3 on 2 devices: exit code 1",
-    ),
-    (
-        "zero",
-        attribute("code", lambda command: 2 if "zero_stage=3" in command and "--dry-run" not in command else 0),
-        "ZeRO 3 on 2 devices: it is refused",
-    ),
+    ("zero", end_with(2, "zero_stage=1"), "ZeRO 1 on 2 devices: it is refused"),
+    ("zero", end_with(1, "zero_stage=3"), "ZeRO 3 on 2 devices: exit code 1"),
+    ("zero", end_with(2, "zero_stage=3", unless="--dry-run"), "ZeRO 3 on 2 devices: it is refused"),
     (
         "zero",
         change("tasks.train_adapters.unchanged adapters", ["a.lora_A"]),
@@ -185,18 +179,14 @@ FAULTS: list[tuple[str, Callable[[Fake], None], str]] = [
         attribute("losses", lambda command, _: LOSSES[: 2 if "cpu" in command else 4]),
         "on the CPU: 2 steps are",
     ),
-    ("resume", attribute("code", lambda command: 2 if "cpu" in command else 0), "resumed on the CPU: it is refused"),
+    ("resume", end_with(2, "cpu"), "resumed on the CPU: it is refused"),
     ("resume", change("tasks.compare_with_cpu", CheckFailed("SIGSEGV")), "SIGSEGV"),
     (
         "zero",
         attribute("grad_norm", lambda command: 2.0 if "--ranks 2" in command else 1.0),
         "ZeRO 0 on 2 devices: norms of gradients are 2.0000",
     ),
-    (
-        "zero",
-        attribute("code", lambda command: 2 if "zero_stage=3" in command else 0),
-        "ZeRO 3 on 2 devices: it is refused",
-    ),
+    ("zero", end_with(2, "zero_stage=3"), "ZeRO 3 on 2 devices: it is refused"),
     ("ppo-steps", change("tasks.take_ppo_steps.steps.3.compilations", 9), "2 graphs were compiled after step 3"),
     ("ppo-steps", change("tasks.take_ppo_steps.fallbacks", ["generation"]), "generation were not recorded"),
     ("ppo-steps", change("tasks.take_ppo_steps.steps.2.skipped_steps", 11.0), "11 of 20 steps were skipped"),
@@ -224,9 +214,16 @@ def test_check_passes_without_a_fault(tmp_path: Path, name: str) -> None:
 
 def test_zero_3_may_be_refused_before_it_starts(tmp_path: Path) -> None:
     processes = Fake(tmp_path)
-    processes.code = lambda command: 2 if "zero_stage=3" in command else 0
+    end_with(2, "zero_stage=3")(processes)
     processes.refusal = "engine.zero_stage: the mode crashes"
     assert run(processes, "zero")["ZeRO 3 on 2 devices"] == "refused: engine.zero_stage: the mode crashes"
+
+
+def test_overflowing_gradients_have_no_norm_to_compare(tmp_path: Path) -> None:
+    processes = Fake(tmp_path)
+    processes.precision = "fp16"
+    processes.grad_norm = lambda command: float("inf") if "--ranks 2" in command else 1.0
+    run(processes, "zero")
 
 
 def test_mode_that_the_software_lacks_is_a_note(tmp_path: Path) -> None:

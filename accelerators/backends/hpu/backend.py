@@ -83,15 +83,14 @@ class HPU(Accelerator):
 
     @staticmethod
     def _choose_module(cards: hpu_info.Cards, local_rank: int) -> None:
-        """Choose this rank's module if the modules of the container are not 0, 1, 2 ... without a gap.
+        """Let rank N open the container's Nth module: the bridge chooses module N if the user has named none.
 
-        The bridge opens module N for rank N if the user has not named modules. It writes this choice to HLS_MODULE_ID
-        when torch imports it.
+        It writes its choice to the environment when torch imports it.
         """
         modules = sorted(cards.modules, key=lambda module: module.zfill(4))
-        chosen = "HLS_MODULE_ID" in os.environ and hpu_info.VISIBLE_MODULES not in os.environ
-        if chosen and modules != [str(rank) for rank in range(len(modules))]:
-            os.environ["HLS_MODULE_ID"] = modules[local_rank]
+        by_rank = hpu_info.MODULE in os.environ and hpu_info.VISIBLE_MODULES not in os.environ
+        if by_rank and all(module.isdigit() for module in modules) and local_rank < len(modules):
+            os.environ[hpu_info.MODULE] = modules[local_rank]
 
     @staticmethod
     def _try_operator(mismatch: str) -> None:

@@ -26,6 +26,8 @@ from accelerators.types import Probe
 RUNTIME = "habana_frameworks"
 BRIDGE = "habana-torch-plugin"
 VISIBLE_MODULES = "HABANA_VISIBLE_MODULES"
+MODULE = "HLS_MODULE_ID"
+"""Variable with the module that this process opens."""
 DEFAULT_LOGS = "/var/log/habana_logs"
 """Folder of Gaudi's software for its logs if HABANA_LOGS names none; it ends the process if it cannot write there."""
 SECONDS = 10.0
@@ -187,21 +189,17 @@ def environment_report() -> dict[str, str]:
 
 def _listed_by(tool: str) -> list[_Card]:
     try:
-        process = subprocess.Popen(
-            [tool, *_QUERY], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        done = host.run_tool(tool, *_QUERY, seconds=SECONDS)
     except OSError as error:
         raise AcceleratorError(f"hl-smi cannot be started ({error})") from error
-    try:
-        output, errors = process.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired as error:
-        process.kill()  # without waiting for its end: a process that hangs in a broken driver does not end
         raise AcceleratorError(
             f"hl-smi gave no answer in {SECONDS:g} s: the driver may hang; look at dmesg, reload it or reboot"
         ) from error
+    output, errors = done.stdout, done.stderr
     first_line = next((line.strip() for line in (errors + "\n" + output).splitlines() if line.strip()), "no output")
-    if process.returncode:
-        raise AcceleratorError(f"hl-smi failed with exit code {process.returncode}: {first_line}")
+    if done.returncode:
+        raise AcceleratorError(f"hl-smi failed with exit code {done.returncode}: {first_line}")
     rows = [[field.strip() for field in line.split(",")] for line in output.splitlines()]
     listed = [_Card(*row) for row in rows if len(row) == len(_Card._fields) and row[0].isdigit()]
     return _some(listed, f"hl-smi lists no card: {first_line}")

@@ -47,20 +47,15 @@ def compare(accelerator: Accelerator, *, full: bool) -> dict[str, Any]:
         "eager",
     )
     facts: dict[str, Any] = {"attention": attention, "precision": precision.name, "differences": {}}
-    for heads, groups in sizes["heads"]:
-        for length in sizes["lengths"]:
-            what = f"attention {attention!r} in {precision.name}, {length} columns, {heads} heads of {groups} keys"
-            case = _Case(sizes["hidden_size"], heads, groups, length)
-            off = case.compare(what, accelerator, precision, attention)
-            facts["differences"][f"{heads}/{groups} heads, {length} columns"] = off
-    if fuse := kernels.get("fused_layers"):
-        heads, groups = sizes["heads"][0]
-        for length in sizes["lengths"][:FUSED_LENGTHS]:
-            what = f"fused layers, attention {attention!r} in {precision.name}, {length} columns"
-            case = _Case(sizes["hidden_size"], heads, groups, length)
-            off = case.compare(what, accelerator, precision, attention, fuse)
-            facts["differences"][f"fused layers, {length} columns"] = off
-        assert not accelerator.fallbacks, f"fused layers: {', '.join(accelerator.fallbacks)} ran without them"
+    plain = [("", lambda network: None, heads, length) for heads in sizes["heads"] for length in sizes["lengths"]]
+    fuse = kernels.get("fused_layers")
+    fused = [("fused, ", fuse, sizes["heads"][0], length) for length in sizes["lengths"][:FUSED_LENGTHS] if fuse]
+    for prefix, change, (heads, groups), length in plain + fused:
+        name = f"{prefix}{heads}/{groups} heads, {length} columns"
+        what = f"attention {attention!r} in {precision.name}, {name}"
+        case = _Case(sizes["hidden_size"], heads, groups, length)
+        facts["differences"][name] = case.compare(what, accelerator, precision, attention, change)
+    assert not accelerator.fallbacks, f"fused layers: {', '.join(accelerator.fallbacks)} ran without them"
     return facts
 
 
@@ -89,10 +84,10 @@ class _Case:
         accelerator: Accelerator,
         precision: Precision,
         attention: str,
-        fuse: Callable[[Any], Any] = lambda network: None,
+        change: Callable[[Any], Any],
     ) -> float:
         """Return the largest difference from the CPU, as a fraction of the largest number of its tensor."""
-        logits, gradients = self._run(attention, precision, accelerator.device(), fuse)
+        logits, gradients = self._run(attention, precision, accelerator.device(), change)
         expected_logits, expected_gradients = self._run("eager", precision, torch.device("cpu"), exact=True)
         limit = TOLERANCES[precision.name]
         largest = 0.0
@@ -118,7 +113,7 @@ class _Case:
         attention: str,
         precision: Precision,
         device: torch.device,
-        fuse: Callable[[Any], Any] = lambda network: None,
+        change: Callable[[Any], Any] = lambda network: None,
         *,
         exact: bool = False,
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -129,7 +124,7 @@ class _Case:
             torch.manual_seed(0)
             network = AutoModelForCausalLM.from_config(self.config, attn_implementation=attention)
         network = network.to(precision.dtype).to(torch.float32 if exact else precision.dtype).to(device)
-        fuse(network)
+        change(network)
         ids, mask = self.ids.to(device), self.mask.to(device)
         logits = network(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
         real = logits[mask.bool()]

@@ -52,7 +52,7 @@ UNRECORDED = {
     "scatter_add",
     "sort",
 }
-"""Operators that recorded steps do without, because devices may refuse to record them; compared plain alone."""
+"""Operators that recorded steps do without, because devices may refuse to record them: these are not recorded here."""
 
 
 def compare(accelerator: Accelerator, *, full: bool) -> dict[str, Any]:

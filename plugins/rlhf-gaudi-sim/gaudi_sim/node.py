@@ -17,7 +17,6 @@ from gaudi_sim.behaviours import is_simulated
 NODE_VARIABLE = "RLHF_GAUDI_SIM_NODE"
 CLOSED_VARIABLE = "RLHF_GAUDI_SIM_CLOSED"
 DRIVER_VARIABLE = "RLHF_GAUDI_SIM_DRIVER"
-MODULE_VARIABLE = "HLS_MODULE_ID"
 RELEASE = "1.24.1"
 """The release of the simulated bridge, if there is a version of the driver to compare it with."""
 
@@ -56,7 +55,7 @@ def choose_module(local_rank: int) -> None:
         ValueError: HABANA_VISIBLE_MODULES has something else than numbers.
     """
     modules = named_modules()
-    os.environ.setdefault(MODULE_VARIABLE, str(local_rank if modules is None else modules[local_rank]))
+    os.environ.setdefault(hpu_info.MODULE, str(local_rank if modules is None else modules[local_rank]))
 
 
 def acquire_card() -> None:
@@ -70,8 +69,8 @@ def acquire_card() -> None:
     if _open_card is not None or not os.environ.get(NODE_VARIABLE):
         return
     candidates = list(range(int(os.environ.get("RLHF_GAUDI_SIM_CARDS", "8"))))
-    if MODULE_VARIABLE in os.environ and is_simulated("modules"):
-        candidates = [int(os.environ[MODULE_VARIABLE])]
+    if hpu_info.MODULE in os.environ and is_simulated("modules"):
+        candidates = [int(os.environ[hpu_info.MODULE])]
     elif (modules := named_modules()) is not None:
         candidates = modules
     for module in candidates:
