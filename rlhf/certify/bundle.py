@@ -43,7 +43,7 @@ class Redactor:
         return re.sub(rf"(?<![\w./-]){re.escape(self._home)}(?=/|\b)", "~", text) if self._home else text
 
     def clean_values(self, value: Any) -> Any:
-        """Return a JSON value with all its texts cleaned: JSON itself would write some letters of a secret as codes."""
+        """Return a JSON value with cleaned texts. In encoded JSON, a secret with escaped letters would not be found."""
         if isinstance(value, Mapping):
             return {self.clean(key): self.clean_values(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):

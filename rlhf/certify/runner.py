@@ -120,7 +120,7 @@ def certify(
             }
             _write(path, report, environment, logs)
             if len(results) < len(checks) and all(result.result == "passed" for result in results):
-                report_progress(f"stopped; bundle of the checks before: {path}")
+                report_progress(f"stopped; bundle of the checks so far: {path}")
     return report, path
 
 

@@ -281,7 +281,7 @@ def test_bundle_is_written_whatever_ends_a_check(
     if reason:
         assert report["checks"][1]["reason"].startswith(reason)
     else:
-        assert lines[-1] == f"stopped; bundle of the checks before: {path}"
+        assert lines[-1] == f"stopped; bundle of the checks so far: {path}"
 
 
 def test_bundle_that_cannot_be_written_is_refused_before_the_checks(

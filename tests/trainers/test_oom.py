@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import MagicMock
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -12,6 +14,7 @@ from rlhf.engine.fp32_weights import EMA
 from rlhf.memory.advice import advise
 from rlhf.memory.environment import Environment
 from rlhf.models.loading import load_causal_lm
+from rlhf.trainers import oom
 from rlhf.trainers.oom import format_message
 from tests.engine.engines import build, train
 from tests.helpers import llama
@@ -137,6 +140,21 @@ def test_message_names_cause_peak_models_and_advice():
         "out of memory on the host in sft, loading (MemoryError); no setting of this run would help: use a device with "
         "more memory"
     )
+
+
+def test_advice_leaves_out_zero_stages_that_the_device_refuses(accelerator, monkeypatch):
+    seen = []
+
+    def advise(config, stage, phase, environment, *args, **options):
+        seen.append(environment.zero_stages)
+        raise KeyboardInterrupt  # what follows needs a whole stage
+
+    monkeypatch.setattr(oom, "advise", advise)
+    monkeypatch.setattr(accelerator, "refuse_zero_stage", lambda stage: "no" if stage == 3 else "")
+    context = MagicMock(accelerator=accelerator)
+    with pytest.raises(KeyboardInterrupt), oom.translate_stage_errors(context):
+        raise MemoryError
+    assert seen == [(0, 1, 2)]
 
 
 def test_out_of_memory_while_loading_is_not_a_model_error(model_folder, tokenizer, monkeypatch):
