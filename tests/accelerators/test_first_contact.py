@@ -118,8 +118,8 @@ def test_attention_in_bf16_is_within_its_tolerance(device) -> None:
         ("product", operators(rounded_product), "product of two 64 x 64 matrices in fp32: differs by 0.01"),
         ("product", moved(lambda x: x * (1 + 1e-5)), "factor 0 was changed on the device"),
         ("product", {"precision": raises(RuntimeError("synStatus 26"))}, "synStatus 26"),
-        ("attention", with_attention(attend), "64 columns, 4 heads of 2 keys: gradient of .*not finite"),
-        ("attention", with_attention(attend_to_padding), "64 columns, 4 heads of 2 keys: logits differ by"),
+        ("attention", with_attention(attend), "4/2 heads, 64 columns: gradient of .*not finite"),
+        ("attention", with_attention(attend_to_padding), "4/2 heads, 64 columns: logits differ by"),
         ("indexing", operators(garbage_of_topk), "topk, plain: 100.0% of output 1 differ"),
         (
             "indexing",
