@@ -81,8 +81,10 @@ def test_image_gets_the_project_and_retains_its_torch(path: Path, wheels: Path, 
     held = IMAGES[path.suffix.removeprefix(".")]
     vendors = [wheel(tmp_path / "vendor", name, version, places.NEEDS.get(name, ())) for name, version in held.items()]
     base = places.interpreter(tmp_path / "base", vendors)
-    for absent in ("apt-get", "nvidia-smi"):
-        (tmp_path / "base" / "bin" / absent).symlink_to("/bin/false")
+    (tmp_path / "base" / "bin" / "apt-get").symlink_to("/bin/false")
+    no_gpu = tmp_path / "base" / "bin" / "nvidia-smi"
+    no_gpu.write_text("#!/bin/sh\necho No devices were found\nexit 6\n")
+    no_gpu.chmod(0o755)
     image = copied(path, tmp_path / "image")
     environment = places.offline(wheels)
     environment["PATH"] = f"{base.parent}:{environment['PATH']}"
