@@ -163,6 +163,14 @@ def all_sum(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def all_max(tensor: torch.Tensor) -> torch.Tensor:
+    """Reduce the tensor to its maximum over ranks, as `all_sum` does to its sum, and return it."""
+    if world().size > 1:
+        _count_collective()
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor
+
+
 def all_gather_objects(value: T) -> list[T]:
     """Return one picklable value of each rank, in the order of ranks."""
     if world().size == 1:

@@ -94,6 +94,7 @@ class DecodeState:
         self.order = torch.arange(rows, device=device)
         self.ids = torch.empty(rows, length, dtype=torch.long, device=device)
         self.mask = torch.empty(rows, length, dtype=torch.long, device=device)
+        self.log_probs = torch.empty(rows, length, device=device)
         self.token = torch.empty(rows, 1, dtype=torch.long, device=device)
         self.position = torch.empty(rows, 1, dtype=torch.long, device=device)
         self.finished = torch.empty(rows, dtype=torch.bool, device=device)
@@ -127,6 +128,7 @@ class DecodeState:
         self.attention_mask[:, :prompt_length] = prompts.mask
         self.ids.fill_(self.options.pad_id)
         self.mask.zero_()
+        self.log_probs.zero_()
         self.draw_column.zero_()
         self.cache_column.fill_(prompt_length - 1)
         self.finished.zero_()
@@ -169,14 +171,14 @@ class DecodeState:
                 buffer.index_copy_(0, source_rows, ended)
         self.rows = rows
 
-    def drawn(self) -> tuple[Tensor, Tensor]:
-        """Return tokens and their mask, [B, A], in the order of the prompts."""
+    def drawn(self) -> tuple[Tensor, ...]:
+        """Return tokens, their mask and their log-probabilities, [B, A] each, in the order of the prompts."""
         inverse = self.order.argsort()
-        return self.ids.index_select(0, inverse), self.mask.index_select(0, inverse)
+        return tuple(buffer.index_select(0, inverse) for buffer in (self.ids, self.mask, self.log_probs))
 
     def _row_buffers(self) -> tuple[Tensor, ...]:
         prompts = self.order, self.attention_mask, self.uniform
-        return *prompts, self.ids, self.mask, self.token, self.position, self.finished
+        return *prompts, self.ids, self.mask, self.log_probs, self.token, self.position, self.finished
 
     def _captured_step(self, capture: Capture | None, width: int) -> Callable[[], None]:
         def step() -> None:
@@ -216,8 +218,9 @@ class DecodeState:
         finished = self.finished[:rows]
         # Not `index_select`, which an accelerator may record wrongly.
         uniform = self.uniform[:rows].gather(1, self.draw_column.expand(rows, 1)).squeeze(1)
-        drawn = torch.where(finished, options.pad_id, sample(logits, uniform, options.sampling))
-        drawn = options.rank_group.synchronize(drawn).unsqueeze(1)
+        drawn, log_probs = map(options.rank_group.synchronize, sample(logits, uniform, options.sampling))
+        drawn = torch.where(finished, options.pad_id, drawn).unsqueeze(1)
+        self.log_probs[:rows].index_copy_(1, self.draw_column, log_probs.unsqueeze(1))
         self.ids[:rows].index_copy_(1, self.draw_column, drawn)
         self.mask[:rows].index_copy_(1, self.draw_column, (~finished).long().unsqueeze(1))
         finished.logical_or_(torch.isin(drawn.squeeze(1), options.eos_ids))
@@ -240,20 +243,26 @@ def plan_windows(prompt_length: int, steps: int, max_windows: int | None = None)
     return [-(-(prompt_length + steps * (index + 1) // count) // ALIGNED) * ALIGNED for index in range(count)]
 
 
-def sample(logits: Tensor, uniform: Tensor, config: SamplingConfig) -> Tensor:
+def sample(logits: Tensor, uniform: Tensor, config: SamplingConfig) -> tuple[Tensor, Tensor]:
     """Sample one token per row, without reading on the host: logits [B, V], uniform [B] in [0, 1) -> token ids [B].
+
+    The second result is each token's log-probability [B] at this temperature, among all tokens: as training scores it,
+    before top-k and top-p. At temperature 0 it is 0.
 
     One uniform number per token determines it (inverse of the cumulative distribution), so all randomness of a rollout
     is drawn before its first step and a captured step contains no generator.
     """
     logits = logits.float()
     if config.temperature == 0:
-        return logits.argmax(-1)
+        return logits.argmax(-1), torch.zeros_like(uniform)
     if config.temperature != 1:
         logits = logits / config.temperature
     uniform = uniform.unsqueeze(-1)
     if config.top_k == 0 and config.top_p == 1:
-        return _invert_in_chunks(logits.softmax(-1), uniform).squeeze(-1)
+        probabilities = logits.softmax(-1)
+        token = _invert_in_chunks(probabilities, uniform)
+        return token.squeeze(-1), probabilities.gather(-1, token).log().squeeze(-1)
+    normalizer = logits.logsumexp(-1)
     count = min(config.top_k, logits.shape[-1]) if config.top_k else logits.shape[-1]
     logits, order = logits.topk(count, dim=-1)  # sorted
     probabilities = logits.softmax(-1)
@@ -262,7 +271,8 @@ def sample(logits: Tensor, uniform: Tensor, config: SamplingConfig) -> Tensor:
     probabilities = torch.where(before < config.top_p, probabilities, 0.0)
     drawn, _ = _invert(probabilities, uniform * probabilities.sum(-1, keepdim=True))
     # As int32: not every accelerator can gather int64.
-    return order.int().gather(-1, drawn).squeeze(-1).long()
+    tokens = order.int().gather(-1, drawn).squeeze(-1).long()
+    return tokens, logits.gather(-1, drawn).squeeze(-1) - normalizer
 
 
 def _invert_in_chunks(probabilities: Tensor, uniform: Tensor) -> Tensor:

@@ -31,10 +31,15 @@ logger = logging.getLogger(__name__)
 
 
 class Completions(NamedTuple):
-    """ids: [B, A], padded right; mask: [B, A], 1 on the drawn tokens, the end-of-sequence token included."""
+    """Drawn tokens and their log-probabilities.
+
+    ids: [B, A], padded right; mask: [B, A], 1 on the drawn tokens, the end-of-sequence token included; log_probs:
+    [B, A] float32, of each drawn token by the distribution that `sample` describes, as generation computed it.
+    """
 
     ids: Tensor
     mask: Tensor
+    log_probs: Tensor | None = None
 
 
 class Decoder:
@@ -131,12 +136,16 @@ class Decoder:
     def _generate(self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig) -> Completions:
         self.steps = 0
         parts = [self._generate_batch(model, batch, sampling) for batch in prompts.split(self.batch_size)]
-        rows, length = len(prompts.ids), max(part.ids.shape[1] for part in parts)
-        ids = [pad(part.ids, (0, length - part.ids.shape[1]), value=self.pad_id) for part in parts]
-        masks = [pad(part.mask, (0, length - part.mask.shape[1])) for part in parts]
-        return Completions(torch.cat(ids)[:rows], torch.cat(masks)[:rows])
+        rows, length = len(prompts.ids), max(ids.shape[1] for ids, *_ in parts)
+        joined = (
+            torch.cat([pad(tensor, (0, length - tensor.shape[1]), value=padding) for tensor in tensors])[:rows]
+            for tensors, padding in zip(zip(*parts), (self.pad_id, 0, 0), strict=True)
+        )
+        return Completions(*joined)
 
-    def _generate_batch(self, model: nn.Module, own_prompts: PromptBatch, sampling: SamplingConfig) -> Completions:
+    def _generate_batch(
+        self, model: nn.Module, own_prompts: PromptBatch, sampling: SamplingConfig
+    ) -> tuple[Tensor, ...]:
         prompts = self.rank_group.gather_prompts(own_prompts)
         state = self._find_state(model, prompts.ids, sampling)
         takes_all_steps = self._takes_all_steps(state)
@@ -158,8 +167,7 @@ class Decoder:
             state.cache.reset()
         self.steps += state.step_count
         length = self.shapes.length(state.step_count, self.max_new_tokens)
-        own_rows = (self.rank_group.select_own(tensor)[:, :length].clone() for tensor in state.drawn())
-        return Completions(*own_rows)
+        return tuple(self.rank_group.select_own(tensor)[:, :length].clone() for tensor in state.drawn())
 
     def _takes_all_steps(self, state: DecodeState) -> bool:
         """Return True if a rollout takes all of its steps even if all rows have ended.

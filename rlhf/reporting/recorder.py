@@ -1,4 +1,4 @@
-"""Permanent records of a stage: `metrics.jsonl` for programs, TensorBoard events for people.
+"""Permanent records of a stage: `metrics.jsonl` and `heldout.jsonl` for programs, TensorBoard events for people.
 
 Each record is on disk before the call returns, so that a crash loses none.
 """
@@ -9,6 +9,7 @@ import json
 import math
 import re
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -43,23 +44,37 @@ class Recorder(AbstractContextManager["Recorder"]):
             directory.path.mkdir(parents=True, exist_ok=True)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Record metrics of one step; a number that is not finite is recorded as null."""
+        """Record metrics of one step."""
         if not self._enabled:
             return
-        events = self._write(step, {name: value if math.isfinite(value) else None for name, value in metrics.items()})
+        events = self._write(step, metrics)
         for name, value in metrics.items():
             events.add_scalar(f"{self._directory.name}{metric_group(name)}/{name}", value, step)
         events.flush()
 
-    def text(self, tag: str, step: int, text: str) -> None:
-        """Record a text of one step, for example a sample completion."""
+    def text(self, tag: str, step: int, text: str, values: dict[str, Any] | None = None) -> None:
+        """Record a text of one step, for example a sample completion; `values` are about it, only for programs."""
         if not self._enabled:
             return
-        events = self._write(step, {"tag": tag, "text": text})
+        events = self._write(step, {"tag": tag, "text": text, **(values or {})})
         # TensorBoard renders Markdown; an indented block shows the text literally.
         indented = "".join(f"    {line}\n" for line in text.splitlines())
         events.add_text(f"{self._directory.name}/{tag}", indented, step)
         events.flush()
+
+    def heldout(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+        """Record the held-out rows of the evaluation after `step` steps; `read_heldout` reads them.
+
+        Rows are in the same order at each evaluation, so prompts are written only with those of step 0.
+        """
+        if not self._enabled or not rows:
+            return
+        if step:
+            rows = [{key: value for key, value in row.items() if key != "prompt"} for row in rows]
+        path = self._directory.heldout
+        is_cut_short = path.is_file() and not path.read_bytes().endswith(b"\n")  # by a crash
+        with open_no_link(path, "a") as file:
+            file.write("\n" * is_cut_short + _encode({"step": step, "rows": rows}).decode())
 
     def close(self) -> None:
         """Close both files."""
@@ -100,7 +115,7 @@ _SPEED = re.compile(
 )
 _OPTIMIZER = re.compile(
     r".*(learning_rate|grad_norm|loss_scale)|skipped_steps|updates|kl_coef|(policy|value|kl|ptx)_loss|approx_kl"
-    r"|(value_)?clip_fraction"
+    r"|(value_)?clip_fraction|draw_\w+"
 )
 
 
@@ -126,6 +141,19 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+def read_heldout(path: Path) -> dict[int, list[dict[str, Any]]]:
+    """Return the rows of each evaluation in a `heldout.jsonl`, by step, each row with its prompt if it has one.
+
+    A stage that resumes evaluates again after its checkpoint, so a record replaces those of its step and of later ones.
+    """
+    evaluations: dict[int, list[dict[str, Any]]] = {}
+    for record in read_records(path):
+        evaluations = {step: rows for step, rows in evaluations.items() if step < record["step"]}
+        evaluations[record["step"]] = record["rows"]
+    prompts = [{"prompt": row["prompt"]} if "prompt" in row else {} for row in evaluations.get(0, [])]
+    return {step: [prompt | row for prompt, row in zip(prompts, rows)] for step, rows in evaluations.items()}
+
+
 def _read_records_until(directory: StageDirectory, step: int) -> list[bytes]:
     """Return lines of the steps up to `step`, without evaluations at that step, which will be repeated."""
     lines = []
@@ -137,4 +165,13 @@ def _read_records_until(directory: StageDirectory, step: int) -> list[bytes]:
 
 
 def _encode(record: dict[str, Any]) -> bytes:
-    return (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    """Return a record as a line of JSON, which has no infinity and no NaN: they become null."""
+    return (json.dumps(_replace_not_finite(record), ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def _replace_not_finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _replace_not_finite(item) for key, item in value.items()}
+    return [_replace_not_finite(item) for item in value] if isinstance(value, list | tuple) else value

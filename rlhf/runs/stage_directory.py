@@ -75,6 +75,11 @@ class StageDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def heldout(self) -> Path:
+        """The numbers and texts of each held-out row at each evaluation, one evaluation a line."""
+        return self.path / "heldout.jsonl"
+
+    @property
     def console(self) -> Path:
         """The log of what the terminal showed, as text."""
         return self.path / "console.log"

@@ -29,10 +29,14 @@ from rlhf.utils.atomic_io import atomic_rename_dir, atomic_write_json, read_json
 
 
 class EvalResult(NamedTuple):
-    """Metrics of a model on held-out rows, and samples as `{"prompt", "completion"}`."""
+    """Metrics of a model on held-out rows, and samples as `{"prompt", "completion"}`.
+
+    `rows` are numbers and texts of each row, in the same order at each evaluation; they are recorded, but not kept.
+    """
 
     numbers: Metrics
     samples: Sequence[dict[str, str]] = ()
+    rows: Sequence[dict[str, Any]] = ()
 
 
 class Trainer(Protocol):
@@ -284,13 +288,18 @@ class EvaluationSchedule:
             when = f"after step {step:,}" if 0 < step < self.trainer.total_steps else "after" if step else "before"
             state = accelerator.rng_state()
             # All ranks use the numbers of rank 0, so that all save a model or none does.
-            self._results[step] = distributed.all_gather_objects(self.trainer.evaluate(when))[0]
+            result = distributed.all_gather_objects(self.trainer.evaluate(when))[0]
             accelerator.set_rng_state(state)
+            self.context.recorder.heldout(step, result.rows)
+            self._results[step] = result._replace(rows=())
             if self._best(step) == step:
                 self.trainer.save(self._folder(step))
             with distributed.on_main(f"writing {self._path}") as main:
                 if main:
-                    results = {str(done): result._asdict() for done, result in self._results.items()}
+                    results = {
+                        str(done): {"numbers": result.numbers, "samples": result.samples}
+                        for done, result in self._results.items()
+                    }
                     atomic_write_json(self._path, results)
             self._prune()
         if (known and step == 0) or not self._results[step].numbers:

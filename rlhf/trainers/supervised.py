@@ -224,15 +224,18 @@ class RewardTrainer(SupervisedTrainer):
 
     def evaluate(self, when: str) -> EvalResult:
         """Return loss, accuracy and mean scores on the held-out pairs."""
+        rows: list[dict[str, float]] = []
 
         def statistics(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
             result = pair_loss(model, batch, self.context.config.reward)
+            rows.extend(pair_numbers(result, batch))
             return pair_sums(result, batch) | {"loss": (result.losses * batch["pair_mask"]).sum()}
 
         sums = self.sum_over_heldout(f"accuracy {when}", statistics)
         numbers = pair_means(sums) | {"loss": sums["loss"] / max(sums["pairs"], 1)}
         return EvalResult(
-            {key: numbers[key] for key in ("accuracy", "chosen_score", "rejected_score", "margin", "loss")}
+            {key: numbers[key] for key in ("accuracy", "chosen_score", "rejected_score", "margin", "loss")},
+            rows=[row for share in distributed.all_gather_objects(rows) for row in share],
         )
 
     def summarize(self) -> dict[str, Any]:
@@ -267,6 +270,19 @@ def pair_sums(result: PairwiseLoss, batch: Batch) -> dict[str, Tensor]:
         "chosen_score": (result.chosen_scores * mask).sum(),
         "rejected_score": (result.rejected_scores * mask).sum(),
     }
+
+
+def pair_numbers(result: PairwiseLoss, batch: Batch) -> list[dict[str, float]]:
+    """Return the scores and the tokens (prompt and reply) of the two replies of each real pair."""
+    chosen_tokens, rejected_tokens = batch["attention_mask"].sum(1).chunk(2)
+    columns = torch.stack([result.chosen_scores, result.rejected_scores, chosen_tokens, rejected_tokens], 1)
+    names = ("chosen", "rejected", "chosen_tokens", "rejected_tokens")
+    real = batch["pair_mask"].bool().tolist()
+    return [
+        {name: float(f"{number:.6g}") for name, number in zip(names, row)}
+        for row, is_real in zip(columns.tolist(), real)
+        if is_real
+    ]
 
 
 def pair_means(sums: Metrics) -> Metrics:

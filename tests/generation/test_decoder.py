@@ -160,6 +160,22 @@ def test_log_probs_of_training_are_those_of_drawing(accelerator):
         torch.testing.assert_close(completion_log_probs(model, *whole, 12).log_probs, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shapes", ["static", "dynamic"])  # dynamic: rows that have ended are dropped
+def test_drawn_log_probs_are_those_of_the_whole_sequence(accelerator, name, shapes):
+    model, (ids, mask) = build(name), prompts()
+    decode = decoder(accelerator, eos=range(1, 20), shapes=shapes, batch_size=2)
+    drawn = decode.generate(model, ids, mask, SamplingConfig(temperature=0.7))
+    assert len(set(drawn.mask.sum(1).tolist())) > 1, "all rows end at once"
+    whole, seen = torch.cat([ids, drawn.ids], 1), torch.cat([mask, drawn.mask], 1)
+    for row, length in enumerate(drawn.mask.sum(1).tolist()):
+        tokens = whole[row][seen[row].bool()]
+        with torch.no_grad():
+            logits = model(input_ids=tokens[None]).logits[0, -length - 1 : -1] / 0.7
+        expected = logits.log_softmax(-1).gather(-1, tokens[-length:, None])[:, 0]
+        torch.testing.assert_close(drawn.log_probs[row, :length], expected, atol=1e-4, rtol=1e-4)
+
+
 def test_cache_that_counts_tokens_in_python_is_not_captured(accelerator, captured, monkeypatch, caplog):
     """A replay would repeat the place of the recorded step."""
     from rlhf.generation import decode_state as module

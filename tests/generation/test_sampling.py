@@ -11,7 +11,7 @@ LOGITS = torch.tensor([2.0, -1.0, 0.5, 1.0, -torch.inf])
 
 def frequencies(config, draws=40_000):
     uniform = torch.rand(draws, generator=torch.Generator().manual_seed(0))
-    tokens = sample(LOGITS.expand(draws, -1), uniform, config)
+    tokens, _ = sample(LOGITS.expand(draws, -1), uniform, config)
     return torch.bincount(tokens, minlength=5) / draws
 
 
@@ -50,7 +50,7 @@ def test_token_is_where_summed_probabilities_pass_the_number(vocabulary):
     sums = logits.double().softmax(-1).cumsum(-1)[0]
     far = (sums.unsqueeze(0) - uniform.double().unsqueeze(1)).abs().amin(-1) > 1e-6
     far[:1] = True
-    drawn = sample(logits.expand(len(uniform), -1), uniform, SamplingConfig())
+    drawn, _ = sample(logits.expand(len(uniform), -1), uniform, SamplingConfig())
     assert torch.equal(drawn[far], torch.searchsorted(sums, uniform.double(), right=True)[far])
     assert far.float().mean() > 0.98 and logits[0, drawn].isfinite().all()
 
@@ -67,5 +67,14 @@ def test_logits_that_are_nan_or_inf_draw_a_valid_token(settings, wrong):
     """So that the loss, which is none either, ends the run and says why."""
     logits = torch.zeros(2, 300)
     logits[1, 7] = wrong
-    drawn = sample(logits, torch.tensor([0.5, 0.5]), SamplingConfig(**settings))
+    drawn, _ = sample(logits, torch.tensor([0.5, 0.5]), SamplingConfig(**settings))
     assert drawn.min() >= 0 and drawn.max() < 300
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}, {"top_k": 2}, {"top_p": 0.8, "temperature": 2.0}])
+def test_log_probability_is_that_among_all_tokens(settings):
+    """As training scores it: at the temperature, but before top-k and top-p."""
+    config = SamplingConfig(**settings)
+    tokens, log_probs = sample(LOGITS.expand(500, -1), torch.rand(500), config)
+    expected = (LOGITS.double() / config.temperature).log_softmax(-1)[tokens]
+    torch.testing.assert_close(log_probs.double(), expected, atol=1e-6, rtol=1e-6)

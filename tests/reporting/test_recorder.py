@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rlhf.reporting.recorder import Recorder
+from rlhf.reporting.recorder import Recorder, read_heldout
 from rlhf.runs.directory import RunDirectory
 from rlhf.runs.stage_directory import StageDirectory
 
@@ -89,9 +89,39 @@ def test_new_start_drops_old_records(stage: StageDirectory) -> None:
     assert scalars(stage, "sft/loss") == [(1, 2.0)]
 
 
+def test_numbers_of_a_sample_that_are_not_finite_become_null(stage: StageDirectory) -> None:
+    with Recorder(stage) as recorder:
+        recorder.text("sample_0", 1, "a", {"sample": {"kl": float("nan"), "by_token": {"value": [1.0, float("inf")]}}})
+    assert records(stage)[0]["sample"] == {"kl": None, "by_token": {"value": [1.0, None]}}
+
+
+def test_later_evaluation_replaces_those_of_its_step_and_after(stage: StageDirectory) -> None:
+    with Recorder(stage) as recorder:
+        recorder.heldout(0, [{"prompt": "a", "reward": 1.0}, {"prompt": "b", "reward": 2.0}])
+        for step, reward in ((2, 3.0), (4, 4.0)):
+            recorder.heldout(step, [{"prompt": "a", "reward": reward}, {"prompt": "b", "reward": 0.0}])
+    with Recorder(stage, resume_step=1) as recorder:
+        recorder.heldout(2, [{"prompt": "a", "reward": 5.0}, {"prompt": "b", "reward": 6.0}])
+    assert read_heldout(stage.heldout) == {
+        0: [{"prompt": "a", "reward": 1.0}, {"prompt": "b", "reward": 2.0}],
+        2: [{"prompt": "a", "reward": 5.0}, {"prompt": "b", "reward": 6.0}],
+    }
+
+
+def test_evaluation_after_one_that_a_crash_cut_short_is_read(stage: StageDirectory) -> None:
+    with Recorder(stage) as recorder:
+        for step in (0, 2):
+            recorder.heldout(step, [{"reward": 1.0}])
+    stage.heldout.write_bytes(stage.heldout.read_bytes()[:-4])
+    with Recorder(stage, resume_step=1) as recorder:
+        recorder.heldout(2, [{"reward": 7.0}])
+    assert [rows[0]["reward"] for rows in read_heldout(stage.heldout).values()] == [1.0, 7.0]
+
+
 def test_other_ranks_write_nothing(stage: StageDirectory) -> None:
     with Recorder(stage, enabled=False) as recorder:
         recorder.log(1, {"loss": 1.0})
+        recorder.heldout(1, [{"reward": 1.0}])
         recorder.text("samples", 1, "text")
     assert not stage.path.exists()
 

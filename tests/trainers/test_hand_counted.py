@@ -239,10 +239,29 @@ def test_the_numbers_of_a_ppo_step_are_those_counted_by_hand(build_ppo):
     }
 
 
+def test_gap_between_drawing_and_scoring_is_counted_by_hand(build_ppo, monkeypatch):
+    """Generation finds log-probabilities that are lower by 0, 0.1, 0.2; 0.3, 0; 0 than scoring does."""
+    gaps = torch.tensor([[0, 0.1, 0.2], [0.3, 0, JUNK], [0, JUNK, JUNK], [JUNK] * 3])
+    built = quiet(build_ppo())
+    monkeypatch.setattr(Decoder, "generate", lambda *_: Completions(IDS, DRAWN, LOG_PROBS - gaps))
+    numbers = built.step(0)
+    assert numbers["draw_gap"] == pytest.approx(0.6 / 6, rel=1e-5)
+    assert numbers["draw_gap_max"] == pytest.approx(0.3, rel=1e-5)
+    # of log(drawn / scored) = -gap: scored / drawn - 1 - gap
+    expected = sum(math.exp(gap) - 1 - gap for gap in (0.1, 0.2, 0.3)) / 6
+    assert numbers["draw_kl"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_groups_without_variance_are_counted_by_hand(build_ppo):
+    built = quiet(build_ppo(estimator="rloo", completions_per_prompt=2))
+    give_scores(built, replace(SCORES, values=None, reward=torch.tensor([3.0, 3.0, 1.0, 4.0])))
+    assert built.step(0)["equal_group_share"] == 0.5
+
+
 def quiet(built: PPOTrainer) -> PPOTrainer:
     """Its engines take no step."""
-    built.actor.step = built.critic.step = lambda parts, loss: MetricSums()
-    built.actor.grad_norm = built.critic.grad_norm = lambda: 0.0
+    for engine in built.engines.values():
+        engine.step, engine.grad_norm = (lambda parts, loss: MetricSums()), (lambda: 0.0)
     return built
 
 
@@ -325,9 +344,16 @@ def test_samples_are_texts_with_their_score_and_kl(build_ppo):
     samples = partial(select_samples, built.experience, built.tokenizer, host="cpu")
     chosen = samples(3)
     assert [sample.prompt for sample in chosen] == asked[:3]
-    assert [sample[1:] for sample in chosen] == [
+    assert [sample[1:5] for sample in chosen] == [
         (text, score, pytest.approx(kl, abs=1e-5), tokens) for text, score, kl, tokens in expected
     ]
+    for row, sample in enumerate(chosen):
+        drawn = DRAWN[row].bool()
+        assert sample.by_token["log_ratio"] == LOG_RATIO[row][drawn].tolist()
+        assert sample.by_token["value"] == [0.0] * sample.tokens
+        advantages = built.experience.advantages[row][drawn].tolist()
+        assert sample.by_token["advantage"] == pytest.approx(advantages, abs=1e-4)
+        assert len(sample.pieces) == sample.tokens
     assert chosen[0].numbers == "score 1, KL 2, 3 tokens"
     assert samples(2) == [chosen[0], chosen[2]], "as far apart as can be"
     assert len(samples(9)) == 4

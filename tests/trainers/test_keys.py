@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import rlhf
-from rlhf.reporting.recorder import metric_group
+from rlhf.reporting.recorder import metric_group, read_heldout
 
 KEYS = Path(rlhf.__file__).parents[1] / "docs" / "metrics.md"
 STAGES = ("sft", "reward", "dpo", "ppo")
@@ -34,7 +34,8 @@ RECORDS = ("Every record", "Numbers of a training step", "Held-out numbers")
 
 def test_every_row_of_the_metrics_page_is_read():
     rows = [line for line in KEYS.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
-    defined = [*table(*RECORDS), *table("stage.json"), *table("`rlhf evaluate`"), *table("`rlhf compare`")]
+    sections = ("heldout.jsonl", "stage.json", "`rlhf evaluate`", "`rlhf compare`")
+    defined = [*table(*RECORDS), *(row for section in sections for row in table(section))]
     assert len(defined) == sum(len(STAGES) if "| all |" in line else 1 for line in rows) > 50
     assert len({row[:2] for row in table(*RECORDS)}) == len([*table(*RECORDS)]), "a key is defined twice"
 
@@ -49,6 +50,17 @@ def folder_of(finished_run, finished_dpo):
 def test_run_records_exactly_the_documented_keys(folder_of, stage):
     always = {key for name, key, definition in table(*RECORDS) if name == stage and not definition.startswith("Only ")}
     assert keys_of_records(folder_of(stage), stage) == always
+
+
+@pytest.mark.parametrize("stage", ["reward", "ppo"])
+def test_heldout_rows_have_exactly_the_documented_keys(finished_run, stage):
+    evaluations = read_heldout(finished_run / stage / "heldout.jsonl")
+    assert set(evaluations) == {0, 3}, "before and after"
+    rows = [set(row) for rows in evaluations.values() for row in rows]
+    documented = {key: text for name, key, text in table("heldout.jsonl") if name == stage}
+    assert len(rows) > 2 and rows == [{key for key, text in documented.items() if not text.startswith("Only ")}] * len(
+        rows
+    )
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -66,7 +78,7 @@ def test_tensorboard_events_have_the_names_of_the_records(folder_of):
     for stage in STAGES:
         events = EventAccumulator(str(folder_of(stage) / stage / "tensorboard"))
         events.Reload()
-        bookkeeping = {"stage", "step", "time", "tag", "text"}
+        bookkeeping = {"stage", "step", "time", "tag", "text", "sample"}
         keys = keys_of_records(folder_of(stage), stage) - bookkeeping
         assert set(events.Tags()["scalars"]) == {f"{stage}{metric_group(key)}/{key}" for key in keys}
         assert [event.step for event in events.Scalars(f"{stage}_optim/learning_rate")] == [1, 2, 3]
@@ -77,11 +89,12 @@ GROUPS = {
         *("loss", "accuracy", "margin", "drift", "entropy", "explained_variance", "kl", "returns"),
         *(f"{reply}_{number}" for reply in ("chosen", "rejected") for number in ("score", "reward", "log_prob")),
         *("reward", "reward_model", "reward/<name>", "reward_ema", "reward_std", "score_clip_fraction"),
-        *("response_length", "truncated_share"),
+        *("response_length", "truncated_share", "equal_group_share"),
     },
     "_optim": {
         *("learning_rate", "lora_learning_rate", "grad_norm", "critic_grad_norm", "skipped_steps", "updates"),
         *("model_loss_scale", "actor_loss_scale", "critic_loss_scale", "kl_coef", "approx_kl"),
+        *("draw_gap", "draw_gap_max", "draw_kl"),
         *("policy_loss", "value_loss", "kl_loss", "ptx_loss", "clip_fraction", "value_clip_fraction"),
     },
     "_speed": {

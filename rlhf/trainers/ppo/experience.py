@@ -109,6 +109,9 @@ class Rollout:
     row_mask: Tensor  # [B] False for rows that only fill up the batch
     ended: Tensor  # [B] float32: 1 if the last action is an end token
 
+    # about each action, if generation drew it
+    drawn_log_probs: Tensor | None = field(default=None, kw_only=True)  # [B, A] as generation computed them
+
     # how rows are cut, on the host
     micro_batches: tuple[MicroBatch, ...]
     lengths: Tensor | None = None  # see `MicroBatcher.lengths`
@@ -123,6 +126,7 @@ class Rollout:
         end_ids: Tensor | None,
         micro_batcher: MicroBatcher,
         lengths: Tensor | None = None,
+        log_probs: Tensor | None = None,
     ) -> Rollout:
         """Append completions to prompts.
 
@@ -133,6 +137,7 @@ class Rollout:
             micro_batcher: cuts the rows into micro-batches.
             end_ids: [N], the tokens that end a completion; None if every completion is known to end.
             lengths: those of `MicroBatcher.lengths`; None keeps all columns.
+            log_probs: [B, A], those with which generation drew the tokens; None: it did not draw them.
         """
         rows, prompt = prompts["prompt_ids"].shape
         cut = micro_batcher.cut(lengths, rows=rows, prompt=prompt, completion=completion_ids.shape[1])
@@ -146,6 +151,7 @@ class Rollout:
             ended=ended,
             micro_batches=cut,
             lengths=lengths,
+            drawn_log_probs=log_probs,
         )
 
     @property

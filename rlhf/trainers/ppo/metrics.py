@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +23,7 @@ from rlhf.data.batches import Batch
 from rlhf.engine import distributed
 from rlhf.engine.engine import Metrics
 from rlhf.losses.log_probs import masked
+from rlhf.losses.ppo import kl_estimate
 from rlhf.models.shape import TextLengths, generation_lengths
 from rlhf.reporting.console import console
 from rlhf.reporting.timers import Phase
@@ -63,6 +66,17 @@ def rollout_sums(rollout: Rollout, scores: Scores, center: Tensor) -> Batch:
     }
 
 
+def row_numbers(rollout: Rollout, scores: Scores) -> list[Metrics]:
+    """Return the score, the KL, the number of tokens and whether it ended (1 or 0) of each row, filler rows included.
+
+    The numbers are rounded to six digits, which is what their records need.
+    """
+    kl = masked(scores.log_probs - scores.ref_log_probs, rollout.action_mask).sum(1)
+    columns = torch.stack([scores.reward, kl, rollout.action_mask.sum(1), rollout.ended], 1)
+    names = ("reward", "kl", "tokens", "ended")
+    return [{name: float(f"{number:.6g}") for name, number in zip(names, row)} for row in columns.tolist()]
+
+
 def length_sums(rollout: Rollout, rows: Tensor) -> Batch:
     """Return sums over real rows of the lengths of prompts and of whole texts, and of their squares."""
     whole = rollout.attention_mask.sum(1) * rows
@@ -95,8 +109,48 @@ def rollout_means(sums: Metrics) -> Metrics:
         "response_length": sums["tokens"] / rows,
         "truncated_share": 1 - sums["ended"] / rows,
         **({"score_clip_fraction": sums["clipped_scores"] / rows} if "clipped_scores" in sums else {}),
+        **({"equal_group_share": sums["equal_groups"] / max(sums["groups"], 1)} if "groups" in sums else {}),
         **{name: number / rows for name, number in sums.items() if is_reward_part(name)},
     }
+
+
+def draw_sums(rollout: Rollout, scores: Scores) -> Batch:
+    """Return sums for `draw_means`; nothing if generation did not draw the tokens.
+
+    Of each token, generation and scoring compute the same log-probability on different ways; if their weights are the
+    same, rounding is all that separates them.
+    """
+    if rollout.drawn_log_probs is None:
+        return {}
+    gap = masked(scores.log_probs - rollout.drawn_log_probs, rollout.action_mask)
+    largest = distributed.all_max(gap.abs().amax())
+    return {
+        "draw_gap": gap.abs().sum(),
+        "draw_gap_max": largest / distributed.world().size,  # the sum over ranks is the largest
+        "draw_kl": masked(kl_estimate(-gap, "k3"), rollout.action_mask).sum(),
+    }
+
+
+def draw_means(sums: Metrics) -> Metrics:
+    """Return the means per token of `draw_sums`, and the largest gap."""
+    if "draw_gap" not in sums:
+        return {}
+    tokens = max(sums["tokens"], 1)
+    return {
+        "draw_gap": sums["draw_gap"] / tokens,
+        "draw_gap_max": sums["draw_gap_max"],
+        "draw_kl": sums["draw_kl"] / tokens,
+    }
+
+
+def group_sums(rollout: Rollout, scores: Scores, size: int) -> Batch:
+    """Return the groups of `size` completions of one prompt, and how many of them have equal scores; nothing for 1."""
+    if size == 1:
+        return {}
+    rewards, real = scores.reward.unflatten(0, (-1, size)), rollout.row_mask.unflatten(0, (-1, size)).any(1)
+    lowest, highest = rewards.aminmax(dim=1)
+    equal = highest - lowest <= 1e-6 * highest.abs().clamp_min(1)
+    return {"groups": real.sum(), "equal_groups": (equal & real).sum()}
 
 
 def critic_sums(values: Tensor, returns: Tensor, mask: Tensor) -> Batch:
@@ -168,13 +222,20 @@ _HIDDEN, _HARMLESS = {"Cc", "Cf", "Cs", "Zl", "Zp"}, "\n\t\u200c\u200d"
 
 
 class RolloutSample(NamedTuple):
-    """One sequence of a rollout: its texts, its score, and the sum of log(policy / reference) over its `tokens`."""
+    """One sequence of a rollout: its texts, its score, and the sum of log(policy / reference) over its `tokens`.
+
+    Attributes:
+        pieces: the text of each token; together they are the completion, with its end token.
+        by_token: for each token log(policy / reference), the critic's value if there is a critic, and the advantage.
+    """
 
     prompt: str
     completion: str
     score: float
     kl: float  # in nats
     tokens: int
+    pieces: Sequence[str] = ()
+    by_token: Mapping[str, Sequence[float]] = MappingProxyType({})
 
     @property
     def numbers(self) -> str:
@@ -188,7 +249,8 @@ def show_samples(context: StageContext, tokenizer: Any, experience: Experience, 
         return
     host = context.accelerator.host_device()
     for number, sample in enumerate(select_samples(experience, tokenizer, context.config.ppo.samples, host)):
-        context.recorder.text(f"sample_{number}", step, f"{sample.prompt}\n{sample.completion}\n{sample.numbers}")
+        text = f"{sample.prompt}\n{sample.completion}\n{sample.numbers}"
+        context.recorder.text(f"sample_{number}", step, text, {"sample": sample._asdict()})
         console.print(render_sample(sample, f"ppo: step {step:,}"))
         console.print()
 
@@ -198,7 +260,12 @@ def select_samples(experience: Experience, tokenizer: Any, count: int, host: Any
     ids, attention, mask = (
         tensor.to(host) for tensor in (experience.input_ids, experience.attention_mask, experience.action_mask)
     )
-    kls = (experience.log_probs.to(host) - experience.ref_log_probs.to(host)).sum(-1).tolist()
+    columns = {
+        "log_ratio": experience.log_probs - experience.ref_log_probs,
+        "value": experience.values,
+        "advantage": experience.advantages,
+    }
+    on_host = {name: column.to(host) for name, column in columns.items()}
     scores = experience.reward.to(host).tolist()
     start = ids.shape[1] - experience.completion_length
     samples = []
@@ -208,8 +275,30 @@ def select_samples(experience: Experience, tokenizer: Any, count: int, host: Any
         prompt_text, text = (
             tokenizer.decode(tokens, skip_special_tokens=True).strip() for tokens in (prompt, completion)
         )
-        samples.append(RolloutSample(prompt_text, text, scores[row], kls[row], len(completion)))
+        drawn = mask[row].bool()
+        by_token = {
+            name: [round(number, 4) for number in column[row][drawn].tolist()] for name, column in on_host.items()
+        }
+        kl = on_host["log_ratio"][row].sum().item()
+        pieces = token_texts(tokenizer, completion.tolist())
+        samples.append(RolloutSample(prompt_text, text, scores[row], kl, len(completion), pieces, by_token))
     return samples
+
+
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """Return the text of each token, so that together they are the text of all.
+
+    If a character consists of several tokens, the last of them has it, and the others are empty.
+    """
+    texts, start, read = [], 0, 0  # some tokenizers omit a space at the start, so decode from the token before
+    for end in range(1, len(ids) + 1):
+        before, after = tokenizer.decode(ids[start:read]), tokenizer.decode(ids[start:end])
+        if len(after) <= len(before) or after.endswith("\ufffd"):
+            texts.append("")
+            continue
+        texts.append(after[len(before) :])
+        start, read = read, end
+    return texts
 
 
 def render_sample(sample: RolloutSample, title: str) -> RenderableType:

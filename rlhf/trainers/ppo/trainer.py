@@ -49,12 +49,16 @@ from rlhf.trainers.ppo.forward_reuse import explain_separate_passes
 from rlhf.trainers.ppo.memory_choices import choose_by_memory
 from rlhf.trainers.ppo.metrics import (
     critic_sums,
+    draw_means,
+    draw_sums,
     explained_variance,
+    group_sums,
     mean_score,
     padding_sums,
     record_arithmetic,
     rollout_means,
     rollout_sums,
+    row_numbers,
     show_samples,
 )
 from rlhf.trainers.ppo.pretraining_loss import PretrainingLoss
@@ -181,7 +185,7 @@ class PPOTrainer:
         totals = sums.read()
         raw_text = self.pretraining.texts if self.pretraining else None
         record_arithmetic(self.context, totals, updates, raw_text, reused=self._reuses_passes)
-        metrics = rollout_means(totals)
+        metrics = rollout_means(totals) | draw_means(totals)
         metrics |= {key: totals[key] / updates for key in _UPDATE_METRICS if key in totals}
         metrics |= {
             "returns": totals["returns"] / max(totals["tokens"], 1),
@@ -232,7 +236,9 @@ class PPOTrainer:
         advantages, returns = self._estimate(rewards, values, mask, self.settings)
         center = mean_score(rollout, scores)
         sums.add(**rollout_sums(rollout, scores, center), returns=(returns * mask).sum(), **padding_sums(rollout))
-        sums.add(**clipped)
+        sums.add(
+            **clipped, **draw_sums(rollout, scores), **group_sums(rollout, scores, self.settings.method.group_size)
+        )
         if self.critic:
             sums.add(**critic_sums(values, returns, mask))
         if self.settings.method.whiten_advantages:
@@ -273,6 +279,7 @@ class PPOTrainer:
             end_ids=self.decoder.eos_ids,
             micro_batcher=self.micro_batcher,
             lengths=self.micro_batcher.lengths(prompts["prompt_mask"], completions.mask),
+            log_probs=completions.log_probs,
         )
 
     def score(
@@ -469,28 +476,35 @@ class PPOTrainer:
         context.accelerator.seed(context.config.seed + context.world.rank)
         sums, center = MetricSums(), None
         ids: list[list[int]] = []
+        measured: list[Metrics] = []
         for index, (prompts,) in context.evaluate_batches(self.held_out, f"held-out prompts {when}"):
             rollout = self.generate(prompts)
             scores = self.score(rollout, self.held_out.share(index))
             center = mean_score(rollout, scores) if center is None else center
             sums.add(**rollout_sums(rollout, scores, center))
             ids += completion_ids(rollout.input_ids, rollout.action_mask)
+            measured += row_numbers(rollout, scores)
         context.accelerator.set_rng_state(state)
 
         numbers = rollout_means(sums.read())
         del numbers["tokens"]
         # Rank r has the r-th share of each batch; restore the order of the examples.
-        shares, rows = distributed.all_gather_objects(ids), self.batch_rows
-        completions = [
-            row for start in range(0, len(ids), rows) for share in shares for row in share[start : start + rows]
+        shares, size = distributed.all_gather_objects(list(zip(ids, measured, strict=True))), self.batch_rows
+        in_order = [
+            row for start in range(0, len(ids), size) for share in shares for row in share[start : start + size]
         ][: len(examples)]
-        prompt_texts = [example.row.text for example in examples]
-        texts = completion_texts(self.tokenizer, completions)
-        numbers["distinct_2"] = distinct(completions, 2)
+        numbers["distinct_2"] = distinct([completion for completion, _ in in_order], 2)
+        texts = completion_texts(self.tokenizer, [completion for completion, _ in in_order])
+        rows: list[dict[str, Any]] = [
+            {"prompt": example.row.text, "completion": text, **row}
+            for example, text, (_, row) in zip(examples, texts, in_order, strict=True)
+        ]
         if self._judge is not None:
-            numbers["approved_share"] = sum(map(self._judge, prompt_texts, texts)) / len(texts)
-        pairs = list(zip(prompt_texts, texts))[:_SUMMARY_SAMPLES]
-        return EvalResult(numbers, [{"prompt": prompt, "completion": text} for prompt, text in pairs])
+            for row in rows:
+                row["approved"] = self._judge(row["prompt"], row["completion"])
+            numbers["approved_share"] = sum(row["approved"] for row in rows) / len(rows)
+        samples = [{key: row[key] for key in ("prompt", "completion")} for row in rows[:_SUMMARY_SAMPLES]]
+        return EvalResult(numbers, samples, rows)
 
     def save(self, folder: Path) -> None:
         """Save the policy, and the critic if `ppo.save_critic` is set."""
