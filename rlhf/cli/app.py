@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rlhf.cli import accelerators, chat, compare, evaluate, label, profile, recipe, show, sweep
+from rlhf.cli import accelerators, chat, compare, evaluate, label, profile, recipe, report, show, sweep
 from rlhf.cli.options import (
     RUN,
     Options,
@@ -48,6 +48,8 @@ _EXAMPLES = {
     "rlhf --output runs/a --resume": "resume a run",
     "rlhf --output runs/a --ranks 2": "train in two processes",
     "rlhf show runs/a": "see how a run went or goes",
+    "rlhf report runs/a": "write a page that explains it",
+    "rlhf doctor runs/a": "check what it has recorded",
     "rlhf chat runs/a": "talk to the trained model",
     "rlhf compare runs/a/sft runs/a -R runs/a": "measure what PPO changed",
     "rlhf evaluate runs/a --pairs heldout": "measure the reward model",
@@ -202,6 +204,9 @@ for _stage, _help in _STAGES.items():
     app.command(_stage, help=_help)(with_signature(partial(start, stages=(_stage,)), RUN))
 for _command in (
     show.show,
+    report.report,
+    report.doctor,
+    report.runs,
     chat.chat,
     compare.compare,
     evaluate.evaluate,

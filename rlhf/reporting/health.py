@@ -16,6 +16,9 @@ from rlhf.utils.statistics import wilson
 from rlhf.utils.units import format_number
 
 Numbers = Mapping[str, float]
+Topic = Literal["plumbing", "learning", "cheating", "exploring", "updates"]
+"""The question that a rule or a check answers: is the plumbing right, is it learning, and so on."""
+
 When = Literal["step", "before", "evaluation", "result"]
 """After a training step; after the evaluation before training, or a later one; when the stage ends."""
 
@@ -59,6 +62,7 @@ class Rule(NamedTuple):
 
     Attributes:
         name: identifies the rule, which warns once in a stage.
+        topic: the section of a report that shows the warning.
         when: what it judges.
         needs: numbers without which it is not judged.
         describe: returns the state as text if the rule holds.
@@ -67,6 +71,7 @@ class Rule(NamedTuple):
     """
 
     name: str
+    topic: Topic
     stages: Sequence[Stage]
     when: Sequence[When]
     needs: Sequence[str]
@@ -212,10 +217,11 @@ _NEARER = f"raise {{ppo.kl_coef}} or {_CALM}"
 _PPO: tuple[Stage, ...] = ("ppo",)
 _TRAINED: tuple[When, ...] = ("step", "evaluation")
 RULES = (
-    Rule("kl", _PPO, _TRAINED, ("kl", "response_length"), _kl, _NEARER, ruins=True),
-    Rule("entropy", _PPO, _TRAINED, ("entropy",), _entropy, _NEARER, ruins=True),
+    Rule("kl", "cheating", _PPO, _TRAINED, ("kl", "response_length"), _kl, _NEARER, ruins=True),
+    Rule("entropy", "exploring", _PPO, _TRAINED, ("entropy",), _entropy, _NEARER, ruins=True),
     Rule(
         "truncation",
+        "cheating",
         _PPO,
         _TRAINED,
         ("truncated_share",),
@@ -223,9 +229,10 @@ RULES = (
         f"set {{ppo.missing_eos_penalty}}, {_NEARER}",
         ruins=True,
     ),
-    Rule("repetition", _PPO, ("evaluation",), ("distinct_2",), _repetition, _NEARER, ruins=True),
+    Rule("repetition", "exploring", _PPO, ("evaluation",), ("distinct_2",), _repetition, _NEARER, ruins=True),
     Rule(
         "equal scores",
+        "learning",
         _PPO,
         ("step",),
         ("reward", "reward_std", "tokens", "response_length"),
@@ -234,6 +241,7 @@ RULES = (
     ),
     Rule(
         "clipped scores",
+        "learning",
         _PPO,
         ("step",),
         ("score_clip_fraction",),
@@ -242,24 +250,35 @@ RULES = (
     ),
     Rule(
         "critic",
+        "learning",
         _PPO,
         ("step",),
         ("explained_variance",),
         _critic,
         "raise {ppo.critic_optimizer.learning_rate} or set {ppo.normalize_scores}",
     ),
-    Rule("gradient", EVERY_STAGE, ("step",), ("grad_norm",), _gradient, f"look for an earlier cause, or {_CALM}"),
+    Rule(
+        "gradient",
+        "updates",
+        EVERY_STAGE,
+        ("step",),
+        ("grad_norm",),
+        _gradient,
+        f"look for an earlier cause, or {_CALM}",
+    ),
     Rule(
         "no gradient",
+        "plumbing",
         EVERY_STAGE,
         ("step",),
         ("grad_norm",),
         _no_gradient,
         "look for an earlier warning; in PPO, check that the rewards of a prompt's completions differ",
     ),
-    Rule("loss", ("sft", "reward", "dpo"), ("step",), ("loss",), _loss, _CALM),
+    Rule("loss", "updates", ("sft", "reward", "dpo"), ("step",), ("loss",), _loss, _CALM),
     Rule(
         "forgotten replies",
+        "cheating",
         ("dpo",),
         _TRAINED,
         ("chosen_log_prob", "chosen_reward"),
@@ -269,6 +288,7 @@ RULES = (
     ),
     Rule(
         "hardly learned",
+        "learning",
         ("sft",),
         ("result",),
         ("perplexity",),
@@ -277,6 +297,7 @@ RULES = (
     ),
     Rule(
         "endless",
+        "learning",
         ("sft", "dpo"),
         ("result",),
         ("truncated_share",),
@@ -286,6 +307,7 @@ RULES = (
     ),
     Rule(
         "bad start",
+        "learning",
         _PPO,
         ("before",),
         ("truncated_share", "entropy"),
@@ -294,13 +316,16 @@ RULES = (
     ),
     Rule(
         "few rows",
+        "learning",
         ("sft", "reward", "dpo"),
         ("result",),
         (),
         _few_rows,
         "raise {data.heldout_fraction} or {*.eval_rows}",
     ),
-    Rule("few prompts", _PPO, ("before",), (), _few_rows, "raise {data.heldout_fraction} or {ppo.eval_rows}"),
+    Rule(
+        "few prompts", "learning", _PPO, ("before",), (), _few_rows, "raise {data.heldout_fraction} or {ppo.eval_rows}"
+    ),
 )
 
 

@@ -58,6 +58,11 @@ class RunDirectory:
         return self.path / "recipe.yaml"
 
     @property
+    def report(self) -> Path:
+        """The page that explains the run."""
+        return self.path / "report.html"
+
+    @property
     def backup(self) -> Path:
         """The folder of the backup; it does not exist if there is nothing to restore."""
         return self.path / ".rlhf.replaced"
@@ -380,7 +385,8 @@ class RunDirectory:
 
     def _refuse_links(self) -> None:
         """Raise `RunError` if a file or folder that a run writes, moves or deletes is a link."""
-        names = (self.recipe.name, self.description.name, self.backup.name, CONSOLE, *LOCK_FILES, *EVERY_STAGE)
+        files = (self.recipe.name, self.description.name, self.report.name)
+        names = (*files, self.backup.name, CONSOLE, *LOCK_FILES, *EVERY_STAGE)
         paths = [
             *(self.path / name for name in names),
             *self.path.glob(f"*{PARTIAL}"),

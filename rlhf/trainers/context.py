@@ -75,9 +75,10 @@ class StageContext:
 
     def warn(self, step: int, lines: Sequence[str], tag: str = "warning") -> None:
         """Print and record lines of the health monitor."""
+        rules = {line: rule for rule, line in self.health.lines.items()}
         for line in lines:
             self.say(f"{self.directory.name}: warning: {line}")
-            self.recorder.text(tag, step, line)
+            self.recorder.text(tag, step, line, {"rule": rules[line]})
 
     def commit(self) -> None:
         """Delete the backup of the stage that this one replaces, once it has a first result."""

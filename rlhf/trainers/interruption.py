@@ -12,9 +12,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rlhf.config.schema import STAGES, Stage
+from rlhf.diagnosis.records import read_run
 from rlhf.errors import USER_ERRORS, RemoteRankError, RunError, translate_errors
 from rlhf.launchers.exit_status import ExitStatus, Interrupted, find_culprit
-from rlhf.reporting.console import append_line
+from rlhf.report.contents import examine_run
+from rlhf.report.page import write_report
+from rlhf.reporting.console import append_line, console
 from rlhf.runs.directory import RunDirectory
 from rlhf.utils.process_info import current_process, get_command_line
 
@@ -59,6 +62,25 @@ class RunTermination:
         with suppress(RunError):  # the next start tries again
             self._directory.recover()
         self._log(status)
+
+    def write_report(self) -> None:
+        """Write the run's report, if this run has recorded a step; a failure must not end a run that is done."""
+        if not self._has_written:
+            return
+        path = self._directory.report
+        try:
+            write_report([examine_run(read_run(self._directory.path))], path)
+        except RunError:  # no step is recorded yet
+            return
+        except Exception as error:
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            console.print(
+                f"note: {path}: could not be written ({reason}); `rlhf report {self._directory.path}` tries again",
+                markup=False,
+                soft_wrap=True,
+            )
+            return
+        console.print(f"report: {path}", markup=False, soft_wrap=True)
 
     def _log(self, status: ExitStatus) -> None:
         """Append how the run ended to the log of the stage that was running, if there is one."""

@@ -89,14 +89,18 @@ def run(
         if current_process().rank == 0:
             _announce(config, selection, stages, pending, recipe)
         request = Request(stages, resume, overwrite, dry_run)
-        with termination.report_errors(), _open(config, selection, request, pending) as (resolved, backend):
-            signals.raise_if_interrupted()
-            if not dry_run:
-                from rlhf.trainers import pipeline  # imports DeepSpeed, which is configured for the device by now
+        try:
+            with termination.report_errors(), _open(config, selection, request, pending) as (resolved, backend):
+                signals.raise_if_interrupted()
+                if not dry_run:
+                    from rlhf.trainers import pipeline  # imports DeepSpeed, which is configured for the device by now
 
-                pipeline.run(resolved, backend, directory, stages)
-                if current_process().rank == 0:
-                    print_summary([stage.summary() for stage in directory.stages if stage.done], console)
+                    pipeline.run(resolved, backend, directory, stages)
+                    if current_process().rank == 0:
+                        print_summary([stage.summary() for stage in directory.stages if stage.done], console)
+        finally:
+            if current_process().rank == 0:
+                termination.write_report()
     return directory
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
 import sys
 import time
@@ -75,6 +76,22 @@ def read_owner(folder: Path) -> str:
         os.listdir(folder)  # makes a network file system ask the server again
         return (folder / OWNER).read_text(errors="replace").strip()
     return ""
+
+
+def is_locked(folder: Path) -> bool:
+    """Return whether a process writes to `folder`, as far as can be seen without taking its lock."""
+    if not (match := re.fullmatch(r"process (\d+) on (.+)", read_owner(folder))):
+        return False
+    pid, host = match.groups()
+    if host != socket.gethostname():
+        return True
+    try:
+        os.kill(int(pid), 0)
+    except PermissionError:
+        return True
+    except (ProcessLookupError, OverflowError):
+        return False
+    return True
 
 
 def _acquire(folder: Path) -> BaseFileLock:

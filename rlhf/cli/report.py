@@ -1,0 +1,176 @@
+"""`rlhf report`, `rlhf doctor` and `rlhf runs`: what the folders of runs say, without a device and without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rlhf.cli.options import Options, shared
+from rlhf.cli.tables import AsJSON, AsTSV, print_json, print_line, print_table
+from rlhf.diagnosis.findings import Finding, State
+from rlhf.diagnosis.records import find_runs, read_run
+from rlhf.errors import USER_ERRORS, RunError
+from rlhf.report.contents import STATES, RunReport, examine_run, to_document
+from rlhf.report.page import write_report
+from rlhf.utils.atomic_io import check_writable
+
+WRONG = 3
+"""The exit code of `rlhf doctor` if a run is wrong."""
+
+_STYLES: dict[State, str] = {"fine": "green", "look here": "yellow", "wrong": "bold red", "cannot tell": "dim"}
+Runs = Annotated[
+    list[Path],
+    typer.Argument(help="Folders of runs, or of folders that contain runs, such as a sweep.", metavar="RUN..."),
+]
+
+
+@shared("debug")
+def report(
+    options: Options,
+    runs: Runs,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="The page's file. Default: report.html in the run's folder.", metavar="FILE"
+        ),
+    ] = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", metavar="", help="Show the page on this machine, and update it while a run runs.")
+    ] = False,
+    port: Annotated[int, typer.Option(help="Port of --serve.", min=1, max=65535, metavar="N")] = 8652,
+) -> None:
+    """Write one HTML page that explains a run, or compares several: verdict, curves, samples, settings.
+
+    The page needs no network and no server; send it to anyone. Every run writes its own when it ends.
+
+    [bold]rlhf report runs/a[/]
+
+    [bold]rlhf report runs/a runs/b -o comparison.html[/]
+
+    [bold]rlhf report runs/a --serve[/]         [dim]# watch a run in progress[/]
+    """
+    paths = _expand(runs)
+    if serve:
+        from rlhf.report.server import serve_report
+
+        serve_report(paths, port, lambda address: print_line(f"{address} shows {_name(paths)}; Ctrl-C ends it"))
+        return
+    target = output or (paths[0] / "report.html" if len(paths) == 1 else None)
+    if target is None:
+        raise RunError(f"{len(paths)} runs: name the page's file with --output, such as -o comparison.html")
+    check_writable(target)
+    reports = _examine(paths)
+    write_report(reports, target)
+    for item in reports:
+        _print_verdict(item)
+    print_line(f"wrote {target}")
+
+
+@shared("debug")
+def doctor(
+    options: Options,
+    runs: Runs,
+    every: Annotated[bool, typer.Option("--all", metavar="", help="Show checks that are fine, too.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", metavar="", help=f"Exit with {WRONG} also if a check says: look here.")
+    ] = False,
+    as_json: AsJSON = False,
+) -> None:
+    """Check what runs have recorded: is the plumbing right, is the model learning, is it cheating?
+
+    [bold]wrong[/]: an invariant does not hold, so the run's numbers mean nothing. [bold]look here[/]: a signal, and a
+    person decides. [bold]cannot tell[/]: the run did not record what the check needs.
+
+    [bold]rlhf doctor runs/a[/]
+
+    Exit code 0: nothing is wrong; 3: a run is wrong; 2: an error that you can fix.
+    """
+    reports = _examine(_expand(runs))
+    if as_json:
+        documents = [to_document(item) for item in reports]
+        print_json(documents[0] if len(documents) == 1 else documents)
+    else:
+        for item in reports:
+            _print_verdict(item, every=every)
+        print_line(("docs/diagnosis.md explains each check", "dim"))
+    bad = ("wrong", "look here") if strict else ("wrong",)
+    if any(item.state in bad for item in reports):
+        raise typer.Exit(WRONG)
+
+
+@shared("debug")
+def runs(
+    options: Options,
+    folder: Annotated[Path, typer.Argument(help="Folder with runs.", metavar="FOLDER")] = Path("runs"),
+    as_json: AsJSON = False,
+    as_tsv: AsTSV = False,
+) -> None:
+    """List the runs in a folder, newest first: state, stages, verdict, and the main numbers.
+
+    [bold]rlhf runs[/]
+    """
+    rows = sorted(map(_describe_run, find_runs(folder)), key=lambda row: row["age"])
+    if as_json:
+        print_json(rows)
+        return
+    columns = ("run", "state", "stage", "step", "verdict", "note")
+    cells = [["" if row[name] is None else str(row[name]) for name in columns] for row in rows]
+    print_table(f"{len(rows)} runs in {folder}", columns, cells, tsv=as_tsv)
+
+
+def _describe_run(path: Path) -> dict[str, Any]:
+    """Return a run's entry of the list; `age` is the time since its newest record in seconds."""
+    nothing = {"run": str(path), "state": "not readable", "stage": None, "step": None, "verdict": None}
+    try:
+        item = examine_run(read_run(path))
+    except USER_ERRORS as error:
+        return {**nothing, "note": str(error).removeprefix(f"{path}: "), "age": float(2**53)}
+    last, records = item.stages[-1], item.records
+    return {
+        "run": str(path),
+        "state": records.state,
+        "stage": last.records.name,
+        "step": last.records.step,
+        "verdict": item.state,
+        "note": last.sentence,
+        "age": round(last.records.age, 1),
+    }
+
+
+def _expand(paths: Sequence[Path]) -> list[Path]:
+    """Return the runs that `paths` name: each a run, or a folder that contains runs."""
+    return list(dict.fromkeys(run for path in paths for run in find_runs(path)))
+
+
+def _examine(paths: Sequence[Path]) -> list[RunReport]:
+    return [examine_run(read_run(path), number) for number, path in enumerate(paths)]
+
+
+def _name(paths: Sequence[Path]) -> str:
+    return str(paths[0]) if len(paths) == 1 else f"{len(paths)} runs"
+
+
+def _print_verdict(item: RunReport, *, every: bool = False) -> None:
+    """Print each stage's state and sentence, and its findings that are not fine."""
+    print_line((item.records.name, "bold"), (f"  {item.records.state}", "dim"))
+    for stage in item.stages:
+        print_line("  ", _sign(stage.state), "  ", (f"{stage.records.title}: ", "bold"), stage.sentence)
+        for finding in stage.findings:
+            if every or (finding.state != "fine" and finding.text != stage.sentence):
+                _print_finding(finding, finding.text)
+            elif finding.state != "fine" and finding.remedy:
+                print_line(" " * 6, (finding.remedy, "dim"))
+
+
+def _print_finding(finding: Finding, text: str) -> None:
+    place = "" if finding.step is None else f" (step {finding.step:,})"
+    print_line(" " * 6, _sign(finding.state), f"  {text}{place}")
+    if finding.remedy:
+        print_line(" " * 9, (finding.remedy, "dim"))
+
+
+def _sign(state: State) -> tuple[str, str]:
+    return f"{STATES[state]} {state}", _STYLES[state]

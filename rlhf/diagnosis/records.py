@@ -1,0 +1,204 @@
+"""Read a run's folder: its settings, and each stage's numbers, texts, held-out rows and summary.
+
+Nothing is written, and neither torch nor a device is needed. The run may be in progress, or of an earlier version.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from rlhf.config.schema import Config, Stage, build_config
+from rlhf.errors import RunError
+from rlhf.reporting.recorder import WARNING_TAGS, read_heldout, read_records
+from rlhf.runs.directory import RunDirectory
+from rlhf.runs.stage_directory import StageDirectory
+from rlhf.utils.atomic_io import read_json
+from rlhf.utils.file_lock import is_locked
+
+State = Literal["complete", "running", "not complete"]
+_BOOKKEEPING = {"stage", "step", "time", "tag", "text", "rule", "sample"}
+
+
+class Curve(NamedTuple):
+    """The values of one number by step; steps at which it was not finite are missing."""
+
+    steps: list[int]
+    values: list[float]
+
+    def __bool__(self) -> bool:
+        return bool(self.steps)
+
+    @property
+    def last(self) -> float:
+        """The newest value."""
+        return self.values[-1]
+
+    def until(self, step: int) -> Curve:
+        """Return the part up to `step`."""
+        count = sum(other <= step for other in self.steps)
+        return Curve(self.steps[:count], self.values[:count])
+
+
+class Text(NamedTuple):
+    """A text of one step: a sample, or a warning with the `rule` of `rlhf.reporting.health` that it follows."""
+
+    step: int
+    tag: str
+    text: str
+    rule: str = ""
+
+
+@dataclass(frozen=True)
+class StageRecords:
+    """The records of one stage.
+
+    Attributes:
+        planned: its steps, if the settings say so.
+        step: the newest recorded step.
+        age: seconds since the newest record.
+        summary: the contents of `stage.json`; None until the stage is complete.
+        curves: each recorded number; numbers of evaluations begin with `heldout_`.
+        samples: sequences of rollouts, as the key `sample` of docs/metrics.md, each with its `step`.
+        heldout: the rows of each evaluation, by step; see `rlhf.reporting.recorder.read_heldout`.
+    """
+
+    name: Stage
+    title: str
+    directory: StageDirectory
+    planned: int | None
+    step: int
+    age: float
+    summary: dict[str, Any] | None
+    curves: Mapping[str, Curve]
+    texts: Sequence[Text] = ()
+    samples: Sequence[dict[str, Any]] = ()
+    heldout: Mapping[int, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def curve(self, name: str) -> Curve:
+        """Return the curve of a number; empty if it was not recorded."""
+        return self.curves.get(name, Curve([], []))
+
+    @property
+    def warnings(self) -> list[Text]:
+        """The lines of the health monitor."""
+        return [text for text in self.texts if text.tag in WARNING_TAGS]
+
+    @property
+    def completions(self) -> list[Text]:
+        """The other texts: held-out prompts with completions, and samples of rollouts."""
+        return [text for text in self.texts if text.tag not in WARNING_TAGS]
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """The records of one run.
+
+    Attributes:
+        description: the contents of `run.json`.
+        stages: those that have recorded a step, in their order.
+    """
+
+    directory: RunDirectory
+    description: dict[str, Any]
+    config: Config
+    stages: list[StageRecords]
+
+    @property
+    def path(self) -> Path:
+        """The run's folder."""
+        return self.directory.path
+
+    @property
+    def name(self) -> str:
+        """The name of the run's folder."""
+        return self.path.resolve().name
+
+    def stage(self, name: Stage) -> StageRecords | None:
+        """Return the records of a stage; None if it has recorded no step."""
+        return next((stage for stage in self.stages if stage.name == name), None)
+
+    @cached_property
+    def state(self) -> State:
+        """Return whether the run is complete, a process writes to it, or neither."""
+        if is_locked(self.path):
+            return "running"
+        requested = {name for invocation in self.description.get("invocations", []) for name in invocation["stages"]}
+        done = {stage.name for stage in self.stages if stage.summary}
+        return "complete" if done and requested <= done else "not complete"
+
+
+def read_run(path: Path) -> RunRecords:
+    """Read the records of the run in the folder `path`.
+
+    Raises:
+        RunError: the folder holds no run, or the run has recorded no step yet.
+        ConfigError: its settings are those of another version.
+    """
+    directory = RunDirectory(path)
+    if not directory.description.is_file():
+        raise RunError(f"{path}: contains no run.json; name the folder of a run")
+    description = read_json(directory.description)
+    config = build_config(description.get("config", {}), source=str(directory.description))
+    stages = [records for stage in directory.stages if (records := _read_stage(stage, config))]
+    if not stages:
+        raise RunError(f"{path}: no step has been recorded yet; wait for the first one, or look at its console.log")
+    return RunRecords(directory, description, config, stages)
+
+
+def _read_stage(stage: StageDirectory, config: Config) -> StageRecords | None:
+    records = read_records(stage.metrics)
+    if not records:
+        return None
+    points: dict[str, Curve] = {}
+    texts, samples = [], []
+    for record in records:
+        if "tag" in record:
+            texts.append(Text(record["step"], record["tag"], record["text"], record.get("rule", "")))
+            if isinstance(record.get("sample"), dict):
+                samples.append({"step": record["step"], **record["sample"]})
+        for name in record.keys() - _BOOKKEEPING:
+            if isinstance(value := record[name], int | float):
+                steps, values = points.setdefault(name, Curve([], []))
+                steps.append(record["step"])
+                values.append(float(value))
+    return StageRecords(
+        name=stage.name,
+        title=config.title(stage.name),
+        directory=stage,
+        planned=_count_planned_steps(config, stage.name),
+        step=max(record["step"] for record in records),
+        age=time.time() - records[-1].get("time", time.time()),
+        summary=stage.summary() if stage.done else None,
+        curves=points,
+        texts=texts,
+        samples=samples,
+        heldout=read_heldout(stage.heldout),
+    )
+
+
+def _count_planned_steps(config: Config, stage: Stage) -> int | None:
+    """Return the steps of a stage, in PPO its rollouts; None if they depend on the number of rows."""
+    if stage == "ppo":
+        return None if config.ppo.epochs else config.ppo.steps
+    return config.supervised(stage).max_steps
+
+
+def find_runs(path: Path) -> list[Path]:
+    """Return the run in `path`, or the runs in the folders directly below it, by name.
+
+    Raises:
+        RunError: there are none.
+    """
+    if RunDirectory(path).description.is_file():
+        return [path]
+    if not path.is_dir():
+        raise RunError(f"{path}: no such folder; name the folder of a run")
+    runs = sorted(folder for folder in path.iterdir() if RunDirectory(folder).description.is_file())
+    if not runs:
+        raise RunError(f"{path}: contains no run.json, and no folder that does; name the folder of a run")
+    return runs

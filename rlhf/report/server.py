@@ -1,0 +1,71 @@
+"""Show a report on this machine alone, made anew at each request, so that a run in progress can be watched."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from rlhf.diagnosis.records import read_run
+from rlhf.errors import USER_ERRORS, ConfigError
+from rlhf.report.contents import examine_run
+from rlhf.report.page import render_report
+
+_REFRESH = 10  # seconds
+_ADDRESS = "127.0.0.1"
+
+
+def serve_report(paths: Sequence[Path], port: int, announce: Callable[[str], None]) -> None:
+    """Serve the page about the runs in `paths` on loopback until Ctrl-C; `announce` receives its address.
+
+    Raises:
+        ConfigError: the port is in use.
+        RLHFError: a run cannot be read.
+    """
+    render(paths)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            # A page of another site could reach this address under a name of its own (DNS rebinding).
+            if self.headers.get("Host") not in (f"{_ADDRESS}:{port}", f"localhost:{port}"):
+                self.send_error(403, "unknown host")
+                return
+            if self.path.partition("?")[0] != "/":
+                self.send_error(404)
+                return
+            try:
+                status, kind, body = 200, "text/html; charset=utf-8", render(paths)
+            except USER_ERRORS as error:
+                status, kind, body = 500, "text/plain; charset=utf-8", str(error)
+            content = body.encode()
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(content)))
+            self.send_header("Cache-Control", "no-store")
+            self.send_header("X-Frame-Options", "DENY")
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Print nothing."""
+
+    try:
+        server = ThreadingHTTPServer((_ADDRESS, port), Handler)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise ConfigError(f"--port {port}: is in use; choose another") from error
+    with server:
+        announce(f"http://{_ADDRESS}:{port}/")
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return
+
+
+def render(paths: Sequence[Path]) -> str:
+    """Return the page about the runs, which reloads itself while one of them runs."""
+    reports = [examine_run(read_run(path), number) for number, path in enumerate(paths)]
+    running = any(report.records.state == "running" for report in reports)
+    return render_report(reports, refresh=_REFRESH if running else 0)
