@@ -43,9 +43,6 @@ IMPORTS = (
 )
 """Modules that runs import late; tests/test_forks.py checks the list."""
 
-PLOTS = ("matplotlib.figure", "matplotlib.backends.backend_agg")
-"""Modules that sweeps import late."""
-
 RANKS = """
 import sys
 from rlhf.launchers import local
@@ -57,7 +54,7 @@ sys.exit(status.report() if status else 0)
 class Forks:
     """The client: starts the process that is forked, and asks it for others."""
 
-    def __init__(self, environment: dict[str, str], imports: tuple[str, ...] = IMPORTS + PLOTS) -> None:
+    def __init__(self, environment: dict[str, str], imports: tuple[str, ...] = IMPORTS) -> None:
         self._environment, self._imports = environment, imports
         self._server: subprocess.Popen[str] | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="forks-")

@@ -1,4 +1,4 @@
-"""`rlhf sweep`: one recipe at every point of a grid of settings, with one table and plots of all points."""
+"""`rlhf sweep`: one recipe at every point of a grid of settings, with one table and one page about all points."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def sweep(
     options: Options,
     grid: Annotated[Path, typer.Argument(help="YAML file of the sweep: a recipe and a grid.", metavar="GRID.yaml")],
     report: Annotated[
-        bool, typer.Option("--report", metavar="", help="Update the table and the plots; train nothing.")
+        bool, typer.Option("--report", metavar="", help="Update the table and the page; train nothing.")
     ] = False,
     retry: Annotated[
         bool, typer.Option("--retry", metavar="", help="Retry points that were refused or have failed.")
@@ -40,7 +40,7 @@ def sweep(
     as_json: AsJSON = False,
     as_tsv: AsTSV = False,
 ) -> None:
-    """Train a recipe at every point of a grid, one run per point, and compare the points in a table and plots.
+    """Train a recipe at every point of a grid, one run per point, and compare the points in a table and a page.
 
     A grid file names a recipe (or has keys under [bold]base[/]) and axes:
 
@@ -168,7 +168,7 @@ def _update(grid: Grid, folder: SweepDirectory) -> list[PointResult]:
 def _print_results(grid: Grid, folder: SweepDirectory, results: list[PointResult], *, tsv: bool) -> None:
     from rlhf.contrib.sweep.results import describe_best, format_table
 
-    files = [path for path in (folder.plot, folder.curves, folder.tradeoff, folder.table) if path.is_file()]
+    files = [path for path in (folder.report, folder.table) if path.is_file()]
     header, rows = format_table(grid, results, people=not tsv)
     print_table(f"{grid.file}: {', '.join(grid.stages)}", header, rows, tsv=tsv)
     if not tsv:

@@ -7,13 +7,14 @@ is it exploring, are updates sane, where did time and memory go, what does it wr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any, NamedTuple
 
 from rlhf.config.schema import EVERY_STAGE, Config, Stage
-from rlhf.diagnosis.findings import Finding, State, examine_stage, summarize_stage, worst
+from rlhf.diagnosis.findings import SEVERITY, Finding, State, examine_stage, summarize_stage, worst
 from rlhf.diagnosis.records import Curve, RunRecords, StageRecords
 from rlhf.report.charts import COLORS, Chart, Point, Series, histogram, plane, stacked_bar
 from rlhf.reporting.health import Topic
@@ -171,6 +172,17 @@ class Section:
     def __bool__(self) -> bool:
         return bool(self.findings or self.charts or self.figures)
 
+    @property
+    def open(self) -> list[tuple[str, Finding]]:
+        """The findings that need a reader, the most severe first."""
+        found = [(label, finding) for label, finding in self.findings if finding.state != "fine"]
+        return sorted(found, key=lambda item: -SEVERITY[item[1].state])
+
+    @property
+    def fine(self) -> list[tuple[str, Finding]]:
+        """The other findings."""
+        return [(label, finding) for label, finding in self.findings if finding.state == "fine"]
+
 
 def question_sections(reports: Sequence[RunReport]) -> list[Section]:
     """Return the sections of the questions, without those to which no run has an answer."""
@@ -217,15 +229,15 @@ def _series(stage: StageRecords, plot: _Plot, report: RunReport, *, alone: bool)
     position = 0
     for name in plot.names:
         label = name.removeprefix("heldout_").replace("_", " ")
-        prefix = "" if alone else f"{report.records.name} "
         for key, of_kind in ((name, ""), (f"heldout_{name}", "held-out ")):
             if not (curve := stage.curve(key)):
                 continue
             if not alone and len(plot.names) > 1 and name != plot.names[0]:
                 continue  # one curve for each run: more could not be told apart
-            margin = _reward_margin(stage, curve) if key == "reward" and alone else []
             dots = key.startswith("heldout_")
-            yield Series(f"{prefix}{of_kind}{label}", curve, position if alone else report.color, margin, dots)
+            margin = _reward_margin(stage, curve) if key == "reward" and alone else []
+            title = f"{of_kind}{label}" if alone else f"{report.records.name}{', held-out' * dots}"
+            yield Series(title, curve, position if alone else report.color, margin, dots)
             position += 1
 
 
@@ -453,21 +465,42 @@ def differing_settings(reports: Sequence[RunReport]) -> list[tuple[str, list[str
 
 
 def comparison_table(reports: Sequence[RunReport]) -> dict[str, Any]:
-    """Return the held-out numbers after training of several runs, side by side."""
+    """Return the held-out numbers after training of several runs, their time and memory, side by side.
+
+    Each cell is a text, and the number's share of the largest one of its column in percent, for a bar.
+    """
     columns: dict[tuple[str, str], str] = {}
     for report in reports:
         for stage in report.records.stages:
             for name in _headlines(stage):
                 columns[stage.name, name] = f"{stage.name} {name.replace('_', ' ')}"
-    rows = []
-    for report in reports:
-        cells = []
-        for stage_name, name in columns:
-            found = next((stage for stage in report.records.stages if stage.name == stage_name), None)
-            values = found.curve(f"heldout_{name}").values if found else []
-            cells.append(format_value(name, values[-1]) if values else "")
-        rows.append((report, cells))
-    return {"columns": list(columns.values()), "rows": rows}
+    formats: list[Callable[[float], str]] = [partial(format_value, name) for _, name in columns]
+    formats += [format_seconds, format_bytes]
+    rows: list[list[float | None]] = [
+        [_last_heldout(report, *column) for column in columns] + _costs(report) for report in reports
+    ]
+    cells = []
+    for numbers, form in zip(zip(*rows), formats):
+        most = max((abs(number) for number in numbers if number is not None), default=0.0) or 1.0
+        cells.append(
+            [("", 0) if number is None else (form(number), round(100 * max(number, 0) / most)) for number in numbers]
+        )
+    titles = [*columns.values(), "time", "peak memory"]
+    return {"columns": titles, "rows": list(zip(reports, zip(*cells)))}
+
+
+def _last_heldout(report: RunReport, stage: str, name: str) -> float | None:
+    records = next((records for records in report.records.stages if records.name == stage), None)
+    curve = records.curve(f"heldout_{name}") if records else None
+    return curve.last if curve else None
+
+
+def _costs(report: RunReport) -> list[float | None]:
+    """Return the seconds and the peak memory of a run's complete stages."""
+    summaries = [stage.records.summary for stage in report.stages if stage.records.summary]
+    if not summaries:
+        return [None, None]
+    return [sum(one.get("seconds", 0.0) for one in summaries), max(one.get("peak_memory", 0) for one in summaries)]
 
 
 def _headlines(stage: StageRecords) -> list[str]:

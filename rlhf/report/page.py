@@ -30,29 +30,36 @@ from rlhf.version import __version__
 _ASSETS = Path(__file__).with_name("assets")
 
 
-def render_report(reports: Sequence[RunReport], *, refresh: int = 0) -> str:
+def render_report(
+    reports: Sequence[RunReport], *, title: str = "", notes: Sequence[tuple[str, str]] = (), refresh: int = 0
+) -> str:
     """Return the page about these runs.
 
     Args:
+        reports: the runs; several are compared.
+        title: the page's title; empty: the names of the runs.
+        notes: names of runs, each with a text about it, such as why it has no records.
         refresh: seconds after which an open page loads itself again; 0: never.
     """
     sections = question_sections(reports)
     charts = [chart for section in sections for _, group in section.charts for chart in group]
     names = [report.records.name for report in reports]
+    several = len(reports) != 1 or bool(notes)
     # Samples and tokens of one run only: those of several would be megabytes, and each run has its own report.
-    shown = reports if len(reports) == 1 else []
+    shown = [] if several else reports
     samples = [
         (report.records.name, completion_table(report), text_tables(report), token_samples(report)) for report in shown
     ]
     tokens = [sample["numbers"] for *_, token_rows in samples for sample in token_rows]
     island = {"charts": {chart.key: chart.data() for chart in charts}, "tokens": tokens, "refresh": refresh}
     page: str = _template().render(
-        title=names[0] if len(names) == 1 else f"{len(names)} runs: {', '.join(names[:4])}{' …' * (len(names) > 4)}",
+        title=title or (f"{len(names)} runs: {', '.join(names[:4])}{' …' * (len(names) > 4)}" if several else names[0]),
         runs=reports,
+        notes=notes,
         signs=STATES,
         sections=sections,
         svgs={chart.key: Markup(chart.svg()) for chart in charts},
-        comparison=comparison_table(reports) if len(reports) > 1 else None,
+        comparison=comparison_table(reports) if several else None,
         differing=differing_settings(reports) if len(reports) > 1 else [],
         costs=cost_tables(reports),
         samples=samples,

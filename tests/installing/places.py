@@ -28,7 +28,7 @@ NEWEST = {
     "typer": "0.29.2",
     "rich": "15.0.0",
     "tensorboard": "2.21.0",
-    "matplotlib": "3.11.2",
+    "jinja2": "3.1.6",
     "ruamel.yaml": "0.19.1",
 }
 """What a package index offers; a requirement that is not here fails the tests."""

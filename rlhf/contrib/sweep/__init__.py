@@ -1,1 +1,1 @@
-"""Sweeps: one recipe at every point of a grid of settings, one run each, with a table and plots of them all."""
+"""Sweeps: one recipe at every point of a grid of settings, one run each, with a table and a page about them all."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -47,18 +46,14 @@ class SweepDirectory:
     Attributes:
         description: marks the folder as a sweep's.
         table: the table as CSV.
-        plot: the plot of the final numbers.
-        curves: the plot of training curves.
-        tradeoff: the plot of reward against KL, of sweeps with PPO.
+        report: the page about the runs of all points.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.description = path / "sweep.json"
         self.table = path / "sweep.csv"
-        self.plot = path / "sweep.png"
-        self.curves = path / "curves.png"
-        self.tradeoff = path / "reward-kl.png"
+        self.report = path / "report.html"
 
     def run(self, name: str) -> RunDirectory:
         """Return the run directory of a point."""
@@ -213,17 +208,6 @@ class SweepDirectory:
             if record and recipe.is_file() and recipe.read_text(encoding="utf-8") == _format_point_recipe(point):
                 outcomes[point.name] = PointOutcome(record["status"], record["reason"], record["peak_memory"])
         return outcomes
-
-    def read_metric(self, name: str, stage: Stage, key: str) -> list[tuple[int, float]]:
-        """Return (step, value) of each record of a stage with a number under `key`."""
-        path = self.run(name).stage(stage).metrics
-        values = []
-        for line in path.read_bytes().split(b"\n") if path.is_file() else ():
-            with suppress(ValueError):  # the last line of a running or killed stage may be cut off
-                record = json.loads(line)
-                if record.get(key) is not None:
-                    values.append((record["step"], record[key]))
-        return values
 
 
 def _fingerprint_rows(data: DataConfig, stages: tuple[Stage, ...], seed: int) -> Fingerprints:

@@ -1,7 +1,4 @@
-"""The result of each point of a sweep, and the report: a table, `sweep.json`, `sweep.csv` and plots.
-
-Plots need no display.
-"""
+"""The result of each point of a sweep, and the report: a table, `sweep.json`, `sweep.csv` and a page."""
 
 from __future__ import annotations
 
@@ -11,25 +8,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlhf.config.schema import Stage
 from rlhf.contrib.sweep.directory import PointOutcome, Status, SweepDirectory
 from rlhf.contrib.sweep.grid import Grid
+from rlhf.diagnosis.records import RunRecords, read_run
+from rlhf.errors import RunError
+from rlhf.report.contents import examine_run
+from rlhf.report.page import render_report
 from rlhf.reporting.summary import format_value
-from rlhf.utils.atomic_io import atomic_file, atomic_write, atomic_write_json
+from rlhf.utils.atomic_io import atomic_write, atomic_write_json
 from rlhf.utils.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-_CURVE_METRICS: dict[Stage, str] = {"sft": "loss", "reward": "loss", "dpo": "loss", "ppo": "reward_ema"}
-"""The metric whose training curve is drawn, by stage."""
-
-_TITLES = {"peak_memory": "peak memory (GiB)", "ppo kl": "ppo kl (nats per sequence)"}
-_INK, _FAINT, _BAR, _LOST = "#222222", "#8a8a8a", "#4c78a8", "#d8a39d"
-_DASHES = ("-", (0, (4, 1.5)), (0, (1, 1.2)))
 
 _HEADLINES: dict[Stage, tuple[str, ...]] = {
     "sft": ("perplexity",),
@@ -37,7 +27,7 @@ _HEADLINES: dict[Stage, tuple[str, ...]] = {
     "dpo": ("accuracy",),
     "ppo": ("reward", "kl", "approved_share"),
 }
-"""The held-out metrics after training that the table and the plots show, by stage."""
+"""The held-out metrics after training that the table shows, by stage."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +172,7 @@ def write_index(grid: Grid, folder: SweepDirectory, results: Sequence[PointResul
 
 
 def write_report(grid: Grid, folder: SweepDirectory, results: Sequence[PointResult]) -> None:
-    """Write `sweep.json`, `sweep.csv`, `sweep.png` and, with the numbers for them, `curves.png` and `reward-kl.png`.
+    """Write `sweep.json`, `sweep.csv` and the page with the runs of all points, `report.html`.
 
     Raises:
         OSError: the folder is not writable.
@@ -195,126 +185,20 @@ def write_report(grid: Grid, folder: SweepDirectory, results: Sequence[PointResu
     for result, (name, *cells) in zip(results, rows, strict=True):
         writer.writerow([name, *(result.labels.get(axis, "") for axis in grid.axes), *cells])
     atomic_write(folder.table, text.getvalue())
-    _save(_draw_bars(results, select_columns(grid, results)), folder.plot)
-    if figure := _draw_curves(grid, folder, results):
-        _save(figure, folder.curves)
-    if figure := _draw_tradeoff(results):
-        _save(figure, folder.tradeoff)
+    runs = [folder.run(result.name).path for result in results]
+    reports = [examine_run(records, place) for place, records in enumerate(filter(None, map(_read_started, runs)))]
+    shown = {report.records.path for report in reports}
+    others = [
+        (result.name, f"{result.status}{': ' * bool(result.reason)}{result.reason}")
+        for result, run in zip(results, runs, strict=True)
+        if run not in shown or result.reason
+    ]
+    atomic_write(folder.report, render_report(reports, title=f"sweep {grid.file.stem}", notes=others))
 
 
-def _save(figure: Figure, path: Path) -> None:
-    with atomic_file(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=130)
-
-
-def _draw_bars(results: Sequence[PointResult], columns: Sequence[str]) -> Figure:
-    """Draw one panel per column and one bar per point; points without numbers show their status."""
-    from matplotlib.figure import Figure
-
-    longest = max(len(result.name) for result in results)
-    size = (0.09 * longest + 0.25 + 2.3 * len(columns), 0.26 * len(results) + 0.9)
-    figure = Figure(figsize=size, layout="constrained")
-    panels = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
-    places = range(len(results))
-    for axes, column in zip(panels, columns, strict=True):
-        scale = 2**30 if column == "peak_memory" else 1
-        values = [None if (value := result.value(column)) is None else value / scale for result in results]
-        colours = [_BAR if result.status == "complete" else _LOST for result in results]
-        axes.barh(places, [value or 0 for value in values], color=colours, height=0.72)
-        labels = [
-            "" if value is None else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" for value in values
-        ]
-        for place, (value, label) in enumerate(zip(values, labels, strict=True)):
-            # To the right of a negative bar too: the point's name is on its left.
-            style = {"textcoords": "offset points", "va": "center", "fontsize": 7, "color": _INK}
-            axes.annotate(label, (max(value or 0, 0), place), xytext=(3, 0), **style)
-        axes.set_title(_TITLES.get(column, column.replace("_", " ")), fontsize=9, color=_INK)
-        axes.margins(x=0.22)
-        axes.axvline(0, color=_INK, linewidth=0.6)
-        _style(axes, ticks=3, hidden=("top", "right", "left", "bottom"))
-        axes.tick_params(length=0)
-        axes.grid(visible=False, axis="y")
-    first = panels[0]
-    for place, result in enumerate(results):
-        if result.value(columns[0]) is None:
-            style = {"va": "center", "fontsize": 7.5, "color": _FAINT, "style": "italic"}
-            first.text(0.03, place, result.status, transform=first.get_yaxis_transform(), **style)
-    first.set_yticks(list(places), [result.name for result in results], fontsize=8)
-    for label, result in zip(first.get_yticklabels(), results, strict=True):
-        label.set_color(_INK if result.status == "complete" else _FAINT)
-    first.set_ylim(len(results) - 0.4, -0.6)
-    return figure
-
-
-def _draw_curves(grid: Grid, folder: SweepDirectory, results: Sequence[PointResult]) -> Figure | None:
-    """Draw one panel per stage and one line per point; return None if there are no records yet."""
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-
-    curves = {
-        stage: {
-            result.name: folder.read_metric(result.name, stage, _CURVE_METRICS[stage])
-            for result in results
-            if result.status != "excluded"
-        }
-        for stage in grid.stages
-    }
-    curves = {stage: lines for stage, lines in curves.items() if any(lines.values())}
-    names = [result.name for result in results if any(lines.get(result.name) for lines in curves.values())]
-    if not names:
+def _read_started(run: Path) -> RunRecords | None:
+    """Return the records of a point; None if it has recorded no step."""
+    try:
+        return read_run(run)
+    except RunError:
         return None
-    height = max(3.2, 0.2 * len(names) + 0.8)
-    figure = Figure(figsize=(5.2 * len(curves) + 0.085 * max(map(len, names)) + 0.7, height), layout="constrained")
-    panels = figure.subplots(1, len(curves), squeeze=False)[0]
-    palette = [colour for at, colour in enumerate(colormaps["tab10"].colors) if at != 7]  # type: ignore[attr-defined]
-    for axes, (stage, lines) in zip(panels, curves.items(), strict=True):
-        for number, name in enumerate(names):
-            steps, values = zip(*lines[name]) if lines[name] else ((), ())
-            axes.plot(
-                steps,
-                values,
-                color=palette[number % len(palette)],
-                linestyle=_DASHES[number // len(palette) % len(_DASHES)],
-                linewidth=1.4,
-                marker="o" if len(steps) == 1 else None,
-                label=name,
-            )
-        axes.set_title(f"{stage}: {_CURVE_METRICS[stage].replace('_ema', ', moving mean')}", fontsize=10, color=_INK)
-        axes.set_xlabel("step", fontsize=9)
-        _style(axes, ticks=8, hidden=("top", "right"), integer=True)
-    figure.legend(handles=panels[-1].get_lines(), loc="outside right upper", fontsize=8, frameon=False)
-    return figure
-
-
-def _draw_tradeoff(results: Sequence[PointResult]) -> Figure | None:
-    """Draw the held-out reward of each point after PPO against its KL; return None without points."""
-    from matplotlib.figure import Figure
-
-    points = sorted(
-        (kl, reward, result.name)
-        for result in results
-        if (kl := result.value("ppo kl")) is not None and (reward := result.value("ppo reward")) is not None
-    )
-    if not points:
-        return None
-    figure = Figure(figsize=(7.0, 4.6), layout="constrained")
-    axes = figure.subplots()
-    axes.scatter([kl for kl, *_ in points], [reward for _, reward, _ in points], color=_BAR, s=22, zorder=3)
-    for number, (kl, reward, name) in enumerate(points):  # neighbours' names are above and below them
-        axes.annotate(
-            name, (kl, reward), xytext=(5, -9 if number % 2 else 3), textcoords="offset points", fontsize=7, color=_INK
-        )
-    axes.set_xlabel(_TITLES["ppo kl"], fontsize=9)
-    axes.set_ylabel("ppo reward", fontsize=9)
-    axes.margins(x=0.18, y=0.1)
-    _style(axes, ticks=8, hidden=("top", "right"))
-    return figure
-
-
-def _style(axes: Axes, *, ticks: int, hidden: Sequence[str], integer: bool = False) -> None:
-    """Set the common style of a panel: few ticks along x, a faint grid below the data, no frame on `hidden` sides."""
-    axes.locator_params(axis="x", nbins=ticks, integer=integer)
-    axes.tick_params(labelsize=8)
-    axes.grid(color="#e6e6e6", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[[*hidden]].set_visible(False)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rlhf.contrib.sweep.grid import load_grid
-from rlhf.contrib.sweep.results import PointResult, _draw_bars, _draw_tradeoff, describe_best
+from rlhf.contrib.sweep.results import PointResult, describe_best
 from tests.forks import Forks
 from tests.recipes import toys
 
@@ -134,23 +134,6 @@ def test_seconds_and_memory_of_a_point_cover_all_stages() -> None:
 def ppo_result(name: str, reward: float, kl: float, status: Any = "complete") -> PointResult:
     after = {"reward": reward, "kl": kl}
     return PointResult(name, {}, {}, status, "", {"ppo": {"seconds": 1.0, "peak_memory": 1, "after": after}})
-
-
-def test_label_of_a_negative_bar_is_right_of_zero() -> None:
-    figure = _draw_bars([ppo_result("a", -2.0, 1.0), ppo_result("b", 1.0, 1.0)], ["ppo reward"])
-    labels = {text.get_text(): text.xy[0] for text in figure.axes[0].texts}  # type: ignore[attr-defined]
-    assert labels == {"-2": 0.0, "1": 1.0}
-
-
-def test_plot_of_reward_against_kl_has_every_point_with_both() -> None:
-    results = [ppo_result("a", -2.0, 0.5), ppo_result("b", 1.0, 3.0), PointResult("c", {}, {}, "waiting", "", {})]
-    figure = _draw_tradeoff(results)
-    assert figure
-    (axes,) = figure.axes
-    assert axes.collections[0].get_offsets().tolist() == [[0.5, -2.0], [3.0, 1.0]]  # type: ignore[union-attr]
-    assert [text.get_text() for text in axes.texts] == ["a", "b"]
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("ppo kl (nats per sequence)", "ppo reward")
-    assert _draw_tradeoff(results[2:]) is None
 
 
 def test_best_point_is_complete_and_has_the_best_result_of_the_last_stage() -> None:
