@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,14 +12,9 @@ from rich.text import Text
 
 from rlhf.cli.options import Options, shared
 from rlhf.cli.tables import AsJSON, print_json, print_line
-from rlhf.config.schema import Config, Stage, build_config
-from rlhf.errors import RunError
+from rlhf.diagnosis.records import StageRecords, read_run
 from rlhf.reporting.console import console
-from rlhf.reporting.recorder import WARNING_TAGS, read_records
 from rlhf.reporting.summary import format_value, print_summary
-from rlhf.runs.directory import RunDirectory
-from rlhf.runs.stage_directory import StageDirectory
-from rlhf.utils.atomic_io import read_json
 from rlhf.utils.units import format_seconds
 
 CURVES = {
@@ -50,7 +44,7 @@ def show(
 
     [bold]rlhf show runs/a[/]
     """
-    stages = _read_stages(run)
+    stages = [_describe_stage(stage) for stage in read_run(run).stages]
     if as_json:
         print_json({"run": str(run), "stages": stages})
         return
@@ -60,50 +54,22 @@ def show(
     print_summary([{**stage["summary"], "samples": []} for stage in stages if stage["summary"]], console)
 
 
-def _read_stages(run: Path) -> list[dict[str, Any]]:
-    directory = RunDirectory(run)
-    if not directory.description.is_file():
-        raise RunError(f"{run}: contains no run.json; name the folder of a run")
-    config = build_config(read_json(directory.description).get("config", {}), source=str(directory.description))
-    stages = [_read_stage(stage, config) for stage in directory.stages]
-    if not any(stage["step"] is not None for stage in stages):
-        raise RunError(f"{run}: no step has been recorded yet; wait for the first one, or look at its console.log")
-    return [stage for stage in stages if stage["step"] is not None]
-
-
-def _read_stage(stage: StageDirectory, config: Config) -> dict[str, Any]:
+def _describe_stage(stage: StageRecords) -> dict[str, Any]:
     """Return the state of a stage, with curves as (step, value), completions by tag as (step, text), and warnings."""
-    records = read_records(stage.metrics)
-    curves = {
-        name: points
-        for name in CURVES[stage.name]
-        if len(points := [(record["step"], record[name]) for record in records if record.get(name) is not None]) > 1
-    }
     texts: dict[str, list[tuple[int, str]]] = {}
-    warnings: list[str] = []
-    for record in records:
-        if record.get("tag") in WARNING_TAGS:
-            warnings.append(record["text"])
-        elif "tag" in record:
-            texts.setdefault(record["tag"], []).append((record["step"], record["text"]))
+    for text in stage.completions:
+        texts.setdefault(text.tag, []).append((text.step, text.text))
     return {
         "stage": stage.name,
-        "title": config.title(stage.name),
-        "summary": stage.summary() if stage.done else None,
-        "step": max((record["step"] for record in records), default=None),
-        "steps": _count_planned_steps(config, stage.name),
-        "age": time.time() - records[-1]["time"] if records else None,
-        "curves": curves,
+        "title": stage.title,
+        "summary": stage.summary,
+        "step": stage.step,
+        "steps": stage.planned,
+        "age": stage.age,
+        "curves": {name: [*zip(*curve)] for name in CURVES[stage.name] if len((curve := stage.curve(name)).steps) > 1},
         "texts": texts,
-        "warnings": warnings,
+        "warnings": [warning.text for warning in stage.warnings],
     }
-
-
-def _count_planned_steps(config: Config, stage: Stage) -> int | None:
-    """Return the steps of a stage, in PPO its rollouts; None if they depend on the number of rows."""
-    if stage == "ppo":
-        return None if config.ppo.epochs else config.ppo.steps
-    return config.supervised(stage).max_steps
 
 
 def _print_stage(stage: dict[str, Any], samples: int) -> None:

@@ -28,6 +28,9 @@ _MAX_FIRST_GAP = {"fp32": 1e-2, "bf16": 1e-1, "fp16": 1e-1}
 _MIN_GAP_LIMIT = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
 _GAP_GROWTH = 5  # times the gap of the first step, in which no weight has changed yet
 
+_FIRST_NATS, _LATE_NATS = 0.3, 1.0  # KL per sequence from which its first price, and its late one, is measured
+_PRICE_FALL = 20  # times
+
 _PPO: tuple[Stage, ...] = ("ppo",)
 _CALM = "raise {ppo.kl_coef} or lower {ppo.optimizer.learning_rate}"
 
@@ -304,14 +307,19 @@ def _second_judge(subject: Subject) -> Outcome | None:
 
 def _kl_price(subject: Subject) -> Outcome | None:
     kl, reward = subject.heldout("kl"), subject.heldout("reward")
-    if len(kl.steps) < 5 or kl.last <= 0:
+    if len(kl.steps) < 5 or len(kl.steps) != len(reward.steps) or kl.last <= 0:
         return None
+    prices = [
+        (gained - reward.values[0]) / spent for spent, gained in zip(kl.values, reward.values) if spent > _FIRST_NATS
+    ]
     half = next(place for place, value in enumerate(kl.values) if value >= kl.last / 2)
-    early = (reward.values[half] - reward.values[0]) / max(kl.values[half] - kl.values[0], 1e-9)
-    late = (reward.last - reward.values[half]) / max(kl.last - kl.values[half], 1e-9)
-    text = f"a nat of KL bought {early:.2f} of reward up to step {kl.steps[half]:,}, and {late:.2f} after it"
-    if kl.last - kl.values[half] > 1 and half < len(kl.steps) - 2 and late < early / 10:
-        return Outcome("look here", f"{text}: KL still grows, for hardly any reward", kl.steps[half])
+    spent, gained = kl.last - kl.values[half], reward.last - reward.values[half]
+    if not prices or spent <= _LATE_NATS:
+        return Outcome("fine", f"KL has settled: {kl.last:.2f} nats per sequence")
+    early, late = max(prices), gained / spent
+    text = f"a nat of KL bought up to {early:.2f} of reward at first, and {late:.2f} from step {kl.steps[half]:,} on"
+    if late < early / _PRICE_FALL:
+        return Outcome("look here", f"{text}: the policy still moves away, for hardly any reward", kl.steps[half])
     return Outcome("fine", text)
 
 

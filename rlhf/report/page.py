@@ -73,7 +73,7 @@ def render_report(
         js=_asset("report.js"),
         uplot_js=_asset("uplot.min.js"),
     )
-    return page
+    return page.encode(errors="replace").decode()  # a command line may have bytes that are no text
 
 
 def write_report(reports: Sequence[RunReport], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Show a report on this machine alone, made anew at each request, so that a run in progress can be watched."""
+"""Show a report on this machine alone, rendered at each request, so that a run in progress can be watched."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def serve_report(paths: Sequence[Path], port: int, announce: Callable[[str], Non
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            # A page of another site could reach this address under a name of its own (DNS rebinding).
+            # A page of another site could reach this address under that site's name (DNS rebinding).
             if self.headers.get("Host") not in (f"{_ADDRESS}:{port}", f"localhost:{port}"):
                 self.send_error(403, "unknown host")
                 return

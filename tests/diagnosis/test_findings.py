@@ -1,0 +1,253 @@
+"""Each check against numbers whose truth is known: made by hand, or measured on runs of the embedded example."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf.diagnosis.findings import CHECKS, Finding, examine_stage, summarize_stage, worst
+from tests.diagnosis.records import write_run
+
+EVALUATED = [0, 10, 20, 50, 100, 150, 200]
+TRUTH = {
+    0.25: (
+        [-0.85, 1.79, 3.13, 3.31, 3.45, 3.47, 3.46],
+        [0, 0.4, 1.8, 1.2, 1.4, 1.3, 1.3],
+        [44, 72, 83, 88, 94, 91, 91],
+    ),
+    0.1: ([-0.85, 1.78, 3.21, 3.58, 3.58, 3.65, 3.60], [0, 0.4, 2.0, 2.6, 2.9, 2.9, 2.9], [44, 70, 80, 79, 84, 85, 84]),
+    0.05: (
+        [-0.85, 1.67, 3.18, 3.60, 3.79, 3.92, 3.99],
+        [0, 0.4, 1.9, 3.1, 5.6, 6.7, 7.4],
+        [44, 70, 82, 86, 54, 44, 41],
+    ),
+    0.0: ([-0.85, 1.80, 3.26, 4.04, 4.26, 4.32, 4.33], [0, 0.4, 2.0, 28, 41, 40, 40], [44, 72, 83, 7, 0, 0, 0]),
+}
+"""Reward, KL and percent approved by the hidden judge at `EVALUATED`, for four `kl_coef` of the embedded example.
+
+Measured on 128 held-out prompts; the first two stay good, the third decays slowly and the last one collapses.
+"""
+
+
+def examine(folder: Path, stage: str, numbers: dict[str, Any], **options: Any) -> dict[str, Finding]:
+    """Return the findings about a stage with these numbers, by name."""
+    run = write_run(folder / "run", {stage: numbers}, **options)
+    return {finding.name: finding for finding in examine_stage(run, run.stages[0])}
+
+
+def truth(kl_coef: float) -> dict[str, Any]:
+    reward, kl, approved = TRUTH[kl_coef]
+    shares = [percent / 100 for percent in approved]
+    return {"heldout_reward": reward, "heldout_kl": kl, "heldout_approved_share": shares}
+
+
+@pytest.mark.parametrize("kl_coef", TRUTH)
+def test_over_optimized_runs_are_told_from_good_ones(tmp_path: Path, kl_coef: float) -> None:
+    names = ("heldout_reward", "heldout_kl", "heldout_approved_share")
+    found = examine(tmp_path, "ppo", truth(kl_coef), steps=dict.fromkeys(names, EVALUATED))
+    expected = "fine" if kl_coef >= 0.1 else "look here"
+    assert {found["second judge"].state, found["price of KL"].state} == {expected}
+    if expected == "look here":
+        assert found["second judge"].step == {0.05: 50, 0.0: 20}[kl_coef], "the best model by the judge"
+        assert "ppo.kl_coef" in found["second judge"].remedy
+
+
+def test_price_of_kl_alone_is_enough_without_a_judge(tmp_path: Path) -> None:
+    names = ("heldout_reward", "heldout_kl")
+    numbers = {name: truth(0.05)[name] for name in names}
+    found = examine(tmp_path, "ppo", numbers, steps=dict.fromkeys(names, EVALUATED))
+    assert found["price of KL"].state == "look here" and "second judge" not in found
+
+
+START = {"kl": [1e-6, 0.4], "response_length": [12.0, 12.0]}
+
+
+@pytest.mark.parametrize(
+    ("kl", "precision", "state"),
+    [
+        (1e-6, "fp32", "fine"),
+        (0.05, "fp32", "wrong"),
+        (-0.05, "fp32", "wrong"),
+        (0.05, "bf16", "fine"),
+        (1, "bf16", "wrong"),
+    ],
+)
+def test_kl_before_the_first_update_is_rounding_only(tmp_path: Path, kl: float, precision: str, state: str) -> None:
+    found = examine(tmp_path, "ppo", START | {"kl": [kl, 0.4]}, precision=precision)
+    assert found["first KL"].state == state
+
+
+def test_kl_of_a_later_first_record_tells_nothing(tmp_path: Path) -> None:
+    steps = {"kl": [10, 20], "response_length": [10, 20]}
+    found = examine(tmp_path, "ppo", START | {"kl": [0.5, 0.6]}, steps=steps)
+    assert found["first KL"].state == "cannot tell" and "step 10" in found["first KL"].text
+
+
+def test_rollouts_of_stale_weights_are_found_in_the_second_step(tmp_path: Path) -> None:
+    """In fp32 rounding is 4e-7; an update moves log-probabilities by 1e-4 and more."""
+    numbers = {"draw_gap": [4e-7, 1e-3, 2e-3], "draw_gap_max": [3e-6, 0.1, 0.2]}
+    found = examine(tmp_path, "ppo", numbers)["drawing"]
+    assert (found.state, found.step) == ("wrong", 2) and "2 of 3 steps" in found.text
+    numbers = {"draw_gap": [4e-7, 5e-7, 4e-7], "draw_gap_max": [3e-6, 4e-6, 3e-6]}
+    assert examine(tmp_path / "b", "ppo", numbers)["drawing"].state == "fine"
+
+
+@pytest.mark.parametrize(("precision", "state"), [("fp32", "wrong"), ("bf16", "fine")])
+def test_gap_of_half_precision_is_no_fault(tmp_path: Path, precision: str, state: str) -> None:
+    numbers = {"draw_gap": [0.013, 0.014, 0.012], "draw_gap_max": [0.3, 0.3, 0.4]}
+    assert examine(tmp_path, "ppo", numbers, precision=precision)["drawing"].state == state
+
+
+def test_old_runs_lack_what_an_invariant_needs(tmp_path: Path) -> None:
+    found = examine(tmp_path, "ppo", START)
+    assert found["drawing"].state == "cannot tell" and "draw_gap" in found["drawing"].text
+    assert "critic" not in found, "a signal without its numbers says nothing"
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "grad_norm"])
+def test_stage_that_learns_nothing_is_wrong(tmp_path: Path, name: str) -> None:
+    numbers = {"learning_rate": [0.0, 1e-5, 1e-5], "grad_norm": [1.0, 0.5, 0.5]}
+    assert worst([*examine(tmp_path, "sft", numbers).values()]) == "fine", "the rate of a warm-up's first step is 0"
+    found = examine(tmp_path / "b", "sft", numbers | {name: [0.0, 0.0, 0.0]})
+    assert [finding.state for finding in found.values()].count("wrong") == 1
+
+
+def test_dpo_loss_that_stays_at_ln_2_is_wrong(tmp_path: Path) -> None:
+    stuck = [math.log(2) + 1e-5 * (step % 3) for step in range(25)]
+    assert examine(tmp_path, "dpo", {"loss": stuck})["DPO loss"].state == "wrong"
+    falling = [math.log(2) - 0.01 * step for step in range(25)]
+    assert examine(tmp_path / "b", "dpo", {"loss": falling})["DPO loss"].state == "fine"
+    found = examine(tmp_path / "c", "dpo", {"loss": stuck}, settings={"dpo": {"loss": "ipo"}})
+    assert "DPO loss" not in found, "ipo has another loss at the start"
+
+
+@pytest.mark.parametrize(
+    ("values", "state"), [([99.0, 9.0, 5.0], "fine"), ([99.0, 5.0, 9.0], "look here"), ([9.0, 9.0], "look here")]
+)
+def test_perplexity_must_fall_and_stay_low(tmp_path: Path, values: list[float], state: str) -> None:
+    assert examine(tmp_path, "sft", {"heldout_perplexity": values})["perplexity"].state == state
+
+
+@pytest.mark.parametrize(("pairs", "state"), [(20, "look here"), (400, "fine")])
+def test_accuracy_is_judged_by_its_interval(tmp_path: Path, pairs: int, state: str) -> None:
+    """60 % of 20 pairs may be chance, 60 % of 400 are not."""
+    rows = [{"chosen": 1.0, "rejected": 0.0, "chosen_tokens": 9.0, "rejected_tokens": 9.0}] * pairs
+    numbers = {"heldout_accuracy": [0.5, 0.6]}
+    found = examine(tmp_path, "reward", numbers, heldout={"reward": {0: rows, 1: rows}})
+    assert found["accuracy"].state == state and f"{pairs} pairs" in found["accuracy"].text
+
+
+def test_reward_model_that_scores_length_is_found(tmp_path: Path) -> None:
+    def pairs(longer_wins: float) -> list[dict[str, float]]:
+        """Half of the chosen replies are longer; of the longer ones `longer_wins` are right, of the others the rest."""
+        rows = []
+        for number in range(200):
+            longer, right = number % 2 == 0, (number // 2) % 10 < 10 * longer_wins
+            right = right if longer else not right
+            tokens = (12.0, 8.0) if longer else (8.0, 12.0)
+            scores = (1.0, 0.0) if right else (0.0, 1.0)
+            rows.append(dict(zip(("chosen", "rejected", "chosen_tokens", "rejected_tokens"), scores + tokens)))
+        return rows
+
+    for folder, share, state in (("a", 0.9, "look here"), ("b", 0.5, "fine")):
+        heldout = {"reward": {0: pairs(0.5), 1: pairs(share)}}
+        found = examine(tmp_path / folder, "reward", {"heldout_accuracy": [0.5, 0.7]}, heldout=heldout)
+        assert found["length bias"].state == state
+
+
+def completions(rewards: list[float], tokens: list[float], texts: list[str] | None = None) -> list[dict[str, Any]]:
+    texts = texts or [f"reply {number} is this" for number in range(len(rewards))]
+    return [
+        {"prompt": "p", "completion": text, "reward": reward, "kl": 0.1, "tokens": count, "ended": 1.0}
+        for text, reward, count in zip(texts, rewards, tokens)
+    ]
+
+
+def test_gain_that_length_explains_is_found(tmp_path: Path) -> None:
+    """Before, a token more was worth 0.1; 30 tokens more explain a gain of 3, and a tenth of one of 30."""
+    tokens = [float(count) for count in range(10, 40)]
+    before = completions([0.1 * count for count in tokens], tokens)
+    for folder, gain, state in (("a", 3.0, "look here"), ("b", 30.0, "fine")):
+        after = completions([0.1 * count + gain for count in tokens], [count + 30 for count in tokens])
+        found = examine(
+            tmp_path / folder, "ppo", {"heldout_reward": [0.0, gain]}, heldout={"ppo": {0: before, 1: after}}
+        )
+        assert found["length"].state == state
+        assert f"{3 / gain:.0%}" in found["length"].text
+
+
+def test_gain_is_judged_over_the_same_prompts(tmp_path: Path) -> None:
+    """Prompts differ by far more than the gain, which is still sure, because each is compared with itself."""
+    tokens = [9.0] * 20
+    before = [float(10 * number) for number in range(20)]
+    after = [value + 1 + 0.1 * (number % 3) for number, value in enumerate(before)]
+    heldout = {"ppo": {0: completions(before, tokens), 1: completions(after, tokens)}}
+    numbers = {"heldout_reward": [sum(before) / 20, sum(after) / 20]}
+    assert examine(tmp_path, "ppo", numbers, heldout=heldout)["reward"].state == "fine"
+    mixed = [value + (5 if number % 2 else -5) for number, value in enumerate(before)]
+    heldout = {"ppo": {0: completions(before, tokens), 1: completions(mixed, tokens)}}
+    assert examine(tmp_path / "b", "ppo", numbers, heldout=heldout)["reward"].state == "look here"
+
+
+def test_same_opening_of_most_completions_is_found(tmp_path: Path) -> None:
+    rewards, tokens = [float(number) for number in range(40)], [9.0] * 40
+    alike = [f"Happy to help, {number}" for number in range(40)]
+    heldout = {"ppo": {0: completions(rewards, tokens), 1: completions(rewards, tokens, alike)}}
+    found = examine(tmp_path, "ppo", {"heldout_reward": [0.0, 1.0]}, heldout=heldout)["openings"]
+    assert found.state == "look here" and "100%" in found.text and "Happy to help," in found.text
+
+
+def test_scores_beyond_those_of_the_pairs_are_found(tmp_path: Path) -> None:
+    pairs = [
+        {"chosen": number / 10, "rejected": -number / 10, "chosen_tokens": 9.0, "rejected_tokens": 9.0}
+        for number in range(30)
+    ]
+    rewards, tokens = [5.0] * 10 + [1.0] * 10, [9.0] * 20
+    run = write_run(
+        tmp_path / "run",
+        {"reward": {"heldout_accuracy": [0.5, 0.9]}, "ppo": {"heldout_reward": [0.0, 3.0]}},
+        heldout={
+            "reward": {0: pairs, 1: pairs},
+            "ppo": {0: completions([0.0] * 20, tokens), 1: completions(rewards, tokens)},
+        },
+    )
+    found = {finding.name: finding for finding in examine_stage(run, run.stages[1])}["score range"]
+    assert found.state == "look here" and found.text.startswith("50%") and "-2.90 to 2.90" in found.text
+
+
+@pytest.mark.parametrize(
+    ("key", "good", "bad", "settings"),
+    [
+        ("equal_group_share", [0.1, 0.2], [0.1, 0.9], {}),
+        ("explained_variance", [-3.0, 0.5], [0.5, -0.1], {}),
+        ("entropy", [2.0, 1.0], [2.0, 0.1], {}),
+        ("clip_fraction", [0.1, 0.1], [0.1, 0.5], {"ppo": {"ppo_epochs": 2}}),
+        ("skipped_steps", [0.0] * 19 + [1.0], [1.0, 0.0], {}),
+    ],
+)
+def test_signal_fires_at_the_end_of_bad_runs_only(
+    tmp_path: Path, key: str, good: list[float], bad: list[float], settings: dict[str, Any]
+) -> None:
+    names = {check.needs[0]: check.name for check in CHECKS if check.needs}
+    for folder, values, state in (("a", good, "fine"), ("b", bad, "look here")):
+        assert examine(tmp_path / folder, "ppo", {key: values}, settings=settings)[names[key]].state == state
+
+
+def test_verdict_is_the_worst_finding(tmp_path: Path) -> None:
+    numbers = START | {"kl": [6.0, 7.0], "entropy": [2.0, 0.1], "learning_rate": [1e-5, 1e-5]}
+    run = write_run(tmp_path / "run", {"ppo": numbers})
+    findings = examine_stage(run, run.stages[0])
+    assert worst(findings) == "wrong"
+    assert summarize_stage(run, run.stages[0], findings).startswith("the policy differs from its reference")
+    assert worst([finding for finding in findings if finding.state == "cannot tell"]) == "cannot tell"
+
+
+def test_every_check_is_tried_here_and_explained_in_the_docs() -> None:
+    root = Path(__file__).parents[2]
+    page, tests = (root / "docs/diagnosis.md").read_text(encoding="utf-8"), Path(__file__).read_text(encoding="utf-8")
+    for check in CHECKS:
+        assert f"| {check.name} |" in page
+        assert f'"{check.name}"' in tests or (check.needs and f'"{check.needs[0]}"' in tests), check.name

@@ -1,0 +1,102 @@
+"""The page: complete without scripts and network, small, and safe whatever models and data contain."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+from rlhf.report.contents import changed_settings, examine_run, to_document
+from rlhf.report.page import render_report
+from tests.diagnosis.records import write_run
+from tests.report.runs import bad_run
+
+
+def test_page_of_a_long_run_is_below_1_megabyte(long_run: Any) -> None:
+    page = render_report([long_run])
+    assert 200_000 < len(page.encode()) < 1_000_000
+
+
+def test_page_refers_to_nothing_outside_of_itself(long_run: Any) -> None:
+    page = render_report([long_run])
+    names = ("src", "href", "action", "srcset", "data")
+    used = [attributes[name] or "" for _, attributes in Elements(page).tags for name in names if name in attributes]
+    assert used and [target for target in used if not target.startswith(("#", "data:"))] == []
+    assert "@import" not in page and "url(" not in page.partition("<body>")[0]
+    assert "default-src 'none'" in page, "and the browser would refuse it"
+
+
+class Elements(HTMLParser):
+    """Collects a page's elements and the texts outside of scripts."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self._inside = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._inside = tag if tag in ("script", "style") else ""
+
+    def handle_data(self, data: str) -> None:
+        if not self._inside:
+            self.texts.append(data)
+
+
+def test_texts_of_models_data_and_users_are_shown_and_never_run(tmp_path: Path) -> None:
+    clean = Elements(render_report([examine_run(write_run(tmp_path / "clean", {"ppo": {"reward": [0.0, 1.0]}}))]))
+    page = render_report([bad_run(tmp_path)])
+    elements = Elements(page)
+    assert {tag for tag, _ in elements.tags} & {"img", "iframe", "object"} == set()
+    assert [tag for tag, _ in elements.tags].count("script") == [tag for tag, _ in clean.tags].count("script")
+    assert not [name for _, attributes in elements.tags for name in attributes if name.startswith("on")]
+    assert "{{ 7 * 7 }}" in "".join(elements.texts) and "".join(elements.texts).count("onerror=alert(1)") > 10
+    island = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])  # type: ignore[index]
+    assert island["charts"]
+
+
+def test_page_says_all_without_scripts(long_run: Any) -> None:
+    page = re.sub(r"<script.*?</script>", "", render_report([long_run]), flags=re.DOTALL)
+    assert page.count("<svg") > 15 and "Is it cheating?" in page and "Question 0" in page
+    charts = re.findall(r'data-chart="([^"]+)"', page)
+    assert charts and all(f'data-chart="{key}"><svg' in page for key in charts)
+
+
+def test_several_runs_are_compared_with_what_differs(tmp_path: Path) -> None:
+    runs = [
+        write_run(
+            tmp_path / name,
+            {"ppo": {"reward": [0.0, reward], "heldout_reward": [0.0, reward]}},
+            settings={"ppo": {"kl_coef": kl_coef}},
+        )
+        for name, reward, kl_coef in (("careful", 1.25, 0.2), ("bold", 3.75, 0.05))
+    ]
+    page = render_report([examine_run(run, number) for number, run in enumerate(runs)])
+    table = re.search(r"Settings that differ</h3>.*?</table>", page, re.DOTALL)
+    assert table and "ppo.kl_coef" in table[0] and ">0.2<" in table[0] and ">0.05<" in table[0]
+    assert table[0].count("<code>") == 1, "only that one differs; the folder does not count"
+    assert ">1.25<" in page and ">3.75<" in page
+    island = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])  # type: ignore[index]
+    labels = [series["label"] for series in island["charts"]["ppo-reward"]["series"]]
+    assert labels == ["careful", "careful, held-out", "bold", "bold, held-out"]
+
+
+def test_only_settings_of_the_stages_that_ran_are_listed(tmp_path: Path) -> None:
+    settings = {"sft": {"epochs": 3}, "ppo": {"kl_coef": 0.3}, "seed": 4}
+    run = write_run(tmp_path / "run", {"ppo": {"reward": [0.0, 1.0]}}, settings=settings)
+    changed = {key: (value, default) for key, value, default in changed_settings(run.config, ["ppo"])}
+    assert changed == {"seed": ("4", "0"), "ppo.kl_coef": ("0.3", "0.1")}
+
+
+def test_document_has_the_verdict_and_each_finding(tmp_path: Path) -> None:
+    numbers = {"learning_rate": [0.0, 0.0], "grad_norm": [1.0, 1.0]}
+    document = to_document(examine_run(write_run(tmp_path / "run", {"sft": numbers})))
+    assert document["state"] == document["stages"][0]["state"] == "wrong"
+    found = {finding["name"]: finding for finding in document["stages"][0]["findings"]}
+    assert found["learning rate"]["state"] == "wrong" and "sft.optimizer" in found["learning rate"]["remedy"]
+    assert found["gradient"]["state"] == "fine"
+    json.dumps(document, allow_nan=False)
