@@ -102,7 +102,7 @@ def profile_stage(config: Config, stage: Stage, *, steps: int, trace: Path) -> R
     config = ensure_steps(apply_settings(config, short | {"ppo.samples_every": 0}), stage, steps + _EXTRA_STEPS)
     with tempfile.TemporaryDirectory(prefix="rlhf-profile-") as folder, signals.interrupt_on_signals():
         directory = RunDirectory(Path(folder, "run"))
-        config = config.model_copy(update={"output": directory.path})
+        config = config.model_copy(update={"output": directory.path, "sinks": ()})
         recording = Path(folder, "trace.json.gz" if trace.suffix == ".gz" else "trace.json")
         with launch.open_run(config, (*earlier_stages, stage)) as (resolved, accelerator):
             from rlhf.trainers import pipeline  # imports DeepSpeed, which `open_run` has configured for the device

@@ -249,6 +249,11 @@ class Config(ConfigModel):
     precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
         "auto", description="number format of computations; auto: the accelerator's best"
     )
+    sinks: tuple[str, ...] = Field(
+        (),
+        description="programs that receive each record of the run while it runs: trackio, wandb (both on this machine "
+        "only), or sinks of installed plugins",
+    )
     model: ModelConfig = Field(ModelConfig(), description=ModelConfig.__doc__)
     lora: LoraConfig = Field(LoraConfig(), description=LoraConfig.__doc__)
     data: DataConfig = Field(DataConfig(), description=DataConfig.__doc__)

@@ -1,6 +1,6 @@
 """Permanent records of a stage: `metrics.jsonl` and `heldout.jsonl` for programs, TensorBoard events for people.
 
-Each record is on disk before the call returns, so that a crash loses none.
+Each record is on disk before the call returns, so that a crash loses none. Then it goes to the run's sinks, if any.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from rlhf.utils.atomic_io import atomic_file, open_no_link
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+    from rlhf.reporting.hookspecs import Sink
     from rlhf.runs.stage_directory import StageDirectory
 
 
@@ -35,32 +36,32 @@ class Recorder(AbstractContextManager["Recorder"]):
         resume_step: the step of the checkpoint that training continues from; records of later steps are dropped, as
             they will be written again. None drops all records. Nothing is dropped before the first new record, so a
             stage that fails to start keeps the records of its folder.
+        sink: receives each record after it is on disk; closed with the recorder.
     """
 
-    def __init__(self, directory: StageDirectory, *, enabled: bool = True, resume_step: int | None = None) -> None:
+    def __init__(
+        self,
+        directory: StageDirectory,
+        *,
+        enabled: bool = True,
+        resume_step: int | None = None,
+        sink: Sink | None = None,
+    ) -> None:
         self._directory, self._enabled, self._resume_step = directory, enabled, resume_step
+        self._sink = sink
         self._open: tuple[TextIO, SummaryWriter] | None = None
         if enabled:
             directory.path.mkdir(parents=True, exist_ok=True)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record metrics of one step."""
-        if not self._enabled:
-            return
-        events = self._write(step, metrics)
-        for name, value in metrics.items():
-            events.add_scalar(f"{self._directory.name}{metric_group(name)}/{name}", value, step)
-        events.flush()
+        if self._enabled:
+            self._write(step, metrics)
 
     def text(self, tag: str, step: int, text: str, values: dict[str, Any] | None = None) -> None:
         """Record a text of one step, for example a sample completion; `values` are about it, only for programs."""
-        if not self._enabled:
-            return
-        events = self._write(step, {"tag": tag, "text": text, **(values or {})})
-        # TensorBoard renders Markdown; an indented block shows the text literally.
-        indented = "".join(f"    {line}\n" for line in text.splitlines())
-        events.add_text(f"{self._directory.name}/{tag}", indented, step)
-        events.flush()
+        if self._enabled:
+            self._write(step, {"tag": tag, "text": text, **(values or {})})
 
     def heldout(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
         """Record the held-out rows of the evaluation after `step` steps; `read_heldout` reads them.
@@ -77,21 +78,25 @@ class Recorder(AbstractContextManager["Recorder"]):
             file.write("\n" * is_cut_short + _encode({"step": step, "rows": rows}).decode())
 
     def close(self) -> None:
-        """Close both files."""
+        """Close both files, and the sink."""
         for file in self._open or ():
             file.close()
+        if self._sink:
+            self._sink.close()
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _write(self, step: int, values: dict[str, Any]) -> SummaryWriter:
-        """Write a record, and return the writer of TensorBoard's events."""
+    def _write(self, step: int, values: dict[str, Any]) -> None:
         self._open = self._open or self._open_files()
         file, events = self._open
         record = {"stage": self._directory.name, "step": step, "time": round(time.time(), 3), **values}
         file.write(_encode(record).decode())
         file.flush()
-        return events
+        add_events(events, record)
+        events.flush()
+        if self._sink:
+            self._sink.write(_replace_not_finite(record))
 
     def _open_files(self) -> tuple[TextIO, SummaryWriter]:
         from torch.utils.tensorboard import SummaryWriter
@@ -124,6 +129,31 @@ def metric_group(name: str) -> str:
     if name.startswith("heldout_"):
         return "_heldout"
     return "_speed" if _SPEED.fullmatch(name) else "_optim" if _OPTIMIZER.fullmatch(name) else ""
+
+
+def select_numbers(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of a record by their keys; None if one was not finite. Records of texts have none."""
+    return {} if "tag" in record else {key: record[key] for key in record if key not in ("stage", "step", "time")}
+
+
+def tag_numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a record by their TensorBoard tags, `<group>/<key>`, without those that are None."""
+    return {
+        f"{record['stage']}{metric_group(name)}/{name}": value
+        for name, value in select_numbers(record).items()
+        if value is not None
+    }
+
+
+def add_events(events: SummaryWriter, record: Mapping[str, Any]) -> None:
+    """Add a record to TensorBoard's events, at the time at which it was recorded."""
+    step, recorded_at = record["step"], record.get("time")
+    for tag, value in tag_numbers(record).items():
+        events.add_scalar(tag, value, step, walltime=recorded_at)
+    if "tag" in record:
+        # TensorBoard renders Markdown; an indented block shows the text literally.
+        indented = "".join(f"    {line}\n" for line in record["text"].splitlines())
+        events.add_text(f"{record['stage']}/{record['tag']}", indented, step, walltime=recorded_at)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

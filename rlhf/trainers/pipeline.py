@@ -27,6 +27,7 @@ from rlhf.models.tokenizers import find_end_tokens
 from rlhf.reporting import verbosity
 from rlhf.reporting.console import console, copy_console_to
 from rlhf.reporting.recorder import Recorder
+from rlhf.reporting.sinks import SinkGroup, describe_stage
 from rlhf.roles.base_sharing import identify_bases
 from rlhf.roles.model_identity import StartModel, describe_change
 from rlhf.runs.stage_directory import parse_step
@@ -72,9 +73,10 @@ def stage_context(
     world, place = distributed.world(), directory.stage(stage)
     checkpoint = place.latest_checkpoint
     step = parse_step(checkpoint) if checkpoint else None
+    sinks = SinkGroup(config.sinks, describe_stage(place, config))
     title = f"{datetime.now(timezone.utc).isoformat(timespec='seconds')} {get_command_line()}"
     with (
-        Recorder(place, enabled=world.is_main, resume_step=step) as recorder,
+        Recorder(place, enabled=world.is_main, resume_step=step, sink=sinks) as recorder,
         copy_console_to(place.console, title) if world.is_main else nullcontext(),
     ):
         if step is None and place.started and world.is_main:

@@ -17,6 +17,7 @@ from rlhf.data import pretraining, readers
 from rlhf.errors import ConfigError, RunError
 from rlhf.generation.hybrid_engine import check_generation as check_rollouts
 from rlhf.models.compatibility import check_model_folder
+from rlhf.reporting.sinks import check_sinks
 from rlhf.rewards.process import check_reward_functions
 from rlhf.roles import base_sharing
 from rlhf.roles.lineage import (
@@ -98,6 +99,8 @@ def check(
         directory.recover()
         directory.check(config, stages=stages, resume=resume, overwrite=overwrite)
     pending = [stage for stage in stages if overwrite or not directory.stage(stage).done]
+    if pending and current_process().rank == 0:
+        check_sinks(config)
     for stage in pending:
         if stage == "ppo":
             config.ppo.minibatch(ranks)

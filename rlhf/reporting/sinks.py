@@ -1,0 +1,137 @@
+"""The sinks of a run (`sinks` in a recipe): find them by name, and pass them each record of a stage.
+
+A sink is a convenience: `metrics.jsonl` is written first, and a sink that fails is switched off, not the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from importlib import import_module
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from typing import Any
+
+import pluggy
+
+from rlhf.config.schema import Config
+from rlhf.errors import ConfigError, summarize_error
+from rlhf.reporting import hookspecs, trackers
+from rlhf.reporting.console import console
+from rlhf.reporting.hookspecs import Sink, SinkStage
+from rlhf.runs.stage_directory import StageDirectory
+
+_FAILURES = (Exception, SystemExit)
+"""SystemExit, too: a package that cannot start must not end the run."""
+
+
+def check_sinks(config: Config) -> None:
+    """Raise `ConfigError` if a sink is unknown, or needs a package that is not installed."""
+    for name in config.sinks:
+        find_sink(name, "sinks")
+
+
+def find_sink(name: str, key: str) -> type[Any]:
+    """Return the class of a sink; its objects are made from a `SinkStage`.
+
+    Args:
+        key: the key or option that names it, for messages.
+
+    Raises:
+        ConfigError: no plugin offers it, several do, it cannot be imported, or its package is not installed.
+    """
+    offers = _collect_offers(key)
+    offered = {plugin: sinks[name] for plugin, sinks in offers.items() if name in sinks}
+    if not offered:
+        known = sorted({known for sinks in offers.values() for known in sinks})
+        raise ConfigError(f"{key}: no sink {name!r}; use one of {', '.join(known)}")
+    if len(offered) > 1:
+        raise ConfigError(f"{key}: {name} is offered by several plugins, {' and '.join(offered)}; uninstall one")
+    [reference] = offered.values()
+    module, _, attribute = reference.partition(":")
+    try:
+        sink: type[Any] = getattr(import_module(module), attribute)
+    except _FAILURES as error:
+        raise ConfigError(
+            f"{key}: {name}: cannot import {reference} ({summarize_error(error, 160)}); repair or remove its plugin"
+        ) from error
+    package = getattr(sink, "package", None)
+    if package and find_spec(package) is None:
+        raise ConfigError(f"{key}: {name} is not installed; run: pip install {package}")
+    return sink
+
+
+def _collect_offers(key: str) -> dict[str, dict[str, str]]:
+    """Return the sinks of each plugin, as module:class by name."""
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    manager.register(trackers, "rlhf")
+    offers: dict[str, dict[str, str]] = {}
+    for point in entry_points(group=hookspecs.GROUP):
+        try:
+            manager.register(point.load(), point.name)
+        except _FAILURES as error:
+            raise ConfigError(
+                f"{key}: the plugin {point.name} cannot be imported ({summarize_error(error, 160)}); "
+                "repair or uninstall it"
+            ) from error
+    for implementation in manager.hook.rlhf_sinks.get_hookimpls():
+        answer: Any = implementation.function()
+        offers[implementation.plugin_name] = dict(answer)
+    return offers
+
+
+def describe_stage(directory: StageDirectory, config: Config) -> SinkStage:
+    """Return a stage of a run as its sinks see it."""
+    run = directory.path.resolve().parent
+    return SinkStage(
+        project=run.parent.name,
+        run=run.name,
+        stage=directory.name,
+        config=config.model_dump(mode="json"),
+        folder=directory.path,
+    )
+
+
+class SinkGroup(AbstractContextManager["SinkGroup"]):
+    """The sinks of one stage, as one sink; each is made at the first record, and switched off when it fails.
+
+    Args:
+        names: their names in the recipe.
+        stage: the stage that they record.
+    """
+
+    def __init__(self, names: Iterable[str], stage: SinkStage) -> None:
+        self._stage = stage
+        self._sinks: dict[str, Sink | None] = dict.fromkeys(names)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Pass a record to each sink that has not failed."""
+        for name, sink in list(self._sinks.items()):
+            try:
+                sink = self._sinks[name] = sink or find_sink(name, "sinks")(self._stage)
+                sink.write(dict(record))
+            except _FAILURES as error:
+                self._switch_off(name, error)
+
+    def close(self) -> None:
+        """Close the sinks that were made."""
+        for name, sink in list(self._sinks.items()):
+            try:
+                if sink:
+                    sink.close()
+            except _FAILURES as error:
+                self._switch_off(name, error)
+        self._sinks.clear()
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _switch_off(self, name: str, error: BaseException) -> None:
+        del self._sinks[name]
+        console.print(
+            f"{self._stage.stage}: note: the sink {name} has failed ({summarize_error(error, 160)}) and is off until "
+            "the stage ends; metrics.jsonl has all records",
+            markup=False,
+            soft_wrap=True,
+        )
