@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rlhf.cli import accelerators, chat, compare, evaluate, label, profile, recipe, report, show, sweep
+from rlhf.cli import accelerators, chat, compare, evaluate, export, label, profile, recipe, report, show, sweep
 from rlhf.cli.options import (
     RUN,
     Options,
@@ -50,6 +50,7 @@ _EXAMPLES = {
     "rlhf show runs/a": "see how a run went or goes",
     "rlhf report runs/a": "write a page that explains it",
     "rlhf doctor runs/a": "check what it has recorded",
+    "rlhf export runs/a --to csv": "write tables of its numbers",
     "rlhf chat runs/a": "talk to the trained model",
     "rlhf compare runs/a/sft runs/a -R runs/a": "measure what PPO changed",
     "rlhf evaluate runs/a --pairs heldout": "measure the reward model",
@@ -207,6 +208,7 @@ for _command in (
     report.report,
     report.doctor,
     report.runs,
+    export.export,
     chat.chat,
     compare.compare,
     evaluate.evaluate,
