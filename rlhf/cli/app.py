@@ -33,7 +33,7 @@ from rlhf.version import __version__
 
 app = typer.Typer(
     name="rlhf",
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},

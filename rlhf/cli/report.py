@@ -10,17 +10,16 @@ import typer
 
 from rlhf.cli.options import Options, shared
 from rlhf.cli.tables import AsJSON, AsTSV, print_json, print_line, print_table
-from rlhf.diagnosis.findings import Finding, State
 from rlhf.diagnosis.records import find_runs, read_run
 from rlhf.errors import USER_ERRORS, RunError
-from rlhf.report.contents import STATES, RunReport, examine_run, to_document
+from rlhf.report.contents import RunReport, examine_run, to_document
 from rlhf.report.page import write_report
+from rlhf.report.terminal import print_verdict
 from rlhf.utils.atomic_io import check_writable
 
 WRONG = 3
 """The exit code of `rlhf doctor` if a run is wrong."""
 
-_STYLES: dict[State, str] = {"fine": "green", "look here": "yellow", "wrong": "bold red", "cannot tell": "dim"}
 Runs = Annotated[
     list[Path],
     typer.Argument(help="Folders of runs, or of folders that contain runs, such as a sweep.", metavar="RUN..."),
@@ -65,7 +64,7 @@ def report(
     reports = _examine(paths)
     write_report(reports, target)
     for item in reports:
-        _print_verdict(item)
+        print_verdict(item)
     print_line(f"wrote {target}")
 
 
@@ -94,7 +93,7 @@ def doctor(
         print_json(documents[0] if len(documents) == 1 else documents)
     else:
         for item in reports:
-            _print_verdict(item, every=every)
+            print_verdict(item, every=every)
         print_line(("docs/diagnosis.md explains each check", "dim"))
     bad = ("wrong", "look here") if strict else ("wrong",)
     if any(item.state in bad for item in reports):
@@ -151,26 +150,3 @@ def _examine(paths: Sequence[Path]) -> list[RunReport]:
 
 def _name(paths: Sequence[Path]) -> str:
     return str(paths[0]) if len(paths) == 1 else f"{len(paths)} runs"
-
-
-def _print_verdict(item: RunReport, *, every: bool = False) -> None:
-    """Print each stage's state and sentence, and its findings that are not fine."""
-    print_line((item.records.name, "bold"), (f"  {item.records.state}", "dim"))
-    for stage in item.stages:
-        print_line("  ", _sign(stage.state), "  ", (f"{stage.records.title}: ", "bold"), stage.sentence)
-        for finding in stage.findings:
-            if every or (finding.state != "fine" and finding.text != stage.sentence):
-                _print_finding(finding, finding.text)
-            elif finding.state != "fine" and finding.remedy:
-                print_line(" " * 6, (finding.remedy, "dim"))
-
-
-def _print_finding(finding: Finding, text: str) -> None:
-    place = "" if finding.step is None else f" (step {finding.step:,})"
-    print_line(" " * 6, _sign(finding.state), f"  {text}{place}")
-    if finding.remedy:
-        print_line(" " * 9, (finding.remedy, "dim"))
-
-
-def _sign(state: State) -> tuple[str, str]:
-    return f"{STATES[state]} {state}", _STYLES[state]

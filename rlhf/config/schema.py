@@ -240,6 +240,16 @@ class RolesConfig(ConfigModel):
     reference: RoleConfig = Field(RoleConfig(), description="the initial policy of PPO or DPO, frozen")
 
 
+class AlarmsConfig(ConfigModel):
+    """What a run does if its records show that something is wrong (docs/diagnosis.md)."""
+
+    stop: bool = Field(
+        False,
+        description="end the run at the first step at which an invariant does not hold, such as rollouts that were "
+        "drawn from other weights than those that are trained; false: only warn",
+    )
+
+
 class Config(ConfigModel):
     """A run of one or more stages."""
 
@@ -254,6 +264,7 @@ class Config(ConfigModel):
         description="programs that receive each record of the run while it runs: trackio, wandb (both on this machine "
         "only), or sinks of installed plugins",
     )
+    alarms: AlarmsConfig = Field(AlarmsConfig(), description=AlarmsConfig.__doc__)
     model: ModelConfig = Field(ModelConfig(), description=ModelConfig.__doc__)
     lora: LoraConfig = Field(LoraConfig(), description=LoraConfig.__doc__)
     data: DataConfig = Field(DataConfig(), description=DataConfig.__doc__)

@@ -14,19 +14,23 @@ from typing import Literal, NamedTuple
 
 from rlhf.config.schema import EVERY_STAGE, Config, Stage
 from rlhf.diagnosis.records import Curve, RunRecords, StageRecords, Text
-from rlhf.reporting.health import RULES, Topic, fill_keys
+from rlhf.reporting.health import (
+    DRAWING_REMEDY,
+    FIRST_KL_REMEDY,
+    MAX_FIRST_GAP,
+    MAX_FIRST_KL,
+    RULES,
+    Topic,
+    fill_keys,
+    gap_limit,
+    starts_at_reference,
+)
 from rlhf.reporting.summary import format_value
 from rlhf.utils.statistics import estimate, wilson
 from rlhf.utils.units import format_number
 
 State = Literal["fine", "look here", "wrong", "cannot tell"]
 SEVERITY: dict[State, int] = {"fine": 0, "cannot tell": 1, "look here": 2, "wrong": 3}
-
-# Nats per token. fp32: the largest values measured were 4e-7 (KL) and 5e-7 (gap); half precision: published for bf16.
-_MAX_FIRST_KL = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
-_MAX_FIRST_GAP = {"fp32": 1e-2, "bf16": 1e-1, "fp16": 1e-1}
-_MIN_GAP_LIMIT = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
-_GAP_GROWTH = 5  # times the gap of the first step, in which no weight has changed yet
 
 _FIRST_NATS, _LATE_NATS = 0.3, 1.0  # KL per sequence from which its first price, and its late one, is measured
 _PRICE_FALL = 20  # times
@@ -112,7 +116,8 @@ def examine_stage(run: RunRecords, stage: StageRecords) -> list[Finding]:
         if outcome := unknown if missing else check.examine(subject):
             remedy = fill_keys(check.remedy, run.config, stage.name) if SEVERITY[outcome.state] > 1 else ""
             findings.append(Finding(check.name, check.topic, outcome.state, outcome.text, outcome.step, remedy))
-    return findings + [_read_warning(text) for text in stage.warnings]
+    invariants = {check.name for check in CHECKS if check.is_invariant}  # already among the findings
+    return findings + [_read_warning(text) for text in stage.warnings if text.rule not in invariants]
 
 
 def worst(findings: Sequence[Finding]) -> State:
@@ -144,7 +149,9 @@ def _first_kl(subject: Subject) -> Outcome | None:
     kl, length = stage.curve("kl"), stage.curve("response_length")
     if kl.steps[0] > 1:
         return Outcome("cannot tell", f"not recorded: the KL of step 1; the first record is of step {kl.steps[0]:,}")
-    per_token, limit = abs(kl.values[0]) / max(length.values[0], 1), _MAX_FIRST_KL[subject.precision]
+    per_token, limit = abs(kl.values[0]) / max(length.values[0], 1), MAX_FIRST_KL[subject.precision]
+    if not starts_at_reference(subject.config):
+        return None
     if per_token > limit:
         return Outcome(
             "wrong",
@@ -158,14 +165,14 @@ def _first_kl(subject: Subject) -> Outcome | None:
 def _drawing(subject: Subject) -> Outcome | None:
     gaps, largest = subject.stage.curve("draw_gap"), subject.stage.curve("draw_gap_max")
     first, precision = gaps.values[0], subject.precision
-    if gaps.steps[0] == 1 and first > _MAX_FIRST_GAP[precision]:
+    if gaps.steps[0] == 1 and first > MAX_FIRST_GAP[precision]:
         return Outcome(
             "wrong",
             f"generation and training compute different probabilities from the start: {first:.2g} nats per token "
-            f"(rounding in {precision}: below {_MAX_FIRST_GAP[precision]:g})",
+            f"(rounding in {precision}: below {MAX_FIRST_GAP[precision]:g})",
             step=1,
         )
-    limit = max(_GAP_GROWTH * first, _MIN_GAP_LIMIT[precision])
+    limit = gap_limit(first, precision)
     stale = [step for step, gap in zip(*gaps) if gap > limit]
     if stale:
         return Outcome(
@@ -413,7 +420,7 @@ CHECKS = (
         _PPO,
         ("kl", "response_length"),
         _first_kl,
-        "check that policy and reference are the same model, at the same temperature and in the same precision",
+        FIRST_KL_REMEDY,
         is_invariant=True,
     ),
     Check(
@@ -422,7 +429,7 @@ CHECKS = (
         _PPO,
         ("draw_gap", "draw_gap_max"),
         _drawing,
-        "the weights that generate are not those that train: please report this as a bug of rlhf or of the backend",
+        DRAWING_REMEDY,
         is_invariant=True,
     ),
     Check(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from rlhf.config.schema import EVERY_STAGE, Config, Stage
+from rlhf.roles.roles import model_placements
 from rlhf.utils.statistics import wilson
 from rlhf.utils.units import format_number
 
@@ -30,6 +31,13 @@ _MAX_RATE = 0.01  # AdamW moves a weight by about the rate in a step, and weight
 _FEW_ROWS = 30
 _IN_A_ROW, _LONG = 3, 10  # steps
 
+# Limits of invariants by precision, in nats per token. fp32: rounding is below 1e-6. Half precision: the mean gap that
+# others publish for bf16 is 0.013.
+MAX_FIRST_KL = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
+MAX_FIRST_GAP = {"fp32": 1e-2, "bf16": 1e-1, "fp16": 1e-1}
+_MIN_GAP_LIMIT = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
+_GAP_GROWTH = 5  # times the gap of the first step, in which no weight has changed yet
+
 
 class Reading(NamedTuple):
     """The numbers that rules judge.
@@ -38,6 +46,7 @@ class Reading(NamedTuple):
         first: numbers of the first step; for evaluations, those before training.
         recent: numbers of the latest steps, the newest last; for evaluations, only the newest.
         heldout_rows, vocabulary: rows of an evaluation, tokens of the vocabulary; 0 if unknown.
+        precision: that of training.
     """
 
     config: Config
@@ -46,6 +55,7 @@ class Reading(NamedTuple):
     recent: Sequence[Numbers]
     heldout_rows: int = 0
     vocabulary: int = 0
+    precision: str = "fp32"
 
     @property
     def now(self) -> Numbers:
@@ -68,6 +78,7 @@ class Rule(NamedTuple):
         describe: returns the state as text if the rule holds.
         remedy: what to do; a key in braces is shown with its value, `*` is the stage.
         ruins: a model with such numbers is not worth keeping.
+        is_invariant: theory or precision forbids such numbers, so the run is wrong; `alarms.stop` ends it.
     """
 
     name: str
@@ -78,6 +89,44 @@ class Rule(NamedTuple):
     describe: Callable[[Reading], str | None]
     remedy: str
     ruins: bool = False
+    is_invariant: bool = False
+
+
+def gap_limit(first_gap: float, precision: str) -> float:
+    """Return the largest gap between drawing and scoring, given that of the first step; nats per token."""
+    return max(_GAP_GROWTH * first_gap, _MIN_GAP_LIMIT[precision])
+
+
+def starts_at_reference(config: Config) -> bool:
+    """Return whether PPO's policy starts with the very weights of its reference: not if one of them is quantized."""
+    placements = model_placements(config, "ppo")
+    reference = placements.get("reference")
+    return reference is None or reference.quantization == placements["actor"].quantization
+
+
+def _first_kl(reading: Reading) -> str | None:
+    per_token, limit = abs(_token_kl(reading.now)), MAX_FIRST_KL[reading.precision]
+    if len(reading.recent) > 1 or per_token <= limit or not starts_at_reference(reading.config):
+        return None
+    return (
+        "the policy differs from its reference before the first update: KL is "
+        f"{per_token:.2g} nats per token (rounding in {reading.precision}: below {limit:g})"
+    )
+
+
+def _drawing(reading: Reading) -> str | None:
+    first, now, precision = reading.first["draw_gap"], reading.now["draw_gap"], reading.precision
+    if len(reading.recent) == 1 and now > MAX_FIRST_GAP[precision]:
+        return (
+            f"generation and training compute different probabilities from the start: {now:.2g} nats per token "
+            f"(rounding in {precision}: below {MAX_FIRST_GAP[precision]:g})"
+        )
+    if now > gap_limit(first, precision):
+        return (
+            "the rollout was not drawn from the weights that are trained: the gap grew from "
+            f"{first:.1g} to {now:.1g} nats per token"
+        )
+    return None
 
 
 def _token_kl(numbers: Numbers) -> float:
@@ -216,7 +265,24 @@ _CALM = "lower {*.optimizer.learning_rate}"
 _NEARER = f"raise {{ppo.kl_coef}} or {_CALM}"
 _PPO: tuple[Stage, ...] = ("ppo",)
 _TRAINED: tuple[When, ...] = ("step", "evaluation")
+FIRST_KL_REMEDY = (
+    "check that policy and reference are the same model, at the same temperature and in the same precision"
+)
+DRAWING_REMEDY = (
+    "the weights that generate are not those that train: please report this as a bug of rlhf or of the backend"
+)
 RULES = (
+    Rule(
+        "first KL",
+        "plumbing",
+        _PPO,
+        ("step",),
+        ("kl", "response_length"),
+        _first_kl,
+        FIRST_KL_REMEDY,
+        is_invariant=True,
+    ),
+    Rule("drawing", "plumbing", _PPO, ("step",), ("draw_gap",), _drawing, DRAWING_REMEDY, is_invariant=True),
     Rule("kl", "cheating", _PPO, _TRAINED, ("kl", "response_length"), _kl, _NEARER, ruins=True),
     Rule("entropy", "exploring", _PPO, _TRAINED, ("entropy",), _entropy, _NEARER, ruins=True),
     Rule(
@@ -334,11 +400,11 @@ class HealthMonitor:
 
     Attributes:
         lines: the warnings so far, by rule.
-        heldout_rows, vocabulary: see `Reading`.
+        heldout_rows, vocabulary, precision: see `Reading`.
     """
 
-    def __init__(self, config: Config, stage: Stage) -> None:
-        self._config, self._stage = config, stage
+    def __init__(self, config: Config, stage: Stage, *, precision: str = "fp32") -> None:
+        self._config, self._stage, self.precision = config, stage, precision
         self.heldout_rows = self.vocabulary = 0
         self.lines: dict[str, str] = {}
         self._first: Numbers = {}
@@ -362,6 +428,11 @@ class HealthMonitor:
         """Return lines about the held-out numbers of the model that the stage saves."""
         return self._say("result", "", self._before, [numbers])
 
+    @property
+    def broken_invariants(self) -> list[str]:
+        """The lines of the invariants that do not hold."""
+        return [self.lines[rule.name] for rule in RULES if rule.is_invariant and rule.name in self.lines]
+
     def is_ruined(self, before: Numbers, numbers: Numbers) -> bool:
         """Return whether an evaluation's numbers are those of a model that is not worth keeping."""
         reading = Reading(self._config, self._stage, before, [numbers])
@@ -378,7 +449,7 @@ class HealthMonitor:
         )
 
     def _say(self, when: When, place: str, first: Numbers, recent: Sequence[Numbers]) -> list[str]:
-        reading = Reading(self._config, self._stage, first, recent, self.heldout_rows, self.vocabulary)
+        reading = Reading(self._config, self._stage, first, recent, self.heldout_rows, self.vocabulary, self.precision)
         new = {
             rule.name: f"{place}{state}; {fill_keys(rule.remedy, self._config, self._stage)}"
             for rule, state in _find(reading, when)

@@ -98,7 +98,7 @@ class StageContext:
     @cached_property
     def health(self) -> HealthMonitor:
         """The rules that detect when the stage goes wrong."""
-        return HealthMonitor(self.config, self.directory.name)
+        return HealthMonitor(self.config, self.directory.name, precision=self.precision.name)
 
     def configuration(self, name: RoleName) -> Any:
         """Return the transformers configuration of a role's loaded model; None if it has none."""

@@ -17,6 +17,7 @@ from rlhf.errors import USER_ERRORS, RemoteRankError, RunError, translate_errors
 from rlhf.launchers.exit_status import ExitStatus, Interrupted, find_culprit
 from rlhf.report.contents import examine_run
 from rlhf.report.page import write_report
+from rlhf.report.terminal import print_states
 from rlhf.reporting.console import append_line, console
 from rlhf.runs.directory import RunDirectory
 from rlhf.utils.process_info import current_process, get_command_line
@@ -58,10 +59,14 @@ class RunTermination:
             raise
 
     def conclude(self, status: ExitStatus) -> None:
-        """Repair the folder after killed ranks, and log how the run ended."""
+        """Repair the folder after killed ranks, log how the run ended, and write the report if no rank did."""
         with suppress(RunError):  # the next start tries again
             self._directory.recover()
         self._log(status)
+        records = [stage.metrics for stage in self._directory.stages if stage.metrics.is_file()]
+        reported = self._directory.report.stat().st_mtime if self._directory.report.is_file() else 0.0
+        if any(path.stat().st_mtime > reported for path in records):
+            self.write_report()
 
     def write_report(self) -> None:
         """Write the run's report, if this run has recorded a step; a failure must not end a run that is done."""
@@ -69,7 +74,8 @@ class RunTermination:
             return
         path = self._directory.report
         try:
-            write_report([examine_run(read_run(self._directory.path))], path)
+            report = examine_run(read_run(self._directory.path))
+            write_report([report], path)
         except RunError:  # no step is recorded yet
             return
         except Exception as error:
@@ -80,7 +86,9 @@ class RunTermination:
                 soft_wrap=True,
             )
             return
-        console.print(f"report: {path}", markup=False, soft_wrap=True)
+        console.print()
+        print_states(report)
+        console.print(f"{path} explains the run; open it in a browser", markup=False, soft_wrap=True)
 
     def _log(self, status: ExitStatus) -> None:
         """Append how the run ended to the log of the stage that was running, if there is one."""

@@ -155,7 +155,8 @@ def measure_step(trainer: Trainer, context: StageContext, index: int) -> Iterato
     After the block, the dictionary also has the step's duration, rates and memory.
 
     Raises:
-        DivergedError: a metric is not finite, or fp16 cannot hold the gradients at any loss scale.
+        DivergedError: a metric is not finite, fp16 cannot hold the gradients at any loss scale, or `alarms.stop` is set
+            and an invariant does not hold.
     """
     phases, unit, engines = context.phases, trainer.unit, trainer.engines
     skipped_before = _skipped_steps(trainer)
@@ -173,6 +174,8 @@ def measure_step(trainer: Trainer, context: StageContext, index: int) -> Iterato
         metrics["skipped_steps"] = float(_skipped_steps(trainer) - skipped_before)
     _check_finite(metrics, context, index + 1)
     context.warn(index + 1, context.health.judge_step(index + 1, metrics))
+    if context.config.alarms.stop and (broken := context.health.broken_invariants):
+        raise DivergedError(f"{context.directory.name}: ended by alarms.stop: {broken[0]}; {_last_checkpoint(context)}")
     for name in (name for name, engine in engines.items() if engine.overflows_always):
         raise DivergedError(
             f"{context.directory.name}: gradients of the {name} overflow fp16 at the lowest loss scale at step "

@@ -18,12 +18,14 @@ from rlhf.data import toy_world as embedded
 from rlhf.data.cache import StageCache
 from rlhf.data.load_sources import read_sources
 from rlhf.data.stage_dataset import StageData, load_stage
+from rlhf.diagnosis.records import read_run
 from rlhf.engine import cpu_offload, distributed
 from rlhf.engine.select import choose_shapes
 from rlhf.errors import DataError, ModelError, OutOfMemory
 from rlhf.memory.report import plan_next_stage
 from rlhf.models.compatibility import choose_attention
 from rlhf.models.tokenizers import find_end_tokens
+from rlhf.report.card import write_cards
 from rlhf.reporting import verbosity
 from rlhf.reporting.console import console, copy_console_to
 from rlhf.reporting.recorder import Recorder
@@ -185,6 +187,11 @@ def finish(context: StageContext, summary: dict[str, Any]) -> None:
             warnings = list(context.health.lines.values())
             title = context.config.title(stage)
             context.directory.finish({"stage": stage, "title": title, **summary, **took, "warnings": warnings})
+            run = read_run(context.run.path)
+            try:
+                write_cards(run, next(records for records in run.stages if records.name == stage))
+            except OSError as error:
+                context.say(f"note: {stage}: its model card cannot be written ({error.strerror})")
 
 
 def release_models(context: StageContext) -> None:

@@ -15,7 +15,8 @@ PPO = {
     "response_length": 10.0,
     "reward": 1.0,
     "reward_std": 1.0,
-    "kl": 2.0,
+    "kl": 0.0,
+    "draw_gap": 4e-7,
     "entropy": 2.0,
     "truncated_share": 0.1,
     "score_clip_fraction": 0.0,
@@ -37,6 +38,7 @@ STEPS: dict[str, Any] = {
     "gradient of fp16": ("sft", {"grad_norm": 9.0}, {"grad_norm": float("inf")}, 10, "sft.optimizer.learning_rate"),
     "loss": ("sft", {"loss": 3.9}, {"loss": 4.1}, 3, "sft.optimizer.learning_rate (now 1e-05)"),
     "loss of pairs": ("reward", {"loss": 3.9}, {"loss": 4.1}, 3, "reward.optimizer.learning_rate"),
+    "drawing": ("ppo", {"draw_gap": 9e-6}, {"draw_gap": 1.1e-5}, 1, "please report this as a bug"),
     "forgotten replies": (
         # reference -20: chosen_log_prob - chosen_reward / beta
         *("dpo", {"chosen_log_prob": -39.0, "chosen_reward": -1.9}, {"chosen_log_prob": -41.0, "chosen_reward": -2.1}),
@@ -67,8 +69,12 @@ def test_rule_is_said_once_beyond_its_limit_and_never_within(name: str) -> None:
 
 def test_sudden_growth_of_kl_is_said_below_the_limit() -> None:
     slow, sudden = (HealthMonitor(build_config({}), "ppo") for _ in range(2))
-    assert not any(slow.judge_step(step, PPO | {"kl": 0.3 * step}) for step in range(1, 30))
-    assert [len(sudden.judge_step(step, PPO | {"kl": kl})) for step, kl in enumerate([0.1, 0.3, 3.5], 1)] == [0, 0, 1]
+    assert not any(slow.judge_step(step, PPO | {"kl": 0.3 * (step - 1)}) for step in range(1, 30))
+    spoken = [len(sudden.judge_step(step, PPO | {"kl": kl})) for step, kl in enumerate([0.0, 0.3, 3.5], 1)]
+    assert spoken == [0, 0, 0], "KL is 0 at first, and growth from 0 says nothing"
+    for step in range(4, 14):
+        sudden.judge_step(step, PPO | {"kl": 0.3})
+    assert len(sudden.judge_step(14, PPO | {"kl": 3.5})) == 1
 
 
 # rule: (stage, heldout rows, step, numbers of the evaluation, text)
@@ -107,8 +113,37 @@ def test_evaluation_has_its_rules(name: str) -> None:
 
 
 def test_every_rule_is_tried() -> None:
-    tried = {name.partition(" of ")[0] for name in STEPS} | set(EVALUATIONS) | {"no gradient"}
+    tried = {name.partition(" of ")[0] for name in STEPS} | set(EVALUATIONS) | {"no gradient", "first KL"}
     assert {rule.name for rule in RULES} == tried
+
+
+@pytest.mark.parametrize(
+    ("precision", "kl", "gap", "rules"),
+    [
+        ("fp32", 9e-4, 9e-3, []),  # 10 tokens
+        ("fp32", 1.1e-3, 1.1e-2, ["first KL", "drawing"]),
+        ("bf16", 0.19, 0.09, []),
+        ("bf16", -0.21, 0.11, ["first KL", "drawing"]),
+    ],
+)
+def test_invariants_are_judged_from_the_first_step_by_precision(
+    precision: str, kl: float, gap: float, rules: list[str]
+) -> None:
+    monitor = HealthMonitor(build_config({}), "ppo", precision=precision)
+    monitor.judge_step(1, PPO | {"kl": kl, "draw_gap": gap})
+    assert [*monitor.lines] == rules and monitor.broken_invariants == [*monitor.lines.values()]
+
+
+def test_quantized_reference_may_differ_from_its_policy() -> None:
+    config = build_config({"ppo": {}, "roles": {"reference": {"frozen": "int8"}}})
+    monitor = HealthMonitor(config, "ppo")
+    assert monitor.judge_step(1, PPO | {"kl": 0.5}) == []
+
+
+def test_kl_of_a_later_step_breaks_no_invariant() -> None:
+    monitor = HealthMonitor(build_config({}), "ppo")
+    say(monitor, PPO, {"kl": 2.0}, 20)
+    assert monitor.broken_invariants == []
 
 
 def test_resumed_stage_repeats_nothing_and_remembers_its_start() -> None:

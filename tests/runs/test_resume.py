@@ -173,7 +173,8 @@ def test_stage_resumes_with_settings_that_change_no_result(
 
 
 HARMLESS = {
-    *("output", "accelerator", "precision", "sinks", "model.gradient_checkpointing", "data.datasets.0.prefer.nothing"),
+    *("output", "accelerator", "precision", "sinks", "alarms.stop"),
+    *("model.gradient_checkpointing", "data.datasets.0.prefer.nothing"),
     *("lora.share_base", "lora.merge", "lora.save", "engine.offload", "engine.kernels", "engine.timeout"),
     *(f"roles.{role}.{key}" for role in RolesConfig.model_fields for key in ("offload", "gradient_checkpointing")),
     *(f"{stage}.{key}" for stage in EVERY_STAGE for key in ("micro_batch_size", "log_every", "epochs")),

@@ -1,0 +1,147 @@
+"""The model card of a saved model: what it is, what it was trained on, its numbers, and how to load it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rlhf.diagnosis.records import RunRecords, StageRecords
+from rlhf.report.contents import examine_run
+from rlhf.reporting.summary import format_value
+from rlhf.runs.stage_directory import AVERAGE, CRITIC
+from rlhf.utils.atomic_io import atomic_write, read_json
+from rlhf.utils.units import format_bytes, format_seconds
+
+CARD = "README.md"
+_ADAPTER = "adapter"
+
+
+def write_cards(run: RunRecords, stage: StageRecords) -> None:
+    """Write the card of each model that a complete stage saved, into its folder.
+
+    Raises:
+        OSError: a folder cannot be written.
+    """
+    names = [f"{name}{suffix}" for name in ("model", _ADAPTER) for suffix in ("", AVERAGE)]
+    for folder in (stage.directory.path / name for name in (*names, CRITIC)):
+        if folder.is_dir():
+            atomic_write(folder / CARD, format_card(run, stage, folder))
+
+
+def format_card(run: RunRecords, stage: StageRecords, folder: Path) -> str:
+    """Return the card of the model in `folder`, which `stage` saved: YAML for hubs, then Markdown for people."""
+    base = _base_model(run, stage)
+    is_scalar = folder.name == CRITIC or stage.name == "reward"
+    metadata: dict[str, Any] = {
+        "library_name": "peft" if folder.name.startswith(_ADAPTER) else "transformers",
+        "tags": ["rlhf", stage.name],
+        **({} if is_scalar else {"pipeline_tag": "text-generation"}),
+        **({"base_model": base} if base and not Path(base).is_absolute() else {}),
+    }
+    front = [f"{key}: {json.dumps(value)}" for key, value in metadata.items()]  # JSON is YAML on one line
+    return "\n".join(["---", *front, "---", "", *_lines(run, stage, folder, base)]) + "\n"
+
+
+def _lines(run: RunRecords, stage: StageRecords, folder: Path, base: str | None) -> Iterator[str]:
+    report = next(one for one in examine_run(run).stages if one.records.name == stage.name)
+    summary = stage.summary or {}
+    yield f"# {_what(stage, folder)}"
+    yield ""
+    versions = run.description.get("versions", {})
+    yield f"Trained by rlhf {versions.get('rlhf', '')} from {_describe_base(run, base)}."
+    yield ""
+    yield f"Verdict: **{report.state}**: {report.sentence}. `report.html` of the run has the details."
+    yield ""
+    yield "## Numbers"
+    yield ""
+    yield "On held-out rows; docs/metrics.md of rlhf defines each number."
+    yield ""
+    yield "| number | before | after |"
+    yield "|---|---|---|"
+    before, after = summary.get("before", {}), summary.get("after", {})
+    for name in dict.fromkeys([*before, *after]):
+        yield f"| {name.replace('_', ' ')} | {_number(name, before)} | {_number(name, after)} |"
+    yield ""
+    yield "## Training"
+    yield ""
+    yield f"- stage: {stage.title}, {summary.get('steps', stage.step):,} steps"
+    for name, entry in run.description.get("data", {}).items():
+        yield f"- data: `{name}`, {entry.get('rows', 0):,} rows"
+    accelerator = run.description.get("accelerator") or {}
+    device, precision = accelerator.get("device") or {}, (accelerator.get("precision") or {}).get("name", "")
+    yield f"- device: {device.get('count', '')} × {device.get('model', '')}, {precision}"
+    if "seconds" in summary and "peak_memory" in summary:
+        yield f"- cost: {format_seconds(summary['seconds'])}, {format_bytes(summary['peak_memory'])} of memory"
+    yield f"- versions: {', '.join(f'{package} {version}' for package, version in versions.items())}"
+    yield ""
+    yield "`recipe.yaml` of the run trains it again."
+    yield ""
+    yield "## Use"
+    yield ""
+    yield from _usage(stage, folder, base)
+
+
+def _what(stage: StageRecords, folder: Path) -> str:
+    if folder.name == CRITIC:
+        return f"Critic of {stage.title}"
+    kind = {"reward": "Reward model", "sft": "Chat model after supervised fine-tuning"}.get(
+        stage.name, f"Chat model after {stage.title}"
+    )
+    notes = ["its adapter"] * folder.name.startswith(_ADAPTER) + [
+        "moving average of the weights"
+    ] * folder.name.endswith(AVERAGE)
+    return f"{kind} ({', '.join(notes)})" if notes else kind
+
+
+def _usage(stage: StageRecords, folder: Path, base: str | None) -> Iterator[str]:
+    """Yield Python code that loads the model from the folder of its card."""
+    if folder.name == CRITIC:
+        yield "A PPO run can start its critic from this folder: `ppo.critic`."
+        return
+    is_reward = stage.name == "reward"
+    if is_reward and not folder.name.startswith(_ADAPTER) and not _is_classifier(folder):
+        yield "Plain transformers has no class for it. `rlhf evaluate` and `ppo.reward_model` read this folder."
+        return
+    kind = "AutoModelForSequenceClassification" if is_reward else "AutoModelForCausalLM"
+    yield "```python"
+    if folder.name.startswith(_ADAPTER):
+        yield "from peft import PeftModel"
+    yield f"from transformers import {kind}, AutoTokenizer"
+    yield ""
+    source = "." if not folder.name.startswith(_ADAPTER) else base or "BASE"
+    yield f'model = {kind}.from_pretrained("{source}")'
+    if folder.name.startswith(_ADAPTER):
+        yield 'model = PeftModel.from_pretrained(model, ".")'
+    yield f'tokenizer = AutoTokenizer.from_pretrained("{source}")'
+    yield "```"
+    if not is_reward:
+        yield ""
+        yield "`rlhf chat .` talks to it, with the prompts of its training."
+
+
+def _base_model(run: RunRecords, stage: StageRecords) -> str | None:
+    """Return the folder or hub name of the model that the stage trained; None if the run created it."""
+    models = run.description.get("stages", {}).get(stage.name, {}).get("models", {})
+    return next((model["path"] for model in models.values()), None)
+
+
+def _describe_base(run: RunRecords, base: str | None) -> str:
+    if base is None:
+        return "scratch"
+    path = Path(base)
+    inside = path.is_relative_to(run.path) or path.is_relative_to(run.path.resolve())
+    return f"this run's `{path.parent.name}` model" if inside else f"`{base}`"
+
+
+def _is_classifier(folder: Path) -> bool:
+    try:
+        architectures = read_json(folder / "config.json").get("architectures") or [""]
+    except OSError:
+        return False
+    return str(architectures[0]).endswith("ForSequenceClassification")
+
+
+def _number(name: str, numbers: dict[str, float]) -> str:
+    return format_value(name, numbers.get(name)) if name in numbers else ""

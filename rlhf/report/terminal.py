@@ -1,0 +1,40 @@
+"""Print the verdict on a run in the terminal: each stage's state and sentence, and the findings that need a reader."""
+
+from __future__ import annotations
+
+from rich.text import Text
+
+from rlhf.diagnosis.findings import State
+from rlhf.report.contents import STATES, RunReport
+from rlhf.reporting.console import console
+
+_STYLES: dict[State, str] = {"fine": "green", "look here": "yellow", "wrong": "bold red", "cannot tell": "dim"}
+
+
+def print_verdict(report: RunReport, *, every: bool = False) -> None:
+    """Print each stage's state and sentence, and its findings that are not fine; with `every`, all of them."""
+    _print((report.records.name, "bold"), (f"  {report.records.state}", "dim"))
+    for stage in report.stages:
+        _print("  ", _sign(stage.state), "  ", (f"{stage.records.title}: ", "bold"), stage.sentence)
+        for finding in stage.findings:
+            if not every and finding.state == "fine":
+                continue
+            if every or finding.text != stage.sentence:
+                place = "" if finding.step is None else f" (step {finding.step:,})"
+                _print(" " * 6, _sign(finding.state), f"  {finding.text}{place}")
+            if finding.remedy:
+                _print(" " * 9, (finding.remedy, "dim"))
+
+
+def print_states(report: RunReport) -> None:
+    """Print one line for each stage: its state and sentence."""
+    for stage in report.stages:
+        _print(_sign(stage.state), "  ", (f"{stage.records.title}: ", "bold"), stage.sentence)
+
+
+def _sign(state: State) -> tuple[str, str]:
+    return f"{STATES[state]} {state}", _STYLES[state]
+
+
+def _print(*parts: str | tuple[str, str]) -> None:
+    console.print(Text.assemble(*parts), soft_wrap=True)

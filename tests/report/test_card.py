@@ -1,0 +1,53 @@
+"""Model cards: their YAML, their numbers, and code that loads the model from the folder of the card."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlhf.utils.manifest import find_damage
+
+
+def parts(card: Path) -> tuple[dict[str, Any], str]:
+    _, front, text = card.read_text(encoding="utf-8").split("---\n", 2)
+    return yaml.safe_load(front), text
+
+
+@pytest.mark.parametrize(("stage", "tag"), [("sft", "text-generation"), ("reward", None), ("ppo", "text-generation")])
+def test_card_has_metadata_and_numbers_of_its_stage(finished_run: Path, stage: str, tag: str | None) -> None:
+    metadata, text = parts(finished_run / stage / "model/README.md")
+    assert metadata["library_name"] == "transformers" and metadata["tags"] == ["rlhf", stage]
+    assert metadata.get("pipeline_tag") == tag
+    summary = json.loads((finished_run / stage / "stage.json").read_text())
+    rows = dict(re.findall(r"^\| ([a-z_0-9 ]+?) \| [^|]* \| ([^|]*) \|$", text, re.MULTILINE))
+    assert set(rows) - {"number"} == {name.replace("_", " ") for name in summary["after"]}
+    name, value = next(iter(summary["after"].items()))
+    shown = rows[name.replace("_", " ")]
+    assert float(shown.strip("%").replace(",", "")) == pytest.approx(100 * value if "%" in shown else value, rel=5e-3)
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
+def test_code_of_the_card_loads_the_model_next_to_it(
+    finished_run: Path, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, text = parts(finished_run / stage / "model/README.md")
+    code = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    assert code
+    monkeypatch.chdir(finished_run / stage / "model")
+    names: dict[str, Any] = {}
+    exec(code[1], names)
+    assert sum(parameter.numel() for parameter in names["model"].parameters()) > 1000 and len(names["tokenizer"]) > 10
+
+
+def test_card_names_the_stage_that_the_model_started_from(finished_run: Path) -> None:
+    assert "from this run's `sft` model" in parts(finished_run / "ppo/model/README.md")[1]
+    assert "start its critic from this folder" in parts(finished_run / "ppo/critic/README.md")[1]
+
+
+def test_card_is_no_damage_to_the_model(finished_run: Path) -> None:
+    assert not find_damage(finished_run / "ppo/model", lambda name: True)
