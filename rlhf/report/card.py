@@ -11,7 +11,7 @@ from rlhf.diagnosis.records import RunRecords, StageRecords
 from rlhf.report.contents import examine_run
 from rlhf.reporting.summary import format_value
 from rlhf.runs.stage_directory import AVERAGE, CRITIC
-from rlhf.utils.atomic_io import atomic_write, read_json
+from rlhf.utils.atomic_io import atomic_write
 from rlhf.utils.units import format_bytes, format_seconds
 
 CARD = "README.md"
@@ -96,15 +96,17 @@ def _what(stage: StageRecords, folder: Path) -> str:
 
 
 def _usage(stage: StageRecords, folder: Path, base: str | None) -> Iterator[str]:
-    """Yield Python code that loads the model from the folder of its card."""
+    """Yield how to load the model from the folder of its card."""
     if folder.name == CRITIC:
         yield "A PPO run can start its critic from this folder: `ppo.critic`."
+        yield ""
+    card = folder / CARD
+    written = card.read_text(encoding="utf-8") if card.is_file() else ""
+    if written.startswith("# "):  # by `rlhf.models.scalar_head.write_readme`: plain transformers has no class for it
+        yield written.partition("\n")[2].strip()
         return
-    is_reward = stage.name == "reward"
-    if is_reward and not folder.name.startswith(_ADAPTER) and not _is_classifier(folder):
-        yield "Plain transformers has no class for it. `rlhf evaluate` and `ppo.reward_model` read this folder."
-        return
-    kind = "AutoModelForSequenceClassification" if is_reward else "AutoModelForCausalLM"
+    is_scalar = stage.name == "reward" or folder.name == CRITIC
+    kind = "AutoModelForSequenceClassification" if is_scalar else "AutoModelForCausalLM"
     yield "```python"
     if folder.name.startswith(_ADAPTER):
         yield "from peft import PeftModel"
@@ -116,7 +118,7 @@ def _usage(stage: StageRecords, folder: Path, base: str | None) -> Iterator[str]
         yield 'model = PeftModel.from_pretrained(model, ".")'
     yield f'tokenizer = AutoTokenizer.from_pretrained("{source}")'
     yield "```"
-    if not is_reward:
+    if not is_scalar:
         yield ""
         yield "`rlhf chat .` talks to it, with the prompts of its training."
 
@@ -133,14 +135,6 @@ def _describe_base(run: RunRecords, base: str | None) -> str:
     path = Path(base)
     inside = path.is_relative_to(run.path) or path.is_relative_to(run.path.resolve())
     return f"this run's `{path.parent.name}` model" if inside else f"`{base}`"
-
-
-def _is_classifier(folder: Path) -> bool:
-    try:
-        architectures = read_json(folder / "config.json").get("architectures") or [""]
-    except OSError:
-        return False
-    return str(architectures[0]).endswith("ForSequenceClassification")
 
 
 def _number(name: str, numbers: dict[str, float]) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from rlhf.diagnosis.records import read_run
+from rlhf.report.card import write_cards
 from rlhf.utils.manifest import find_damage
 
 
@@ -47,6 +50,17 @@ def test_code_of_the_card_loads_the_model_next_to_it(
 def test_card_names_the_stage_that_the_model_started_from(finished_run: Path) -> None:
     assert "from this run's `sft` model" in parts(finished_run / "ppo/model/README.md")[1]
     assert "start its critic from this folder" in parts(finished_run / "ppo/critic/README.md")[1]
+
+
+def test_card_keeps_the_instructions_for_a_model_without_a_class(finished_run: Path, tmp_path: Path) -> None:
+    """`rlhf.models.scalar_head.write_readme` has written how to compute its scores."""
+    run = read_run(Path(shutil.copytree(finished_run, tmp_path / "run")))
+    stage = next(one for one in run.stages if one.name == "reward")
+    card = stage.directory.model / "README.md"
+    card.write_text("# A reward model that plain transformers has no class for\n\ncompute it so\n", encoding="utf-8")
+    write_cards(run, stage)
+    metadata, text = parts(card)
+    assert metadata["tags"] == ["rlhf", "reward"] and text.endswith("## Use\n\ncompute it so\n")
 
 
 def test_card_is_no_damage_to_the_model(finished_run: Path) -> None:
