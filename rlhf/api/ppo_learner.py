@@ -201,8 +201,9 @@ class PPOLearner:
         with self._translate_errors():
             when = f"after {self.done:,} steps" if self.done else "before"
             result = self.trainer.evaluate(when)
+            self._context.recorder.heldout(self.done, result.rows)
             record_evaluation(self._context, self.done, result)
-        self._evaluations.append(result)
+        self._evaluations.append(result._replace(rows=()))
         return result.numbers
 
     def checkpoint(self) -> None:

@@ -60,8 +60,11 @@ def report(
     target = output or (paths[0] / "report.html" if len(paths) == 1 else None)
     if target is None:
         raise RunError(f"{len(paths)} runs: name the page's file with --output, such as -o comparison.html")
-    check_writable(target)
+    if target.is_dir():
+        raise RunError(f"{target}: is a folder; name the page's file with --output")
+    check_writable(target.parent)
     reports = _examine(paths)
+    target.parent.mkdir(parents=True, exist_ok=True)
     write_report(reports, target)
     for item in reports:
         print_verdict(item)
@@ -72,7 +75,7 @@ def report(
 def doctor(
     options: Options,
     runs: Runs,
-    every: Annotated[bool, typer.Option("--all", metavar="", help="Show checks that are fine, too.")] = False,
+    show_all: Annotated[bool, typer.Option("--all", metavar="", help="Show checks that are fine, too.")] = False,
     strict: Annotated[
         bool, typer.Option("--strict", metavar="", help=f"Exit with {WRONG} also if a check says: look here.")
     ] = False,
@@ -93,7 +96,7 @@ def doctor(
         print_json(documents[0] if len(documents) == 1 else documents)
     else:
         for item in reports:
-            print_verdict(item, every=every)
+            print_verdict(item, show_all=show_all)
         print_line(("docs/diagnosis.md explains each check", "dim"))
     bad = ("wrong", "look here") if strict else ("wrong",)
     if any(item.state in bad for item in reports):

@@ -128,7 +128,7 @@ def _predict(grid: Grid, folder: SweepDirectory, as_json: bool, as_tsv: bool) ->
 
 
 def _run(grid: Grid, folder: SweepDirectory, *, retry: bool, debug: bool) -> list[PointResult]:
-    from rlhf.contrib.sweep.results import collect_results, describe_result, write_index, write_report
+    from rlhf.contrib.sweep.results import collect_results, describe_result, write_index, write_report, write_table
     from rlhf.contrib.sweep.runner import SweepRunner
 
     with lock_folder(folder.path):
@@ -139,7 +139,7 @@ def _run(grid: Grid, folder: SweepDirectory, *, retry: bool, debug: bool) -> lis
             if outcome:
                 outcomes[point.name] = outcome
             results = collect_results(grid, folder, outcomes)
-            write_report(grid, folder, results)
+            write_table(grid, folder, results)
             return next(describe_result(grid, result) for result in results if result.name == point.name)
 
         SweepRunner(grid, folder, debug).run(

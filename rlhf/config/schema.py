@@ -241,7 +241,7 @@ class RolesConfig(ConfigModel):
 
 
 class AlarmsConfig(ConfigModel):
-    """What a run does if its records show that something is wrong (docs/diagnosis.md)."""
+    """Alarms of a run whose records show that something is wrong (docs/diagnosis.md)."""
 
     stop: bool = Field(
         False,

@@ -1,4 +1,4 @@
-"""What the records of a stage say: the findings of `CHECKS`, each in one of four states.
+"""Findings about a stage: the outcomes of `CHECKS` on its records, each in one of four states.
 
 Invariants follow from theory and precision, and hold in every correct run: one that does not hold is `wrong`. All other
 checks are signals, which say `look here`: a person decides. docs/diagnosis.md explains each check.
@@ -9,22 +9,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from statistics import fmean
-from typing import Literal, NamedTuple
+from statistics import fmean, quantiles
+from typing import Any, Literal, NamedTuple
 
 from rlhf.config.schema import EVERY_STAGE, Config, Stage
 from rlhf.diagnosis.records import Curve, RunRecords, StageRecords, Text
-from rlhf.reporting.health import (
-    DRAWING_REMEDY,
-    FIRST_KL_REMEDY,
-    MAX_FIRST_GAP,
-    MAX_FIRST_KL,
-    RULES,
-    Topic,
-    fill_keys,
-    gap_limit,
-    starts_at_reference,
-)
+from rlhf.reporting.health import RULES, Topic, describe_first_kl, describe_gap, fill_keys, starts_at_reference
 from rlhf.reporting.summary import format_value
 from rlhf.utils.statistics import estimate, wilson
 from rlhf.utils.units import format_number
@@ -32,11 +22,14 @@ from rlhf.utils.units import format_number
 State = Literal["fine", "look here", "wrong", "cannot tell"]
 SEVERITY: dict[State, int] = {"fine": 0, "cannot tell": 1, "look here": 2, "wrong": 3}
 
-_FIRST_NATS, _LATE_NATS = 0.3, 1.0  # KL per sequence from which its first price, and its late one, is measured
+_FIRST_NATS = 0.3  # KL per sequence from which its first price is measured
+_LATE_NATS, _LATE_TOKEN_NATS = 1.0, 0.05  # growth of KL per sequence, and per token, below which KL has settled
 _PRICE_FALL = 20  # times
+_SURE = 3.0  # standard errors: a difference to the best of many evaluations
+_MIN_ROWS = 20
 
 _PPO: tuple[Stage, ...] = ("ppo",)
-_CALM = "raise {ppo.kl_coef} or lower {ppo.optimizer.learning_rate}"
+_CLOSER = "raise {ppo.kl_coef} or lower {ppo.optimizer.learning_rate}"
 
 
 class Finding(NamedTuple):
@@ -57,7 +50,7 @@ class Finding(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a check found; `name`, topic and remedy of its finding are the check's."""
+    """The part of a finding that a check's function decides."""
 
     state: State
     text: str
@@ -77,13 +70,19 @@ class Subject(NamedTuple):
 
     @property
     def precision(self) -> str:
-        """The precision that the stage was trained in; fp32 if it is not recorded."""
+        """The precision that the stage was trained in; empty if it is not recorded."""
         recorded = self.run.description.get("stages", {}).get(self.stage.name, {})
-        return str(recorded.get("precision") or "fp32")
+        return str(recorded.get("precision") or "")
 
     def heldout(self, name: str) -> Curve:
         """Return the curve of a held-out number."""
         return self.stage.curve(f"heldout_{name}")
+
+    def final(self, name: str) -> float:
+        """Return a held-out number of the model that the stage saves, or the newest one."""
+        curve = self.heldout(name)
+        value = curve.at(self.stage.final_step)
+        return curve.last if value is None else value
 
 
 class Check(NamedTuple):
@@ -106,18 +105,28 @@ class Check(NamedTuple):
 
 
 def examine_stage(run: RunRecords, stage: StageRecords) -> list[Finding]:
-    """Return the findings of all checks that apply to a stage, and its warnings, in the order of `CHECKS`."""
+    """Return the findings of all checks that apply to a stage, in the order of `CHECKS`, then its warnings."""
     subject, findings = Subject(stage, run), []
+    warned = {warning.rule: warning for warning in stage.warnings}
     for check in (check for check in CHECKS if stage.name in check.stages):
-        missing = [name for name in check.needs if not stage.curve(name)]
-        if missing and not check.is_invariant:
-            continue
-        unknown = Outcome("cannot tell", f"not recorded: {' and '.join(missing)}")
-        if outcome := unknown if missing else check.examine(subject):
+        if check.is_invariant and check.name in warned:  # seen in training, perhaps at a step that is not recorded
+            findings.append(_read_warning(warned[check.name], "wrong"))
+        elif outcome := _examine(check, subject):
             remedy = fill_keys(check.remedy, run.config, stage.name) if SEVERITY[outcome.state] > 1 else ""
             findings.append(Finding(check.name, check.topic, outcome.state, outcome.text, outcome.step, remedy))
-    invariants = {check.name for check in CHECKS if check.is_invariant}  # already among the findings
-    return findings + [_read_warning(text) for text in stage.warnings if text.rule not in invariants]
+    invariants = {check.name for check in CHECKS if check.is_invariant}
+    return findings + [_read_warning(text, "look here") for text in stage.warnings if text.rule not in invariants]
+
+
+def _examine(check: Check, subject: Subject) -> Outcome | None:
+    missing = [name for name in check.needs if not subject.stage.curve(name)]
+    if missing:
+        text = f"not recorded: {' and '.join(missing)}"
+        return Outcome("cannot tell", text) if check.is_invariant else None
+    try:
+        return check.examine(subject)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # records of another version, or damaged
+        return Outcome("cannot tell", f"{check.name}: the records cannot be read ({type(error).__name__}: {error})")
 
 
 def worst(findings: Sequence[Finding]) -> State:
@@ -126,14 +135,14 @@ def worst(findings: Sequence[Finding]) -> State:
     return max(states, key=SEVERITY.__getitem__, default="cannot tell" if findings else "fine")
 
 
-def _read_warning(warning: Text) -> Finding:
+def _read_warning(warning: Text, state: State) -> Finding:
     """Return the finding of a line that the health monitor printed."""
-    state, _, remedy = warning.text.partition("; ")
+    text, _, remedy = warning.text.partition("; ")
     for place in (f"step {warning.step:,}: ", f"step {warning.step:,}, held-out: "):
-        state = state.removeprefix(place)
+        text = text.removeprefix(place)
     topics: dict[str, Topic] = {rule.name: rule.topic for rule in RULES}
     topic = topics.get(warning.rule, "updates")
-    return Finding(warning.rule or "warning", topic, "look here", state, warning.step, remedy)
+    return Finding(warning.rule or "warning", topic, state, text, warning.step, remedy)
 
 
 def _tail(curve: Curve) -> list[float]:
@@ -141,46 +150,38 @@ def _tail(curve: Curve) -> list[float]:
     return curve.values[-max(len(curve.values) // 4, 1) :]
 
 
+def _with_numbers(rows: Sequence[dict[str, Any]], *keys: str) -> list[dict[str, Any]]:
+    """Return the rows whose numbers under `keys` are all finite."""
+    return [row for row in rows if all(isinstance(row.get(key), int | float) for key in keys)]
+
+
 # --- plumbing
 
 
 def _first_kl(subject: Subject) -> Outcome | None:
-    stage = subject.stage
-    kl, length = stage.curve("kl"), stage.curve("response_length")
+    kl, length = subject.stage.curve("kl"), subject.stage.curve("response_length")
+    if subject.precision not in ("fp32", "bf16", "fp16"):
+        return Outcome("cannot tell", "not recorded: the precision of training")
     if kl.steps[0] > 1:
         return Outcome("cannot tell", f"not recorded: the KL of step 1; the first record is of step {kl.steps[0]:,}")
-    per_token, limit = abs(kl.values[0]) / max(length.values[0], 1), MAX_FIRST_KL[subject.precision]
     if not starts_at_reference(subject.config):
         return None
-    if per_token > limit:
-        return Outcome(
-            "wrong",
-            f"the policy differs from its reference before the first update: KL is {per_token:.2g} nats per token "
-            f"(rounding in {subject.precision}: below {limit:g})",
-            step=1,
-        )
+    per_token = kl.values[0] / max(length.values[0], 1)
+    if wrong := describe_first_kl(per_token, subject.precision):
+        return Outcome("wrong", wrong, step=1)
     return Outcome("fine", f"before the first update the policy is its reference: KL {per_token:.1g} nats per token")
 
 
 def _drawing(subject: Subject) -> Outcome | None:
     gaps, largest = subject.stage.curve("draw_gap"), subject.stage.curve("draw_gap_max")
-    first, precision = gaps.values[0], subject.precision
-    if gaps.steps[0] == 1 and first > MAX_FIRST_GAP[precision]:
-        return Outcome(
-            "wrong",
-            f"generation and training compute different probabilities from the start: {first:.2g} nats per token "
-            f"(rounding in {precision}: below {MAX_FIRST_GAP[precision]:g})",
-            step=1,
-        )
-    limit = gap_limit(first, precision)
-    stale = [step for step, gap in zip(*gaps) if gap > limit]
-    if stale:
-        return Outcome(
-            "wrong",
-            f"rollouts of {len(stale):,} of {len(gaps.steps):,} steps were not drawn from the weights that were "
-            f"trained: the gap grew from {first:.1g} to {max(gaps.values):.1g} nats per token",
-            step=stale[0],
-        )
+    if subject.precision not in ("fp32", "bf16", "fp16"):
+        return Outcome("cannot tell", "not recorded: the precision of training")
+    first = gaps.at(1)
+    for step, gap in zip(*gaps):
+        if wrong := describe_gap(gap, first, subject.precision):
+            return Outcome("wrong", wrong, step)
+    if first is None:
+        return Outcome("cannot tell", f"not recorded: the gap of step 1; the first record is of step {gaps.steps[0]:,}")
     return Outcome(
         "fine",
         f"rollouts of {len(gaps.steps):,} of {len(gaps.steps):,} steps were drawn from the weights that were trained; "
@@ -189,12 +190,12 @@ def _drawing(subject: Subject) -> Outcome | None:
 
 
 def _learning_rate(subject: Subject) -> Outcome | None:
-    rates = subject.stage.curve("learning_rate")
-    if len(rates.steps) < 2:
+    rates = [*subject.stage.curve("learning_rate").values, *subject.stage.curve("lora_learning_rate").values]
+    if len(subject.stage.curve("learning_rate").steps) < 2:
         return None
-    if not any(rates.values):
-        return Outcome("wrong", "the learning rate is 0 in every step, so nothing is learned", step=rates.steps[0])
-    return Outcome("fine", f"the learning rate is not 0: at most {max(rates.values):.2g}")
+    if not any(rates):
+        return Outcome("look here", "the learning rate is 0 in every step, so nothing is learned")
+    return Outcome("fine", f"the learning rate is not 0: at most {max(rates):.2g}")
 
 
 def _gradient(subject: Subject) -> Outcome | None:
@@ -202,17 +203,17 @@ def _gradient(subject: Subject) -> Outcome | None:
     if len(norms.steps) < 2:
         return None
     if not any(norms.values):
-        return Outcome("wrong", "the gradient is 0 in every step, so nothing is learned", step=norms.steps[0])
+        return Outcome("look here", "the gradient is 0 in every step, so nothing is learned")
     return Outcome("fine", f"gradients are not 0: norms from {min(norms.values):.2g} to {max(norms.values):.2g}")
 
 
 def _dpo_loss(subject: Subject) -> Outcome | None:
     losses, settings = subject.stage.curve("loss"), subject.config.dpo
-    if settings.loss != "sigmoid" or settings.label_smoothing or len(losses.steps) < 20:
+    if settings.loss != "sigmoid" or settings.label_smoothing or not subject.stage.summary:
         return None
-    if all(abs(loss - math.log(2)) < 1e-3 for loss in losses.values):
-        return Outcome("wrong", f"the loss stays at ln 2 for {len(losses.steps):,} steps: the policy does not change")
-    return Outcome("fine", f"the loss leaves ln 2: at the end {losses.last:.3f}")
+    if all(abs(loss - math.log(2)) < 1e-3 for loss in _tail(losses)):
+        return Outcome("look here", "the loss has not left ln 2, where it starts: the policy has hardly changed")
+    return Outcome("fine", f"the loss has left ln 2: at the end {losses.last:.3f}")
 
 
 # --- learning
@@ -222,10 +223,10 @@ def _perplexity(subject: Subject) -> Outcome | None:
     curve = subject.heldout("perplexity")
     if len(curve.steps) < 2:
         return None
-    before, after, best = curve.values[0], curve.last, min(curve.values)
+    before, after, best = curve.values[0], subject.final("perplexity"), min(curve.values)
     change = f"held-out perplexity went from {format_number(before)} to {format_number(after)}"
     if after >= before:
-        return Outcome("look here", f"{change}: the model has not improved", curve.steps[-1])
+        return Outcome("look here", f"{change}: the model has not improved", subject.stage.final_step)
     if after > 1.1 * best:
         step = curve.steps[curve.values.index(best)]
         return Outcome("look here", f"{change}, but it was {format_number(best)} at step {step:,}: overfitting", step)
@@ -233,46 +234,47 @@ def _perplexity(subject: Subject) -> Outcome | None:
 
 
 def _accuracy(subject: Subject) -> Outcome | None:
-    curve = subject.heldout("accuracy")
-    rows = len(next(iter(subject.stage.heldout.values()), []))
-    if len(curve.steps) < 2:
+    if len(subject.heldout("accuracy").steps) < 2:
         return None
-    text = f"held-out accuracy is {curve.last:.1%}"
-    if not rows:
-        return Outcome("fine" if curve.last > 0.55 else "look here", text, curve.steps[-1])
-    low, high = wilson(curve.last * rows, rows)
-    text += f" of {rows:,} pairs (95 % interval {low:.0%} to {high:.0%})"
-    return (
-        Outcome("look here", f"{text}: no better than chance", curve.steps[-1]) if low <= 0.5 else Outcome("fine", text)
-    )
+    accuracy, rows = subject.final("accuracy"), len(subject.stage.final_rows)
+    text = f"held-out accuracy is {accuracy:.1%}"
+    if not rows:  # DPO records no rows
+        chance = accuracy <= 0.5
+    else:
+        low, high = wilson(accuracy * rows, rows)
+        text, chance = f"{text} of {rows:,} pairs (95 % interval {low:.0%} to {high:.0%})", low <= 0.5
+    return Outcome("look here", f"{text}: no better than chance") if chance else Outcome("fine", text)
 
 
 def _length_bias(subject: Subject) -> Outcome | None:
-    rows = subject.stage.heldout.get(max(subject.stage.heldout, default=0), [])
+    rows = _with_numbers(subject.stage.final_rows, "chosen", "rejected", "chosen_tokens", "rejected_tokens")
     longer = [row["chosen"] > row["rejected"] for row in rows if row["chosen_tokens"] > row["rejected_tokens"]]
     shorter = [row["chosen"] > row["rejected"] for row in rows if row["chosen_tokens"] < row["rejected_tokens"]]
-    if min(len(longer), len(shorter)) < 20:
+    if min(len(longer), len(shorter)) < _MIN_ROWS:
         return None
-    high, low = fmean(longer), fmean(shorter)
-    text = f"accuracy is {high:.0%} where the chosen reply is longer, and {low:.0%} where it is shorter"
+    text = f"accuracy is {fmean(longer):.0%} if the chosen reply is longer, and {fmean(shorter):.0%} if it is shorter"
     if wilson(sum(longer), len(longer)).low - wilson(sum(shorter), len(shorter)).high > 0.1:
         return Outcome("look here", f"{text}: the model may score length")
     return Outcome("fine", text)
 
 
 def _reward(subject: Subject) -> Outcome | None:
-    curve, heldout = subject.heldout("reward"), subject.stage.heldout
+    curve, stage = subject.heldout("reward"), subject.stage
     if len(curve.steps) < 2:
         return None
-    text = f"held-out reward went from {format_number(curve.values[0])} to {format_number(curve.last)}"
-    first, last = heldout.get(curve.steps[0], []), heldout.get(curve.steps[-1], [])
-    if not first or not last:
-        return Outcome("fine" if curve.last > curve.values[0] else "look here", text, curve.steps[-1])
-    gain = estimate([new["reward"] - old["reward"] for old, new in zip(first, last)])
-    if gain.interval:
-        text += f" (gain {gain.mean:.2f}, 95 % interval {gain.interval.low:.2f} to {gain.interval.high:.2f})"
-    if gain.interval and gain.interval.low <= 0:
-        return Outcome("look here", f"{text}: no sure gain", curve.steps[-1])
+    last = subject.final("reward")
+    text = f"held-out reward went from {format_number(curve.values[0])} to {format_number(last)}"
+    gains = [
+        new["reward"] - old["reward"]
+        for old, new in zip(stage.first_rows, stage.final_rows)
+        if _with_numbers([old, new], "reward") == [old, new]
+    ]
+    gain = estimate(gains) if gains else None
+    if not gain or not gain.interval:
+        return Outcome("fine" if last > curve.values[0] else "look here", f"{text} (no interval: too few prompts)")
+    text += f" (gain {gain.mean:.2f}, 95 % interval {gain.interval.low:.2f} to {gain.interval.high:.2f})"
+    if gain.interval.low <= 0:
+        return Outcome("look here", f"{text}: no sure gain", stage.final_step)
     return Outcome("fine", text)
 
 
@@ -292,49 +294,64 @@ def _critic(subject: Subject) -> Outcome | None:
 
 
 def _second_judge(subject: Subject) -> Outcome | None:
-    judge, reward = subject.heldout("approved_share"), dict(zip(*subject.heldout("reward")))
+    judge, reward = subject.heldout("approved_share"), subject.heldout("reward")
     if len(judge.steps) < 2:
         return None
-    rows = len(next(iter(subject.stage.heldout.values()), [])) or 100
-    best = max(judge.values)
+    best, last = max(judge.values), judge.steps[-1]
     step = judge.steps[judge.values.index(best)]
-    now, last = judge.last, judge.steps[-1]
-    error = math.sqrt((best * (1 - best) + now * (1 - now)) / rows)
-    if best - now > max(2 * error, 0.05) and reward[last] > reward[step]:
+    before, after = reward.at(step), reward.at(last)
+    is_sure = _has_fallen(subject.stage.heldout.get(step, []), subject.stage.heldout.get(last, []), best - judge.last)
+    if is_sure and before is not None and after is not None and after > before:
         return Outcome(
             "look here",
-            f"over-optimized since step {step:,}: reward rose from {reward[step]:.2f} to {reward[last]:.2f} while the "
-            f"second judge's approval fell from {best:.0%} to {now:.0%}",
+            f"over-optimized since step {step:,}: reward rose from {before:.2f} to {after:.2f} while the second "
+            f"judge's approval fell from {best:.0%} to {judge.last:.0%}",
             step,
         )
     return Outcome(
-        "fine", f"a second judge approves of {now:.0%} of held-out completions (before {judge.values[0]:.0%})"
+        "fine", f"a second judge approves of {judge.last:.0%} of held-out completions (at first {judge.values[0]:.0%})"
     )
 
 
-def _kl_price(subject: Subject) -> Outcome | None:
-    kl, reward = subject.heldout("kl"), subject.heldout("reward")
-    if len(kl.steps) < 5 or len(kl.steps) != len(reward.steps) or kl.last <= 0:
-        return None
-    prices = [
-        (gained - reward.values[0]) / spent for spent, gained in zip(kl.values, reward.values) if spent > _FIRST_NATS
+def _has_fallen(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]], fall: float) -> bool:
+    """Return whether approval has fallen by 5 points, and surely: McNemar's test over the same prompts.
+
+    Without rows, a fall by 20 points is one.
+    """
+    changes = [
+        old["approved"] - new["approved"] for old, new in zip(before, after) if "approved" in old and "approved" in new
     ]
-    half = next(place for place, value in enumerate(kl.values) if value >= kl.last / 2)
-    spent, gained = kl.last - kl.values[half], reward.last - reward.values[half]
-    if not prices or spent <= _LATE_NATS:
-        return Outcome("fine", f"KL has settled: {kl.last:.2f} nats per sequence")
-    early, late = max(prices), gained / spent
-    text = f"a nat of KL bought up to {early:.2f} of reward at first, and {late:.2f} from step {kl.steps[half]:,} on"
+    if not changes:
+        return fall > 0.2
+    lost, won = changes.count(1), changes.count(-1)
+    return fall > 0.05 and lost - won > _SURE * math.sqrt(lost + won)
+
+
+def _kl_price(subject: Subject) -> Outcome | None:
+    rewards = dict(zip(*subject.heldout("reward")))
+    points = [(step, kl, rewards[step]) for step, kl in zip(*subject.heldout("kl")) if step in rewards]
+    if len(points) < 5:
+        return None
+    (_, _, start), (_, final_kl, final_reward) = points[0], points[-1]
+    early = max(((reward - start) / kl for _, kl, reward in points if kl > _FIRST_NATS), default=0.0)
+    half, half_kl, half_reward = next(point for point in points if point[1] >= final_kl / 2)
+    lengths = subject.heldout("response_length")
+    settled = max(_LATE_NATS, _LATE_TOKEN_NATS * (lengths.last if lengths else 0))
+    if final_kl - half_kl <= settled or early <= 0:
+        return Outcome("fine", f"KL does not run away: {final_kl:.2f} nats per sequence")
+    late = (final_reward - half_reward) / (final_kl - half_kl)
+    text = f"a nat of KL bought up to {early:.2f} of reward at first, and {late:.2f} from step {half:,} on"
     if late < early / _PRICE_FALL:
-        return Outcome("look here", f"{text}: the policy still moves away, for hardly any reward", kl.steps[half])
+        return Outcome("look here", f"{text}: the policy still moves away, for hardly any reward", half)
     return Outcome("fine", text)
 
 
 def _length_share(subject: Subject) -> Outcome | None:
-    heldout = subject.stage.heldout
-    if len(heldout) < 2:
+    first, last = (
+        _with_numbers(rows, "reward", "tokens") for rows in (subject.stage.first_rows, subject.stage.final_rows)
+    )
+    if min(len(first), len(last)) < _MIN_ROWS:
         return None
-    first, last = heldout[min(heldout)], heldout[max(heldout)]
     gain = fmean(row["reward"] for row in last) - fmean(row["reward"] for row in first)
     growth = fmean(row["tokens"] for row in last) - fmean(row["tokens"] for row in first)
     slope = _slope([row["tokens"] for row in first], [row["reward"] for row in first])
@@ -342,48 +359,48 @@ def _length_share(subject: Subject) -> Outcome | None:
         return None
     share = slope * growth / gain
     text = f"length alone explains {share:.0%} of the gain in reward ({growth:+.1f} tokens)"
-    return Outcome("look here", text, max(heldout)) if share > 0.5 else Outcome("fine", text)
+    return Outcome("look here", text, subject.stage.final_step) if share > 0.5 else Outcome("fine", text)
 
 
 def _slope(x: Sequence[float], y: Sequence[float]) -> float | None:
     """Return the slope of the least-squares line; None if all `x` are equal."""
     center, level = fmean(x), fmean(y)
     spread = sum((value - center) ** 2 for value in x)
-    return sum((one - center) * (other - level) for one, other in zip(x, y)) / spread if spread else None
+    return sum((value - center) * (other - level) for value, other in zip(x, y)) / spread if spread else None
 
 
 def _score_range(subject: Subject) -> Outcome | None:
-    judged = subject.run.stage("reward")
-    settings = subject.config.ppo
-    if not judged or not judged.heldout or settings.reward_model or settings.reward_functions:
+    reward_stage, settings = subject.run.stage("reward"), subject.config.ppo
+    if not reward_stage or settings.reward_model or settings.reward_functions:
+        return None  # the scores are not those of this run's reward model
+    pairs = _with_numbers(reward_stage.final_rows, "chosen", "rejected")
+    rows = _with_numbers(subject.stage.final_rows, "reward")
+    if min(len(pairs), len(rows)) < _MIN_ROWS:
         return None
-    pairs = judged.heldout[max(judged.heldout)]
-    scores = [row[reply] for row in pairs for reply in ("chosen", "rejected")]
-    heldout = subject.stage.heldout
-    if not heldout or len(scores) < 20:
-        return None
-    rows = heldout[max(heldout)]
-    outside = fmean(not min(scores) <= row["reward"] <= max(scores) for row in rows)
+    scores = [settings.reward_weight * pair[reply] for pair in pairs for reply in ("chosen", "rejected")]
+    bounds = quantiles(scores, n=100)
+    outside = fmean(not bounds[0] <= row["reward"] <= bounds[-1] for row in rows)
     text = (
         f"{outside:.0%} of the scores are outside the range in which the reward model was validated "
-        f"({min(scores):.2f} to {max(scores):.2f})"
+        f"({bounds[0]:.2f} to {bounds[-1]:.2f})"
     )
-    return Outcome("look here", text, max(heldout)) if outside > 0.1 else Outcome("fine", text)
+    return Outcome("look here", text, subject.stage.final_step) if outside > 0.2 else Outcome("fine", text)
 
 
 def _openings(subject: Subject) -> Outcome | None:
-    heldout = subject.stage.heldout
-    if len(heldout) < 2 or len(heldout[0]) < 20:
+    first, last = subject.stage.first_rows, subject.stage.final_rows
+    if min(len(first), len(last)) < _MIN_ROWS:
         return None
 
-    def commonest(rows: Sequence[dict[str, str]]) -> tuple[str, float]:
+    def find_commonest(rows: Sequence[dict[str, Any]]) -> tuple[str, float]:
         openings = Counter(" ".join(row["completion"].split()[:3]) for row in rows)
         opening, count = openings.most_common(1)[0]
         return opening, count / len(rows)
 
-    (_, before), (opening, after) = commonest(heldout[min(heldout)]), commonest(heldout[max(heldout)])
+    (_, before), (opening, after) = find_commonest(first), find_commonest(last)
     text = f"{after:.0%} of completions begin with “{opening}” (the commonest opening before: {before:.0%})"
-    return Outcome("look here", text, max(heldout)) if after > max(0.5, 2 * before) else Outcome("fine", text)
+    is_new = after > max(0.5, 2 * before)
+    return Outcome("look here", text, subject.stage.final_step) if is_new else Outcome("fine", text)
 
 
 # --- exploring, updates
@@ -408,11 +425,15 @@ def _clip_share(subject: Subject) -> Outcome | None:
 
 def _skipped(subject: Subject) -> Outcome | None:
     skipped = subject.stage.curve("skipped_steps")
-    share = sum(skipped.values) / len(skipped.values)
-    text = f"{sum(skipped.values):,.0f} of {len(skipped.values):,} steps were skipped because fp16 overflowed"
-    return Outcome("look here", text) if share > 0.1 else Outcome("fine", text)
+    updates = dict(zip(*subject.stage.curve("updates")))
+    half = len(skipped.steps) // 2  # the search for a loss scale skips steps at the start
+    count = sum(skipped.values[half:])
+    total = sum(updates.get(step, 1.0) for step in skipped.steps[half:])
+    text = f"{count:,.0f} of {total:,.0f} optimizer steps were skipped because fp16 overflowed, in the second half"
+    return Outcome("look here", text) if count > 0.1 * total else Outcome("fine", text)
 
 
+_REMEDIES = {rule.name: rule.remedy for rule in RULES}
 CHECKS = (
     Check(
         "first KL",
@@ -420,7 +441,7 @@ CHECKS = (
         _PPO,
         ("kl", "response_length"),
         _first_kl,
-        FIRST_KL_REMEDY,
+        _REMEDIES["first KL"],
         is_invariant=True,
     ),
     Check(
@@ -429,7 +450,7 @@ CHECKS = (
         _PPO,
         ("draw_gap", "draw_gap_max"),
         _drawing,
-        DRAWING_REMEDY,
+        _REMEDIES["drawing"],
         is_invariant=True,
     ),
     Check(
@@ -439,10 +460,9 @@ CHECKS = (
         ("learning_rate",),
         _learning_rate,
         "set {*.optimizer.learning_rate}",
-        is_invariant=True,
     ),
-    Check("gradient", "plumbing", EVERY_STAGE, ("grad_norm",), _gradient, "look for an earlier warning", True),
-    Check("DPO loss", "plumbing", ("dpo",), ("loss",), _dpo_loss, "raise {dpo.optimizer.learning_rate}", True),
+    Check("gradient", "plumbing", EVERY_STAGE, ("grad_norm",), _gradient, "look for an earlier warning"),
+    Check("DPO loss", "plumbing", ("dpo",), ("loss",), _dpo_loss, "raise {dpo.optimizer.learning_rate}"),
     Check(
         "perplexity",
         "learning",
@@ -484,14 +504,14 @@ CHECKS = (
         "raise {ppo.critic_optimizer.learning_rate} or set {ppo.normalize_scores}",
     ),
     Check("length bias", "cheating", ("reward",), (), _length_bias, "add pairs whose shorter reply is the better one"),
-    Check("second judge", "cheating", _PPO, ("heldout_approved_share",), _second_judge, _CALM),
-    Check("price of KL", "cheating", _PPO, ("heldout_kl", "heldout_reward"), _kl_price, _CALM),
+    Check("second judge", "cheating", _PPO, ("heldout_approved_share",), _second_judge, _CLOSER),
+    Check("price of KL", "cheating", _PPO, ("heldout_kl", "heldout_reward"), _kl_price, _CLOSER),
     Check(
         "length", "cheating", _PPO, (), _length_share, "read the samples; correct the reward, or add pairs about length"
     ),
-    Check("score range", "cheating", _PPO, (), _score_range, f"read the samples with the highest scores; {_CALM}"),
-    Check("openings", "cheating", _PPO, (), _openings, f"read the samples; {_CALM}"),
-    Check("entropy", "exploring", _PPO, ("entropy",), _entropy, f"set {{ppo.entropy_coef}}, or {_CALM}"),
+    Check("score range", "cheating", _PPO, (), _score_range, f"read the samples with the highest scores; {_CLOSER}"),
+    Check("openings", "cheating", _PPO, (), _openings, f"read the samples; {_CLOSER}"),
+    Check("entropy", "exploring", _PPO, ("entropy",), _entropy, f"set {{ppo.entropy_coef}}, or {_CLOSER}"),
     Check("clip share", "updates", _PPO, ("clip_fraction",), _clip_share, "lower {ppo.optimizer.learning_rate}"),
     Check("skipped steps", "updates", EVERY_STAGE, ("skipped_steps",), _skipped, "use bf16, or lower the rate"),
 )

@@ -5,6 +5,7 @@ Nothing is written, and neither torch nor a device is needed. The run may be in 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +19,10 @@ from rlhf.reporting.recorder import WARNING_TAGS, read_heldout, read_records
 from rlhf.runs.directory import RunDirectory
 from rlhf.runs.stage_directory import StageDirectory
 from rlhf.utils.atomic_io import read_json
-from rlhf.utils.file_lock import is_locked
+from rlhf.utils.file_lock import find_owner
 
 State = Literal["complete", "running", "not complete"]
+_LOST_AFTER = 3600.0  # seconds
 _BOOKKEEPING = {"stage", "step", "time", "tag", "text", "rule", "sample"}
 
 
@@ -38,10 +40,9 @@ class Curve(NamedTuple):
         """The newest value."""
         return self.values[-1]
 
-    def until(self, step: int) -> Curve:
-        """Return the part up to `step`."""
-        count = sum(other <= step for other in self.steps)
-        return Curve(self.steps[:count], self.values[:count])
+    def at(self, step: int) -> float | None:
+        """Return the value at `step`; None if there is none."""
+        return next((value for other, value in zip(*self) if other == step), None)
 
 
 class Text(NamedTuple):
@@ -60,7 +61,7 @@ class StageRecords:
     Attributes:
         planned: its steps, if the settings say so.
         step: the newest recorded step.
-        age: seconds since the newest record.
+        age, elapsed: seconds since the newest record, and between the oldest and the newest one.
         summary: the contents of `stage.json`; None until the stage is complete.
         curves: each recorded number; numbers of evaluations begin with `heldout_`.
         samples: sequences of rollouts, as the key `sample` of docs/metrics.md, each with its `step`.
@@ -73,6 +74,7 @@ class StageRecords:
     planned: int | None
     step: int
     age: float
+    elapsed: float
     summary: dict[str, Any] | None
     curves: Mapping[str, Curve]
     texts: Sequence[Text] = ()
@@ -82,6 +84,22 @@ class StageRecords:
     def curve(self, name: str) -> Curve:
         """Return the curve of a number; empty if it was not recorded."""
         return self.curves.get(name, Curve([], []))
+
+    @property
+    def final_step(self) -> int:
+        """The step of the model that the stage saves: the kept one if it is complete, else the newest."""
+        return int(((self.summary or {}).get("kept") or {}).get("step", self.step))
+
+    @property
+    def final_rows(self) -> list[dict[str, Any]]:
+        """The held-out rows of the last evaluation up to `final_step`; none before a second evaluation."""
+        steps = [step for step in self.heldout if 0 < step <= self.final_step]
+        return self.heldout[max(steps)] if steps else []
+
+    @property
+    def first_rows(self) -> list[dict[str, Any]]:
+        """The held-out rows of the evaluation before training; none if they were not recorded."""
+        return self.heldout.get(0, [])
 
     @property
     def warnings(self) -> list[Text]:
@@ -124,8 +142,12 @@ class RunRecords:
 
     @cached_property
     def state(self) -> State:
-        """Return whether the run is complete, a process writes to it, or neither."""
-        if is_locked(self.path):
+        """Return whether the run is complete, a process writes to it, or neither.
+
+        The owner of a lock on another machine cannot be asked: a run without a record for an hour has lost it.
+        """
+        owner = find_owner(self.path)
+        if owner == "alive" or (owner == "elsewhere" and min(stage.age for stage in self.stages) < _LOST_AFTER):
             return "running"
         requested = {name for invocation in self.description.get("invocations", []) for name in invocation["stages"]}
         done = {stage.name for stage in self.stages if stage.summary}
@@ -158,26 +180,29 @@ def _read_stage(stage: StageDirectory, config: Config) -> StageRecords | None:
     texts, samples = [], []
     for record in records:
         if "tag" in record:
-            texts.append(Text(record["step"], record["tag"], record["text"], record.get("rule", "")))
+            texts.append(Text(record["step"], str(record["tag"]), str(record.get("text")), record.get("rule", "")))
             if isinstance(record.get("sample"), dict):
                 samples.append({"step": record["step"], **record["sample"]})
         for name in record.keys() - _BOOKKEEPING:
-            if isinstance(value := record[name], int | float):
+            if isinstance(value := record[name], int | float) and math.isfinite(value):
                 steps, values = points.setdefault(name, Curve([], []))
                 steps.append(record["step"])
                 values.append(float(value))
+    newest = max(record["step"] for record in records)
+    times = [record["time"] for record in records if isinstance(record.get("time"), int | float)] or [time.time()]
     return StageRecords(
         name=stage.name,
         title=config.title(stage.name),
         directory=stage,
         planned=_count_planned_steps(config, stage.name),
-        step=max(record["step"] for record in records),
-        age=time.time() - records[-1].get("time", time.time()),
+        step=newest,
+        age=time.time() - times[-1],
+        elapsed=max(times) - min(times),
         summary=stage.summary() if stage.done else None,
         curves=points,
         texts=texts,
         samples=samples,
-        heldout=read_heldout(stage.heldout),
+        heldout=read_heldout(stage.heldout, newest),
     )
 
 

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rlhf.diagnosis.records import RunRecords, StageRecords
-from rlhf.report.contents import examine_run
+from rlhf.config.paths import is_path
+from rlhf.config.schema import Stage
+from rlhf.diagnosis.records import RunRecords, StageRecords, read_run
+from rlhf.report.contents import StageReport, examine_run
 from rlhf.reporting.summary import format_value
 from rlhf.runs.stage_directory import AVERAGE, CRITIC
 from rlhf.utils.atomic_io import atomic_write
@@ -18,36 +20,42 @@ CARD = "README.md"
 _ADAPTER = "adapter"
 
 
-def write_cards(run: RunRecords, stage: StageRecords) -> None:
-    """Write the card of each model that a complete stage saved, into its folder.
+def write_cards(path: Path, name: Stage) -> None:
+    """Write the card of each model that a complete stage of the run in `path` has saved, into its folder.
 
     Raises:
         OSError: a folder cannot be written.
+        RLHFError: the records cannot be read.
     """
+    run = read_run(path)
+    report = next((stage for stage in examine_run(run).stages if stage.records.name == name), None)
+    if report is None:  # it has recorded no step
+        return
     names = [f"{name}{suffix}" for name in ("model", _ADAPTER) for suffix in ("", AVERAGE)]
-    for folder in (stage.directory.path / name for name in (*names, CRITIC)):
+    for folder in (report.records.directory.path / model for model in (*names, CRITIC)):
         if folder.is_dir():
-            atomic_write(folder / CARD, format_card(run, stage, folder))
+            atomic_write(folder / CARD, format_card(run, report, folder))
 
 
-def format_card(run: RunRecords, stage: StageRecords, folder: Path) -> str:
-    """Return the card of the model in `folder`, which `stage` saved: YAML for hubs, then Markdown for people."""
-    base = _base_model(run, stage)
+def format_card(run: RunRecords, report: StageReport, folder: Path) -> str:
+    """Return the card of the model in `folder`, which a stage saved: YAML for hubs, then Markdown for people."""
+    stage = report.records
+    base = _find_base(run, stage, folder)
     is_scalar = folder.name == CRITIC or stage.name == "reward"
     metadata: dict[str, Any] = {
         "library_name": "peft" if folder.name.startswith(_ADAPTER) else "transformers",
         "tags": ["rlhf", stage.name],
         **({} if is_scalar else {"pipeline_tag": "text-generation"}),
-        **({"base_model": base} if base and not Path(base).is_absolute() else {}),
+        **({"base_model": base} if base and _is_hub_name(base) else {}),
     }
     front = [f"{key}: {json.dumps(value)}" for key, value in metadata.items()]  # JSON is YAML on one line
-    return "\n".join(["---", *front, "---", "", *_lines(run, stage, folder, base)]) + "\n"
+    return "\n".join(["---", *front, "---", "", *_lines(run, report, folder, base)]) + "\n"
 
 
-def _lines(run: RunRecords, stage: StageRecords, folder: Path, base: str | None) -> Iterator[str]:
-    report = next(one for one in examine_run(run).stages if one.records.name == stage.name)
+def _lines(run: RunRecords, report: StageReport, folder: Path, base: str | None) -> Iterator[str]:
+    stage = report.records
     summary = stage.summary or {}
-    yield f"# {_what(stage, folder)}"
+    yield f"# {_format_title(stage, folder)}"
     yield ""
     versions = run.description.get("versions", {})
     yield f"Trained by rlhf {versions.get('rlhf', '')} from {_describe_base(run, base)}."
@@ -68,7 +76,7 @@ def _lines(run: RunRecords, stage: StageRecords, folder: Path, base: str | None)
     yield ""
     yield f"- stage: {stage.title}, {summary.get('steps', stage.step):,} steps"
     for name, entry in run.description.get("data", {}).items():
-        yield f"- data: `{name}`, {entry.get('rows', 0):,} rows"
+        yield f"- data: `{Path(name).name}`, {entry.get('rows', 0):,} rows"
     accelerator = run.description.get("accelerator") or {}
     device, precision = accelerator.get("device") or {}, (accelerator.get("precision") or {}).get("name", "")
     yield f"- device: {device.get('count', '')} × {device.get('model', '')}, {precision}"
@@ -83,7 +91,7 @@ def _lines(run: RunRecords, stage: StageRecords, folder: Path, base: str | None)
     yield from _usage(stage, folder, base)
 
 
-def _what(stage: StageRecords, folder: Path) -> str:
+def _format_title(stage: StageRecords, folder: Path) -> str:
     if folder.name == CRITIC:
         return f"Critic of {stage.title}"
     kind = {"reward": "Reward model", "sft": "Chat model after supervised fine-tuning"}.get(
@@ -112,7 +120,7 @@ def _usage(stage: StageRecords, folder: Path, base: str | None) -> Iterator[str]
         yield "from peft import PeftModel"
     yield f"from transformers import {kind}, AutoTokenizer"
     yield ""
-    source = "." if not folder.name.startswith(_ADAPTER) else base or "BASE"
+    source = "." if not folder.name.startswith(_ADAPTER) else base if base and _is_hub_name(base) else "BASE"
     yield f'model = {kind}.from_pretrained("{source}")'
     if folder.name.startswith(_ADAPTER):
         yield 'model = PeftModel.from_pretrained(model, ".")'
@@ -123,18 +131,26 @@ def _usage(stage: StageRecords, folder: Path, base: str | None) -> Iterator[str]
         yield "`rlhf chat .` talks to it, with the prompts of its training."
 
 
-def _base_model(run: RunRecords, stage: StageRecords) -> str | None:
-    """Return the folder or hub name of the model that the stage trained; None if the run created it."""
+def _find_base(run: RunRecords, stage: StageRecords, folder: Path) -> str | None:
+    """Return the folder or hub name of the model that `folder` was trained from; None if the run created it."""
     models = run.description.get("stages", {}).get(stage.name, {}).get("models", {})
-    return next((model["path"] for model in models.values()), None)
+    keys = ["ppo.critic", "ppo.reward_model"] if folder.name == CRITIC else [f"{stage.name}.model"]
+    keys += ["ppo.actor"] * (stage.name == "ppo") + ["model.path"]
+    return next((models[key]["path"] for key in keys if key in models), None)
+
+
+def _is_hub_name(base: str) -> bool:
+    return not is_path(base) and not Path(base).exists()
 
 
 def _describe_base(run: RunRecords, base: str | None) -> str:
+    """Return the base in words: without the folders of this machine, since cards are published."""
     if base is None:
         return "scratch"
     path = Path(base)
-    inside = path.is_relative_to(run.path) or path.is_relative_to(run.path.resolve())
-    return f"this run's `{path.parent.name}` model" if inside else f"`{base}`"
+    if path.is_relative_to(run.path) or path.is_relative_to(run.path.resolve()):
+        return f"this run's `{path.parent.name}` model"
+    return f"`{base}`" if _is_hub_name(base) else f"a local model, `{path.name}`"
 
 
 def _number(name: str, numbers: dict[str, float]) -> str:

@@ -19,6 +19,7 @@ COLORS = 8
 _WIDTH, _HEIGHT = 340, 170
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 8, 8, 22
 _MAX_POINTS = 170  # of a curve in SVG: about one for two pixels
+_MAX_DATA = 2000  # of a curve for the script
 
 
 class Series(NamedTuple):
@@ -57,11 +58,13 @@ class Chart:
 
     def data(self) -> dict[str, Any]:
         """Return the chart for the script: one array of steps, and each series' values at them."""
-        steps = sorted({step for series in self.series for step in series.curve.steps})
+        curves = [thin(series.curve, _MAX_DATA) for series in self.series]
+        steps = sorted({step for curve in curves for step in curve.steps})
         result: list[dict[str, Any]] = []
-        for series in self.series:
-            values = dict(zip(*series.curve))
-            margins = dict(zip(series.curve.steps, series.margin))
+        for series, curve in zip(self.series, curves):
+            values = dict(zip(*curve))
+            margin = Curve(series.curve.steps, list(series.margin))
+            margins = dict(zip(*thin(margin, _MAX_DATA))) if series.margin else {}
             entry: dict[str, Any] = {
                 "label": series.label,
                 "color": series.color,
@@ -76,14 +79,14 @@ class Chart:
 
     def svg(self) -> str:
         """Return the chart as SVG."""
-        curves = [_thin(series.curve) for series in self.series]
+        curves = [thin(series.curve, _MAX_POINTS) for series in self.series]
         x = _Axis.of([step for curve in curves for step in curve.steps], _LEFT, _WIDTH - _RIGHT, is_exact=True)
         values = [value for curve in curves for value in curve.values]
         y = _Axis.of(values, _HEIGHT - _BOTTOM, _TOP, is_log=self.scale == "log" and min(values, default=0) > 0)
         parts = [*_frame(x, y)]
         for series, curve in zip(self.series, curves):
             if series.margin:
-                margins = _thin(Curve(series.curve.steps, list(series.margin))).values
+                margins = thin(Curve(series.curve.steps, list(series.margin)), _MAX_POINTS).values
                 upper = [(x(step), y(value + margin)) for step, value, margin in zip(*curve, margins)]
                 lower = [(x(step), y(value - margin)) for step, value, margin in zip(*curve, margins)]
                 parts.append(f'<path class="band s{series.color}" d="{_path([*upper, *reversed(lower)])}Z"/>')
@@ -188,7 +191,7 @@ class _Axis(NamedTuple):
         low, high = min(values, default=0.0), max(values, default=1.0)
         if is_log:
             low, high = math.log10(low), math.log10(high)
-        if low == high:
+        if not math.isfinite(high - low) or high - low < 1e-300:
             low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
         room = 0 if is_exact else (high - low) * 0.05
         if low == 0 and not is_log:
@@ -249,13 +252,12 @@ def _svg(parts: Iterable[str], title: str, height: int = _HEIGHT) -> str:
     )
 
 
-def _thin(curve: Curve) -> Curve:
-    """Return at most `_MAX_POINTS` points: means of neighbours."""
+def thin(curve: Curve, most: int) -> Curve:
+    """Return at most `most` points: means of neighbours, each at the step in their middle."""
     count = len(curve.steps)
-    if count <= _MAX_POINTS:
+    if count <= most:
         return curve
-    bounds = [place * count // _MAX_POINTS for place in range(_MAX_POINTS + 1)]
-    parts = list(pairwise(bounds))
+    parts = list(pairwise(place * count // most for place in range(most + 1)))
     return Curve(
         [curve.steps[(start + end) // 2] for start, end in parts],
         [math.fsum(curve.values[start:end]) / (end - start) for start, end in parts],

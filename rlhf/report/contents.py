@@ -1,7 +1,7 @@
 """The contents of a report: from the records of runs to the sections, charts and tables of the page.
 
 Sections answer what a person asks, in this order: how did it go, is the plumbing right, is it learning, is it cheating,
-is it exploring, are updates sane, where did time and memory go, what does it write, what made it.
+is it exploring, are updates sane, where did time and memory go, what does it write, where does it come from.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class StageReport:
 
 @dataclass(frozen=True)
 class RunReport:
-    """A run, examined; `color` is the index of its colour where several runs are compared."""
+    """A run, examined; `color` is the index of its colour if several runs are compared."""
 
     records: RunRecords
     stages: list[StageReport]
@@ -226,7 +226,7 @@ def _charts(name: Stage, topic: Topic, reports: Sequence[RunReport]) -> Iterator
 
 
 def _series(stage: StageRecords, plot: _Plot, report: RunReport, *, alone: bool) -> Iterator[Series]:
-    position = 0
+    position, group_size = 0, report.records.config.ppo.method.group_size
     for name in plot.names:
         label = name.removeprefix("heldout_").replace("_", " ")
         for key, of_kind in ((name, ""), (f"heldout_{name}", "held-out ")):
@@ -235,21 +235,22 @@ def _series(stage: StageRecords, plot: _Plot, report: RunReport, *, alone: bool)
             if not alone and len(plot.names) > 1 and name != plot.names[0]:
                 continue  # one curve for each run: more could not be told apart
             dots = key.startswith("heldout_")
-            margin = _reward_margin(stage, curve) if key == "reward" and alone else []
+            margin = _reward_margin(stage, curve, group_size) if key == "reward" and alone else []
             title = f"{of_kind}{label}" if alone else f"{report.records.name}{', held-out' * dots}"
             yield Series(title, curve, position if alone else report.color, margin, dots)
             position += 1
 
 
-def _reward_margin(stage: StageRecords, curve: Curve) -> list[float]:
-    """Return half the 95 % interval of each step's mean score; empty if its rows are not known."""
+def _reward_margin(stage: StageRecords, curve: Curve, group_size: int) -> list[float]:
+    """Return half the 95 % interval of each step's mean score over prompts; empty if their number is not known."""
     deviations, tokens, lengths = (
         dict(zip(*stage.curve(name))) for name in ("reward_std", "tokens", "response_length")
     )
     if not deviations or not tokens:
         return []
-    rows = {step: max(tokens[step] / max(lengths[step], 1), 1) for step in tokens if step in lengths}
-    return [1.96 * deviations.get(step, 0.0) / math.sqrt(rows.get(step, 1.0)) for step in curve.steps]
+    # Completions of one prompt are not independent.
+    prompts = {step: max(tokens[step] / max(lengths[step], 1) / group_size, 1) for step in tokens if step in lengths}
+    return [1.96 * deviations.get(step, 0.0) / math.sqrt(prompts.get(step, 1.0)) for step in curve.steps]
 
 
 def _cheating_figures(reports: Sequence[RunReport]) -> Iterator[dict[str, Any]]:
@@ -269,10 +270,9 @@ def _cheating_figures(reports: Sequence[RunReport]) -> Iterator[dict[str, Any]]:
             "legend": [(label, color) for label, color, _ in paths] if len(paths) > 1 else [],
         }
     for report in reports[:1] if len(reports) == 1 else []:
-        judged, ppo = report.records.stage("reward"), report.records.stage("ppo")
-        if judged and ppo and judged.heldout and len(ppo.heldout) > 1:
-            pairs = judged.heldout[max(judged.heldout)]
-            first, last = ppo.heldout[min(ppo.heldout)], ppo.heldout[max(ppo.heldout)]
+        reward_stage, ppo = report.records.stage("reward"), report.records.stage("ppo")
+        if reward_stage and ppo and reward_stage.final_rows and ppo.first_rows and ppo.final_rows:
+            pairs, first, last = reward_stage.final_rows, ppo.first_rows, ppo.final_rows
             groups = [
                 (
                     "pairs that validated the reward model",
@@ -282,6 +282,7 @@ def _cheating_figures(reports: Sequence[RunReport]) -> Iterator[dict[str, Any]]:
                 ("completions before PPO", 0, [row["reward"] for row in first]),
                 ("completions at the end", 1, [row["reward"] for row in last]),
             ]
+            groups = [(label, color, [x for x in xs if isinstance(x, float)]) for label, color, xs in groups]
             yield {
                 "title": "scores",
                 "about": "scores beyond the pairs' range are those of which least is known",
@@ -291,7 +292,7 @@ def _cheating_figures(reports: Sequence[RunReport]) -> Iterator[dict[str, Any]]:
 
 
 class Cost(NamedTuple):
-    """What a stage took: rows of a table, and the shares of its phases."""
+    """The cost of a stage: rows of a table, and the shares of its phases."""
 
     label: str
     rows: list[tuple[str, str]]
@@ -307,7 +308,7 @@ def cost_tables(reports: Sequence[RunReport]) -> list[Cost]:
             summary, records = stage.records.summary or {}, stage.records
             peak = summary.get("peak_memory") or max(records.curve("peak_memory").values, default=0)
             rows = [("steps", f"{summary.get('steps', records.step):,}")]
-            seconds = summary.get("seconds") or sum(records.curve("seconds").values)
+            seconds = summary.get("seconds") or records.elapsed
             rows += [("time", format_seconds(seconds))] if seconds else []
             step = records.curve("seconds").values
             rows += [("a step", format_seconds(sorted(step)[len(step) // 2]))] if step else []
@@ -338,6 +339,8 @@ def completion_table(report: RunReport) -> dict[str, Any] | None:
     rows = []
     for number in range(min(len(stage.heldout[step]) for step in steps)):
         states = [stage.heldout[step][number] for step in steps]
+        if not all(isinstance(state.get(key), int | float) for state in states for key in ("reward", "kl", "tokens")):
+            continue  # a number was not finite
         rows.append(
             {
                 "number": number,
@@ -353,6 +356,8 @@ def completion_table(report: RunReport) -> dict[str, Any] | None:
     by_change = sorted(rows, key=lambda row: -row["change"])
     half = _COMPLETIONS_SHOWN // 3
     chosen = {row["number"]: row for row in [*by_change[:half], *by_change[-half:], *rows[:half]]}
+    if not chosen:
+        return None
     shown = sorted(chosen.values(), key=lambda row: -row["change"])
     return {"steps": steps, "rows": shown, "total": len(rows), "judged": shown[0]["approved"] is not None}
 
@@ -414,7 +419,7 @@ def _cut(text: str) -> str:
 
 
 def provenance(report: RunReport) -> dict[str, Any]:
-    """Return what made a run: settings that differ from the defaults, data, versions, device and commands."""
+    """Return the origin of a run: settings that differ from the defaults, data, versions, device and commands."""
     description = report.records.description
     accelerator = description.get("accelerator") or {}
     precision = accelerator.get("precision") or {}

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Sequence
+from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from rlhf.diagnosis.records import read_run
-from rlhf.errors import USER_ERRORS, ConfigError
+from rlhf.errors import ConfigError
 from rlhf.report.contents import examine_run
 from rlhf.report.page import render_report
 
 _REFRESH = 10  # seconds
 _ADDRESS = "127.0.0.1"
+_WAITING = "<!DOCTYPE html><meta charset=utf-8><meta http-equiv=refresh content={seconds}><p>{error}"
 
 
 def serve_report(paths: Sequence[Path], port: int, announce: Callable[[str], None]) -> None:
     """Serve the page about the runs in `paths` on loopback until Ctrl-C; `announce` receives its address.
 
     Raises:
-        ConfigError: the port is in use.
-        RLHFError: a run cannot be read.
+        ConfigError: the port cannot be opened.
     """
-    render(paths)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -35,12 +35,12 @@ def serve_report(paths: Sequence[Path], port: int, announce: Callable[[str], Non
                 self.send_error(404)
                 return
             try:
-                status, kind, body = 200, "text/html; charset=utf-8", render(paths)
-            except USER_ERRORS as error:
-                status, kind, body = 500, "text/plain; charset=utf-8", str(error)
-            content = body.encode()
+                status, page = 200, render(paths)
+            except Exception as error:  # such as no step yet; the page tries again
+                status, page = 500, _WAITING.format(seconds=_REFRESH, error=escape(str(error)))
+            content = page.encode()
             self.send_response(status)
-            self.send_header("Content-Type", kind)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
             self.send_header("Content-Length", str(len(content)))
             self.send_header("Cache-Control", "no-store")
             self.send_header("X-Frame-Options", "DENY")
@@ -53,9 +53,8 @@ def serve_report(paths: Sequence[Path], port: int, announce: Callable[[str], Non
     try:
         server = ThreadingHTTPServer((_ADDRESS, port), Handler)
     except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        raise ConfigError(f"--port {port}: is in use; choose another") from error
+        reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be opened ({error.strerror})"
+        raise ConfigError(f"--port {port}: {reason}; choose another") from error
     with server:
         announce(f"http://{_ADDRESS}:{port}/")
         try:

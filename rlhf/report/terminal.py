@@ -11,15 +11,15 @@ from rlhf.reporting.console import console
 _STYLES: dict[State, str] = {"fine": "green", "look here": "yellow", "wrong": "bold red", "cannot tell": "dim"}
 
 
-def print_verdict(report: RunReport, *, every: bool = False) -> None:
-    """Print each stage's state and sentence, and its findings that are not fine; with `every`, all of them."""
+def print_verdict(report: RunReport, *, show_all: bool = False) -> None:
+    """Print each stage's state and sentence, and its findings that are not fine; with `show_all`, all of them."""
     _print((report.records.name, "bold"), (f"  {report.records.state}", "dim"))
     for stage in report.stages:
         _print("  ", _sign(stage.state), "  ", (f"{stage.records.title}: ", "bold"), stage.sentence)
         for finding in stage.findings:
-            if not every and finding.state == "fine":
+            if not show_all and finding.state == "fine":
                 continue
-            if every or finding.text != stage.sentence:
+            if show_all or finding.text != stage.sentence:
                 place = "" if finding.step is None else f" (step {finding.step:,})"
                 _print(" " * 6, _sign(finding.state), f"  {finding.text}{place}")
             if finding.remedy:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -66,16 +67,21 @@ class Recorder(AbstractContextManager["Recorder"]):
     def heldout(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
         """Record the held-out rows of the evaluation after `step` steps; `read_heldout` reads them.
 
-        Rows are in the same order at each evaluation, so prompts are written only with those of step 0.
+        Rows are in the same order at each evaluation, so prompts are written only with the first one, and step 0.
         """
         if not self._enabled or not rows:
             return
-        if step:
-            rows = [{key: value for key, value in row.items() if key != "prompt"} for row in rows]
         path = self._directory.heldout
-        is_cut_short = path.is_file() and not path.read_bytes().endswith(b"\n")  # by a crash
-        with open_no_link(path, "a") as file:
-            file.write("\n" * is_cut_short + _encode({"step": step, "rows": rows}).decode())
+        size = path.stat().st_size if path.is_file() else 0
+        if step and size:
+            rows = [{key: value for key, value in row.items() if key != "prompt"} for row in rows]
+        is_cut_short = False
+        if size:
+            with path.open("rb") as file:
+                file.seek(-1, os.SEEK_END)
+                is_cut_short = file.read() != b"\n"  # by a crash
+        with open_no_link(path, "a") as text:
+            text.write("\n" * is_cut_short + _encode({"step": step, "rows": rows}).decode())
 
     def close(self) -> None:
         """Close both files, and the sink."""
@@ -171,17 +177,27 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def read_heldout(path: Path) -> dict[int, list[dict[str, Any]]]:
+def read_heldout(path: Path, newest: int) -> dict[int, list[dict[str, Any]]]:
     """Return the rows of each evaluation in a `heldout.jsonl`, by step, each row with its prompt if it has one.
 
     A stage that resumes evaluates again after its checkpoint, so a record replaces those of its step and of later ones.
+
+    Args:
+        newest: the stage's newest step; rows of later ones are of an earlier process, from whose end it did not resume.
     """
     evaluations: dict[int, list[dict[str, Any]]] = {}
+    prompts: list[str] = []
     for record in read_records(path):
-        evaluations = {step: rows for step, rows in evaluations.items() if step < record["step"]}
-        evaluations[record["step"]] = record["rows"]
-    prompts = [{"prompt": row["prompt"]} if "prompt" in row else {} for row in evaluations.get(0, [])]
-    return {step: [prompt | row for prompt, row in zip(prompts, rows)] for step, rows in evaluations.items()}
+        if not isinstance(rows := record.get("rows"), list) or not rows or record["step"] > newest:
+            continue
+        evaluations = {step: earlier for step, earlier in evaluations.items() if step < record["step"]}
+        evaluations[record["step"]] = rows
+        if "prompt" in rows[0]:
+            prompts = [row["prompt"] for row in rows]
+    return {
+        step: [row if place >= len(prompts) else {"prompt": prompts[place], **row} for place, row in enumerate(rows)]
+        for step, rows in evaluations.items()
+    }
 
 
 def _read_records_until(directory: StageDirectory, step: int) -> list[bytes]:

@@ -109,7 +109,8 @@ class SinkGroup(AbstractContextManager["SinkGroup"]):
         """Pass a record to each sink that has not failed."""
         for name, sink in list(self._sinks.items()):
             try:
-                sink = self._sinks[name] = sink or find_sink(name, "sinks")(self._stage)
+                if sink is None:
+                    sink = self._sinks[name] = find_sink(name, "sinks")(self._stage)
                 sink.write(dict(record))
             except _FAILURES as error:
                 self._switch_off(name, error)
@@ -118,7 +119,7 @@ class SinkGroup(AbstractContextManager["SinkGroup"]):
         """Close the sinks that were made."""
         for name, sink in list(self._sinks.items()):
             try:
-                if sink:
+                if sink is not None:
                     sink.close()
             except _FAILURES as error:
                 self._switch_off(name, error)

@@ -173,9 +173,11 @@ def measure_step(trainer: Trainer, context: StageContext, index: int) -> Iterato
         metrics |= {f"{name}_loss_scale": engine.loss_scale() for name, engine in engines.items()}
         metrics["skipped_steps"] = float(_skipped_steps(trainer) - skipped_before)
     _check_finite(metrics, context, index + 1)
-    context.warn(index + 1, context.health.judge_step(index + 1, metrics))
-    if context.config.alarms.stop and (broken := context.health.broken_invariants):
-        raise DivergedError(f"{context.directory.name}: ended by alarms.stop: {broken[0]}; {_last_checkpoint(context)}")
+    lines = context.health.judge_step(index + 1, metrics)
+    context.warn(index + 1, lines)
+    if context.config.alarms.stop and (broken := context.health.find_invariant(lines)):
+        context.recorder.log(index + 1, metrics)  # they show why
+        raise DivergedError(f"{context.directory.name}: ended by alarms.stop: {broken}; {_last_checkpoint(context)}")
     for name in (name for name, engine in engines.items() if engine.overflows_always):
         raise DivergedError(
             f"{context.directory.name}: gradients of the {name} overflow fp16 at the lowest loss scale at step "
@@ -291,10 +293,10 @@ class EvaluationSchedule:
             when = f"after step {step:,}" if 0 < step < self.trainer.total_steps else "after" if step else "before"
             state = accelerator.rng_state()
             # All ranks use the numbers of rank 0, so that all save a model or none does.
-            result = distributed.all_gather_objects(self.trainer.evaluate(when))[0]
-            accelerator.set_rng_state(state)
+            result = self.trainer.evaluate(when)
             self.context.recorder.heldout(step, result.rows)
-            self._results[step] = result._replace(rows=())
+            self._results[step] = distributed.all_gather_objects(result._replace(rows=()))[0]
+            accelerator.set_rng_state(state)
             if self._best(step) == step:
                 self.trainer.save(self._folder(step))
             with distributed.on_main(f"writing {self._path}") as main:

@@ -18,7 +18,6 @@ from rlhf.data import toy_world as embedded
 from rlhf.data.cache import StageCache
 from rlhf.data.load_sources import read_sources
 from rlhf.data.stage_dataset import StageData, load_stage
-from rlhf.diagnosis.records import read_run
 from rlhf.engine import cpu_offload, distributed
 from rlhf.engine.select import choose_shapes
 from rlhf.errors import DataError, ModelError, OutOfMemory
@@ -187,11 +186,10 @@ def finish(context: StageContext, summary: dict[str, Any]) -> None:
             warnings = list(context.health.lines.values())
             title = context.config.title(stage)
             context.directory.finish({"stage": stage, "title": title, **summary, **took, "warnings": warnings})
-            run = read_run(context.run.path)
             try:
-                write_cards(run, next(records for records in run.stages if records.name == stage))
-            except OSError as error:
-                context.say(f"note: {stage}: its model card cannot be written ({error.strerror})")
+                write_cards(context.run.path, stage)
+            except Exception as error:  # the stage is complete: nothing about a text may end the run
+                context.say(f"note: {stage}: its model cards cannot be written ({error})")
 
 
 def release_models(context: StageContext) -> None:

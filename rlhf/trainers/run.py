@@ -100,7 +100,8 @@ def run(
                         print_summary([stage.summary() for stage in directory.stages if stage.done], console)
         finally:
             if current_process().rank == 0:
-                termination.write_report()
+                with signals.collect_signals():  # the run has ended already
+                    termination.write_report()
     return directory
 
 

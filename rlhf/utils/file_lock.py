@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
@@ -78,20 +79,23 @@ def read_owner(folder: Path) -> str:
     return ""
 
 
-def is_locked(folder: Path) -> bool:
-    """Return whether a process writes to `folder`, as far as can be seen without taking its lock."""
+def find_owner(folder: Path) -> Literal["alive", "elsewhere", "none"]:
+    """Return where the process is that writes to `folder`, without taking its lock.
+
+    A process on another host may be alive or dead.
+    """
     if not (match := re.fullmatch(r"process (\d+) on (.+)", read_owner(folder))):
-        return False
+        return "none"
     pid, host = match.groups()
     if host != socket.gethostname():
-        return True
+        return "elsewhere"
     try:
         os.kill(int(pid), 0)
     except PermissionError:
-        return True
+        return "alive"
     except (ProcessLookupError, OverflowError):
-        return False
-    return True
+        return "none"
+    return "alive"
 
 
 def _acquire(folder: Path) -> BaseFileLock:

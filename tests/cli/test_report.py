@@ -22,9 +22,10 @@ from rlhf.cli.app import app
 from tests.diagnosis.records import write_run
 from tests.helpers import user_environment
 
-GOOD = {"learning_rate": [1e-5, 1e-5], "grad_norm": [1.0, 1.0], "heldout_perplexity": [9.0, 5.0]}
-BAD = GOOD | {"learning_rate": [0.0, 0.0]}
-DOUBTFUL = GOOD | {"heldout_perplexity": [5.0, 9.0]}
+GOOD = {"sft": {"learning_rate": [1e-5, 1e-5], "grad_norm": [1.0, 1.0], "heldout_perplexity": [9.0, 5.0]}}
+DOUBTFUL = {"sft": GOOD["sft"] | {"heldout_perplexity": [5.0, 9.0]}}
+BAD = {"ppo": {"kl": [6.0, 6.0], "response_length": [12.0, 12.0]}}
+"""The policy of the last differs from its reference before the first update."""
 
 
 def call(*arguments: object) -> Any:
@@ -46,11 +47,22 @@ def test_report_is_written_where_output_says(finished_run: Path, tmp_path: Path)
     assert done.exit_code == 0, done.exception
     assert (tmp_path / "page.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
     assert f"wrote {tmp_path / 'page.html'}" in done.stdout and "PPO: " in done.stdout
+    assert call("report", finished_run, "-o", tmp_path / "page.html").exit_code == 0, "a second time"
+    assert call("report", finished_run, "-o", tmp_path / "new/folder/page.html").exit_code == 0
+    refused = call("report", finished_run, "-o", tmp_path)
+    assert refused.exit_code != 0 and "is a folder; name the page's file" in str(refused.exception)
+
+
+def test_report_replaces_that_of_the_run(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", GOOD)
+    for _ in range(2):
+        assert call("report", tmp_path / "run").exit_code == 0
+    assert "from 9 to 5" in (tmp_path / "run/report.html").read_text(encoding="utf-8")
 
 
 def test_report_of_a_folder_has_all_runs_in_it(tmp_path: Path) -> None:
     for name in ("one", "two"):
-        write_run(tmp_path / name, {"sft": GOOD})
+        write_run(tmp_path / name, GOOD)
     refused = call("report", tmp_path)
     assert refused.exit_code != 0 and "--output" in str(refused.exception)
     assert call("report", tmp_path, "--output", tmp_path / "both.html").exit_code == 0
@@ -63,7 +75,7 @@ def test_report_of_a_folder_has_all_runs_in_it(tmp_path: Path) -> None:
     [(GOOD, [], 0), (DOUBTFUL, [], 0), (DOUBTFUL, ["--strict"], 3), (BAD, [], 3), (BAD, ["--json"], 3)],
 )
 def test_doctor_ends_with_3_if_a_run_is_wrong(tmp_path: Path, numbers: Any, options: list[str], code: int) -> None:
-    write_run(tmp_path / "run", {"sft": numbers})
+    write_run(tmp_path / "run", numbers)
     done = call("doctor", tmp_path / "run", *options)
     assert done.exit_code == code
     if "--json" in options:
@@ -71,18 +83,21 @@ def test_doctor_ends_with_3_if_a_run_is_wrong(tmp_path: Path, numbers: Any, opti
 
 
 def test_doctor_says_what_is_wrong_and_what_to_do(tmp_path: Path) -> None:
-    write_run(tmp_path / "run", {"sft": BAD})
+    write_run(tmp_path / "run", BAD)
     lines = call("doctor", tmp_path / "run").stdout.splitlines()
-    sentence = "supervised fine-tuning: the learning rate is 0 in every step, so nothing is learned"
-    assert lines[1].strip() == f"✕ wrong  {sentence}"
-    assert lines[2].strip() == "set sft.optimizer.learning_rate (now 1e-05)"
+    assert lines[1].strip().startswith("✕ wrong  PPO: the policy differs from its reference before the first update")
+    assert lines[2].strip() == (
+        "check that policy and reference are the same model, at the same temperature and in the same precision"
+    )
     assert not [line for line in lines if "fine" in line.split()], "checks that are fine need --all"
-    assert any("✓ fine" in line for line in call("doctor", tmp_path / "run", "--all").stdout.splitlines())
+    write_run(tmp_path / "good", GOOD)
+    assert not any("✓" in line for line in call("doctor", tmp_path / "good").stdout.splitlines()[2:])
+    assert sum("✓" in line for line in call("doctor", tmp_path / "good", "--all").stdout.splitlines()) > 3
 
 
 def test_doctor_of_several_runs_prints_a_list_of_documents(tmp_path: Path) -> None:
     for name, numbers in (("one", GOOD), ("two", BAD)):
-        write_run(tmp_path / name, {"sft": numbers})
+        write_run(tmp_path / name, numbers)
     done = call("doctor", tmp_path / "one", tmp_path / "two", "--json")
     assert [document["state"] for document in json.loads(done.stdout)] == ["fine", "wrong"] and done.exit_code == 3
 
@@ -97,12 +112,18 @@ def test_folder_without_runs_is_refused_in_one_line(tmp_path: Path, command: str
 
 
 def test_runs_are_listed_with_state_stage_and_verdict(tmp_path: Path) -> None:
-    write_run(tmp_path / "done", {"sft": GOOD}, summaries={"sft": {"stage": "sft", "title": "SFT"}})
-    write_run(tmp_path / "stopped", {"sft": BAD})
-    running = write_run(tmp_path / "running", {"sft": GOOD})
+    write_run(tmp_path / "done", GOOD, summaries={"sft": {"stage": "sft", "title": "SFT"}})
+    write_run(tmp_path / "stopped", BAD)
+    running = write_run(tmp_path / "running", GOOD)
     (running.path / ".rlhf.lock.owner").write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
-    killed = write_run(tmp_path / "killed", {"sft": GOOD})
+    killed = write_run(tmp_path / "killed", GOOD)
     (killed.path / ".rlhf.lock.owner").write_text(f"process {2**22 + 1} on {socket.gethostname()}\n")
+    far = write_run(tmp_path / "far", GOOD)
+    (far.path / ".rlhf.lock.owner").write_text("process 7 on another-host\n")
+    lost = write_run(tmp_path / "lost", GOOD)
+    (lost.path / ".rlhf.lock.owner").write_text("process 7 on another-host\n")
+    metrics = lost.stages[0].directory.metrics
+    metrics.write_text(re.sub(r'"time": [\d.]+', '"time": 1000.0', metrics.read_text()))
     (tmp_path / "broken").mkdir()
     shutil.copy(running.path / "run.json", tmp_path / "broken")
     rows = {Path(row["run"]).name: row for row in json.loads(call("runs", tmp_path, "--json").stdout)}
@@ -113,17 +134,19 @@ def test_runs_are_listed_with_state_stage_and_verdict(tmp_path: Path) -> None:
         "running": "running",
         "killed": "not complete",
         "broken": "not readable",
+        "far": "running",
+        "lost": "not complete",
     }
-    assert (rows["stopped"]["verdict"], rows["stopped"]["stage"], rows["stopped"]["step"]) == ("wrong", "sft", 2)
+    assert (rows["stopped"]["verdict"], rows["stopped"]["stage"], rows["stopped"]["step"]) == ("wrong", "ppo", 2)
     assert "no step has been recorded" in rows["broken"]["note"]
     table = call("runs", tmp_path, "--tsv").stdout.splitlines()
-    assert table[0].split("\t") == ["run", "state", "stage", "step", "verdict", "note"] and len(table) == 6
+    assert table[0].split("\t") == ["run", "state", "stage", "step", "verdict", "note"] and len(table) == 8
 
 
 @pytest.fixture
 def served(tmp_path: Path) -> Any:
     """A run that is served by a process, its address, and the process."""
-    run = write_run(tmp_path / "run", {"sft": GOOD})
+    run = write_run(tmp_path / "run", GOOD)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -146,6 +169,10 @@ def test_served_page_follows_the_run_and_ends_with_ctrl_c(served: Any) -> None:
     page = urllib.request.urlopen(address, timeout=30).read().decode()
     assert "held-out perplexity went from 9 to 2.5" in page
     assert int(re.search(r'"refresh":(\d+)', page)[1]) > 0, "a page of a running run loads itself again"  # type: ignore[index]
+    (run.path / "run.json").write_text("{")
+    with pytest.raises(urllib.error.HTTPError) as failed:
+        urllib.request.urlopen(address, timeout=30)
+    assert failed.value.code == 500 and b"http-equiv=refresh" in failed.value.read(), "it tries again"
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=30) == 0
 
@@ -160,7 +187,7 @@ def test_server_answers_no_other_host_and_no_other_path(served: Any, host: str |
 
 
 def test_port_in_use_is_refused_in_one_line(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", {"sft": GOOD})
+    run = write_run(tmp_path / "run", GOOD)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

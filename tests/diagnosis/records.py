@@ -20,7 +20,7 @@ def write_run(
     steps: Mapping[str, Sequence[int]] | None = None,
     heldout: Mapping[str, Mapping[int, list[dict[str, Any]]]] | None = None,
     settings: dict[str, Any] | None = None,
-    precision: str = "fp32",
+    precision: str | None = "fp32",
     summaries: Mapping[str, dict[str, Any]] | None = None,
 ) -> RunRecords:
     """Write a run and read it again.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import pytest
 
 from rlhf.diagnosis.findings import CHECKS, Finding, examine_stage, summarize_stage, worst
+from rlhf.diagnosis.records import read_run
+from rlhf.report.contents import examine_run
+from rlhf.report.page import render_report
 from tests.diagnosis.records import write_run
 
 EVALUATED = [0, 10, 20, 50, 100, 150, 200]
@@ -90,7 +94,7 @@ def test_rollouts_of_stale_weights_are_found_in_the_second_step(tmp_path: Path) 
     """In fp32 rounding is 4e-7; an update moves log-probabilities by 1e-4 and more."""
     numbers = {"draw_gap": [4e-7, 1e-3, 2e-3], "draw_gap_max": [3e-6, 0.1, 0.2]}
     found = examine(tmp_path, "ppo", numbers)["drawing"]
-    assert (found.state, found.step) == ("wrong", 2) and "2 of 3 steps" in found.text
+    assert (found.state, found.step) == ("wrong", 2) and "grew from 4e-07 to 0.001" in found.text
     numbers = {"draw_gap": [4e-7, 5e-7, 4e-7], "draw_gap_max": [3e-6, 4e-6, 3e-6]}
     assert examine(tmp_path / "b", "ppo", numbers)["drawing"].state == "fine"
 
@@ -108,19 +112,26 @@ def test_old_runs_lack_what_an_invariant_needs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["learning_rate", "grad_norm"])
-def test_stage_that_learns_nothing_is_wrong(tmp_path: Path, name: str) -> None:
+def test_stage_that_learns_nothing_is_found(tmp_path: Path, name: str) -> None:
     numbers = {"learning_rate": [0.0, 1e-5, 1e-5], "grad_norm": [1.0, 0.5, 0.5]}
     assert worst([*examine(tmp_path, "sft", numbers).values()]) == "fine", "the rate of a warm-up's first step is 0"
     found = examine(tmp_path / "b", "sft", numbers | {name: [0.0, 0.0, 0.0]})
-    assert [finding.state for finding in found.values()].count("wrong") == 1
+    assert found[{"learning_rate": "learning rate", "grad_norm": "gradient"}[name]].state == "look here"
 
 
-def test_dpo_loss_that_stays_at_ln_2_is_wrong(tmp_path: Path) -> None:
+def test_adapters_have_a_rate_that_counts(tmp_path: Path) -> None:
+    numbers = {"learning_rate": [0.0, 0.0], "lora_learning_rate": [1e-4, 1e-4]}
+    assert examine(tmp_path, "sft", numbers)["learning rate"].state == "fine"
+
+
+def test_dpo_loss_that_stays_at_ln_2_is_found_once_the_stage_is_complete(tmp_path: Path) -> None:
+    done = {"summaries": {"dpo": {"stage": "dpo", "title": "DPO"}}}
     stuck = [math.log(2) + 1e-5 * (step % 3) for step in range(25)]
-    assert examine(tmp_path, "dpo", {"loss": stuck})["DPO loss"].state == "wrong"
+    assert examine(tmp_path / "a", "dpo", {"loss": stuck}, **done)["DPO loss"].state == "look here"
+    assert "DPO loss" not in examine(tmp_path / "b", "dpo", {"loss": stuck}), "a warm-up may take long"
     falling = [math.log(2) - 0.01 * step for step in range(25)]
-    assert examine(tmp_path / "b", "dpo", {"loss": falling})["DPO loss"].state == "fine"
-    found = examine(tmp_path / "c", "dpo", {"loss": stuck}, settings={"dpo": {"loss": "ipo"}})
+    assert examine(tmp_path / "c", "dpo", {"loss": falling}, **done)["DPO loss"].state == "fine"
+    found = examine(tmp_path / "d", "dpo", {"loss": stuck}, settings={"dpo": {"loss": "ipo"}}, **done)
     assert "DPO loss" not in found, "ipo has another loss at the start"
 
 
@@ -129,6 +140,12 @@ def test_dpo_loss_that_stays_at_ln_2_is_wrong(tmp_path: Path) -> None:
 )
 def test_perplexity_must_fall_and_stay_low(tmp_path: Path, values: list[float], state: str) -> None:
     assert examine(tmp_path, "sft", {"heldout_perplexity": values})["perplexity"].state == state
+
+
+def test_perplexity_is_that_of_the_kept_model(tmp_path: Path) -> None:
+    kept = {"sft": {"stage": "sft", "title": "SFT", "kept": {"step": 1}}}
+    found = examine(tmp_path, "sft", {"heldout_perplexity": [9.0, 5.0, 6.0]}, summaries=kept)["perplexity"]
+    assert found.state == "fine" and "from 9 to 5" in found.text
 
 
 @pytest.mark.parametrize(("pairs", "state"), [(20, "look here"), (400, "fine")])
@@ -200,22 +217,102 @@ def test_same_opening_of_most_completions_is_found(tmp_path: Path) -> None:
     assert found.state == "look here" and "100%" in found.text and "Happy to help," in found.text
 
 
-def test_scores_beyond_those_of_the_pairs_are_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize("weight", [1.0, 10.0])
+def test_scores_beyond_those_of_the_pairs_are_found(tmp_path: Path, weight: float) -> None:
+    """Pairs score from -2.9 to 2.9; half of the completions score 5. PPO's scores have `ppo.reward_weight`."""
     pairs = [
         {"chosen": number / 10, "rejected": -number / 10, "chosen_tokens": 9.0, "rejected_tokens": 9.0}
         for number in range(30)
     ]
-    rewards, tokens = [5.0] * 10 + [1.0] * 10, [9.0] * 20
-    run = write_run(
-        tmp_path / "run",
-        {"reward": {"heldout_accuracy": [0.5, 0.9]}, "ppo": {"heldout_reward": [0.0, 3.0]}},
-        heldout={
-            "reward": {0: pairs, 1: pairs},
-            "ppo": {0: completions([0.0] * 20, tokens), 1: completions(rewards, tokens)},
-        },
-    )
-    found = {finding.name: finding for finding in examine_stage(run, run.stages[1])}["score range"]
-    assert found.state == "look here" and found.text.startswith("50%") and "-2.90 to 2.90" in found.text
+    tokens = [9.0] * 20
+    for folder, high, state in (("a", 5.0, "look here"), ("b", 2.0, "fine")):
+        rewards = [weight * high] * 10 + [weight] * 10
+        run = write_run(
+            tmp_path / folder,
+            {"reward": {"heldout_accuracy": [0.5, 0.9]}, "ppo": {"heldout_reward": [0.0, 3.0]}},
+            heldout={
+                "reward": {0: pairs, 1: pairs},
+                "ppo": {0: completions([0.0] * 20, tokens), 1: completions(rewards, tokens)},
+            },
+            settings={"ppo": {"reward_weight": weight}},
+        )
+        found = {finding.name: finding for finding in examine_stage(run, run.stages[1])}["score range"]
+        assert found.state == state and found.text.startswith("50%" if state == "look here" else "0%")
+
+
+@pytest.mark.parametrize("approved", [(20, 12), (20, 19)])
+def test_fall_of_approval_must_be_sure(tmp_path: Path, approved: tuple[int, int]) -> None:
+    """Of 20 prompts, 8 that lose approval are sure (McNemar: 8 / sqrt(8) = 2.8 is not, 12 would be); one is chance."""
+    rows = []
+    for count in (5, *approved):
+        rewards, tokens = [float(count)] * 20, [9.0] * 20
+        made = completions(rewards, tokens)
+        rows.append([row | {"approved": number < count} for number, row in enumerate(made)])
+    numbers = {
+        "heldout_reward": [0.0, 1.0, 2.0],
+        "heldout_approved_share": [5 / 20, *(count / 20 for count in approved)],
+    }
+    found = examine(tmp_path, "ppo", numbers, heldout={"ppo": dict(enumerate(rows))})
+    assert found["second judge"].state == "fine", "not sure"
+    fewer = [row | {"approved": number < 8} for number, row in enumerate(rows[2])]
+    numbers["heldout_approved_share"][2] = 8 / 20
+    found = examine(tmp_path / "b", "ppo", numbers, heldout={"ppo": {0: rows[0], 1: rows[1], 2: fewer}})
+    assert found["second judge"].state == "look here", "12 of 20 have lost it"
+
+
+NOTHING = {"prompt": "p", "completion": "", "reward": None, "kl": None, "tokens": 1.0, "ended": 1.0}
+
+
+@pytest.mark.parametrize(
+    "heldout",
+    [
+        {0: [NOTHING] * 30, 2: [NOTHING] * 30},
+        {2: completions([1.0] * 30, [9.0] * 30)},
+        {0: completions([1.0] * 30, [9.0] * 30), 2: []},
+        {0: [{}] * 30, 2: [{"reward": "text"}] * 30},
+    ],
+    ids=["numbers that are not finite", "no evaluation before training", "no rows", "rows of another version"],
+)
+def test_rows_that_lack_numbers_end_nothing(tmp_path: Path, heldout: Any) -> None:
+    numbers = {"heldout_reward": [0.0, 1.0, 2.0], "heldout_kl": [0.0, 1.0, 2.0], "kl": [1e-9, 1.0]}
+    run = write_run(tmp_path / "run", {"ppo": numbers | {"response_length": [9.0, 9.0]}}, heldout={"ppo": heldout})
+    report = examine_run(run)
+    assert report.state in ("fine", "look here")
+    assert "<!DOCTYPE html>" in render_report([report])
+
+
+@pytest.mark.parametrize("recorded", [{"draw_gap": [4e-7], "draw_gap_max": [3e-6]}, {}])
+def test_invariant_that_broke_in_training_is_wrong_whatever_is_recorded(
+    tmp_path: Path, recorded: dict[str, list[float]]
+) -> None:
+    """As when `alarms.stop` ended the run, or records have a step between them."""
+    run = write_run(tmp_path / "run", {"ppo": START | recorded})
+    line = {
+        "stage": "ppo",
+        "step": 3,
+        "time": 1.0,
+        "tag": "warning",
+        "rule": "drawing",
+        "text": "step 3: stale; report it",
+    }
+    with run.stages[0].directory.metrics.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    run = read_run(run.path)
+    found = {finding.name: finding for finding in examine_stage(run, run.stages[0])}
+    assert found["drawing"] == Finding("drawing", "plumbing", "wrong", "stale", 3, "report it")
+    assert worst([*found.values()]) == "wrong"
+
+
+def test_gap_without_the_first_step_is_judged_by_its_absolute_limit(tmp_path: Path) -> None:
+    steps = {"draw_gap": [10, 20], "draw_gap_max": [10, 20]}
+    for folder, gap, state in (("a", 0.5, "wrong"), ("b", 1e-3, "cannot tell")):
+        numbers = {"draw_gap": [gap, gap], "draw_gap_max": [gap, gap]}
+        assert examine(tmp_path / folder, "ppo", numbers, steps=steps)["drawing"].state == state
+
+
+def test_unknown_precision_tells_nothing(tmp_path: Path) -> None:
+    for folder, precision in (("a", "auto"), ("b", None)):
+        assert examine(tmp_path / folder, "ppo", START, precision=precision)["first KL"].state == "cannot tell"
 
 
 @pytest.mark.parametrize(
@@ -225,7 +322,7 @@ def test_scores_beyond_those_of_the_pairs_are_found(tmp_path: Path) -> None:
         ("explained_variance", [-3.0, 0.5], [0.5, -0.1], {}),
         ("entropy", [2.0, 1.0], [2.0, 0.1], {}),
         ("clip_fraction", [0.1, 0.1], [0.1, 0.5], {"ppo": {"ppo_epochs": 2}}),
-        ("skipped_steps", [0.0] * 19 + [1.0], [1.0, 0.0], {}),
+        ("skipped_steps", [1.0] * 10 + [0.0] * 10, [0.0, 1.0], {}),
     ],
 )
 def test_signal_fires_at_the_end_of_bad_runs_only(

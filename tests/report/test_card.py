@@ -58,7 +58,7 @@ def test_card_keeps_the_instructions_for_a_model_without_a_class(finished_run: P
     stage = next(one for one in run.stages if one.name == "reward")
     card = stage.directory.model / "README.md"
     card.write_text("# A reward model that plain transformers has no class for\n\ncompute it so\n", encoding="utf-8")
-    write_cards(run, stage)
+    write_cards(run.path, "reward")
     metadata, text = parts(card)
     assert metadata["tags"] == ["rlhf", "reward"] and text.endswith("## Use\n\ncompute it so\n")
 

@@ -95,8 +95,8 @@ def test_only_settings_of_the_stages_that_ran_are_listed(tmp_path: Path) -> None
 def test_document_has_the_verdict_and_each_finding(tmp_path: Path) -> None:
     numbers = {"learning_rate": [0.0, 0.0], "grad_norm": [1.0, 1.0]}
     document = to_document(examine_run(write_run(tmp_path / "run", {"sft": numbers})))
-    assert document["state"] == document["stages"][0]["state"] == "wrong"
+    assert document["state"] == document["stages"][0]["state"] == "look here"
     found = {finding["name"]: finding for finding in document["stages"][0]["findings"]}
-    assert found["learning rate"]["state"] == "wrong" and "sft.optimizer" in found["learning rate"]["remedy"]
+    assert found["learning rate"]["state"] == "look here" and "sft.optimizer" in found["learning rate"]["remedy"]
     assert found["gradient"]["state"] == "fine"
     json.dumps(document, allow_nan=False)

@@ -102,10 +102,24 @@ def test_later_evaluation_replaces_those_of_its_step_and_after(stage: StageDirec
             recorder.heldout(step, [{"prompt": "a", "reward": reward}, {"prompt": "b", "reward": 0.0}])
     with Recorder(stage, resume_step=1) as recorder:
         recorder.heldout(2, [{"prompt": "a", "reward": 5.0}, {"prompt": "b", "reward": 6.0}])
-    assert read_heldout(stage.heldout) == {
+    assert read_heldout(stage.heldout, 9) == {
         0: [{"prompt": "a", "reward": 1.0}, {"prompt": "b", "reward": 2.0}],
         2: [{"prompt": "a", "reward": 5.0}, {"prompt": "b", "reward": 6.0}],
     }
+
+
+def test_evaluations_after_the_newest_step_are_of_an_earlier_process(stage: StageDirectory) -> None:
+    with Recorder(stage) as recorder:
+        for step in (0, 2, 4):
+            recorder.heldout(step, [{"reward": 1.0}])
+    assert [*read_heldout(stage.heldout, 3)] == [0, 2]
+
+
+def test_rows_without_an_evaluation_before_training_have_their_prompts(stage: StageDirectory) -> None:
+    with Recorder(stage) as recorder:
+        for step in (5, 6):
+            recorder.heldout(step, [{"prompt": "a", "reward": float(step)}])
+    assert read_heldout(stage.heldout, 9) == {step: [{"prompt": "a", "reward": float(step)}] for step in (5, 6)}
 
 
 def test_evaluation_after_one_that_a_crash_cut_short_is_read(stage: StageDirectory) -> None:
@@ -115,7 +129,7 @@ def test_evaluation_after_one_that_a_crash_cut_short_is_read(stage: StageDirecto
     stage.heldout.write_bytes(stage.heldout.read_bytes()[:-4])
     with Recorder(stage, resume_step=1) as recorder:
         recorder.heldout(2, [{"reward": 7.0}])
-    assert [rows[0]["reward"] for rows in read_heldout(stage.heldout).values()] == [1.0, 7.0]
+    assert [rows[0]["reward"] for rows in read_heldout(stage.heldout, 9).values()] == [1.0, 7.0]
 
 
 def test_other_ranks_write_nothing(stage: StageDirectory) -> None:

@@ -88,7 +88,9 @@ def test_alarm_ends_the_run_if_the_settings_say_so(train: Any, stale: None, tmp_
         train(stop=True)
     assert "no checkpoint yet" in str(ended.value)
     lines = (tmp_path / "ppo/metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    assert alarms([json.loads(line) for line in lines]) == [(2, "drawing")], "the records say why"
+    records = [json.loads(line) for line in lines]
+    assert alarms(records) == [(2, "drawing")]
+    assert [record["step"] for record in records if "draw_gap" in record] == [1, 2], "the records say why"
 
 
 def test_policy_unlike_its_reference_is_found_in_the_first_step(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:

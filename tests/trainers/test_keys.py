@@ -54,7 +54,7 @@ def test_run_records_exactly_the_documented_keys(folder_of, stage):
 
 @pytest.mark.parametrize("stage", ["reward", "ppo"])
 def test_heldout_rows_have_exactly_the_documented_keys(finished_run, stage):
-    evaluations = read_heldout(finished_run / stage / "heldout.jsonl")
+    evaluations = read_heldout(finished_run / stage / "heldout.jsonl", 3)
     assert set(evaluations) == {0, 3}, "before and after"
     rows = [set(row) for rows in evaluations.values() for row in rows]
     documented = {key: text for name, key, text in table("heldout.jsonl") if name == stage}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rlhf.trainers.ppo.metrics import RolloutSample, escape_text, render_sample
+from rlhf.trainers.ppo.metrics import RolloutSample, escape_text, render_sample, token_texts
 from tests.helpers import models_of, sets, user_environment
 
 
@@ -97,3 +97,21 @@ def test_samples_and_evaluations_are_above_the_progress_bar(rlhf: Any, finished_
     for step in (1, 2, 3):  # steps / 10 is less than one
         assert any(re.match(rf"ppo: step {step} +score \S+, KL \S+, \d+ tokens$", line) for line in lines)
     assert any(re.match(r"ppo: after step 2: reward \S+ \(before \S+\), kl ", line) for line in lines)
+
+
+class Bytes:
+    """A tokenizer whose tokens are the bytes of UTF-8; it omits a space at the start, as some do."""
+
+    def decode(self, ids: list[int], **options: Any) -> str:
+        return bytes(ids).decode(errors="replace").removeprefix(" ")
+
+
+@pytest.mark.parametrize("text", ["a b", "é, 牛", "x\ufffdy and more", "😀"])
+def test_texts_of_tokens_are_the_text_together(text: str) -> None:
+    assert "".join(token_texts(Bytes(), list(text.encode()))) == text
+
+
+def test_text_that_ends_within_a_character_is_complete() -> None:
+    ids = list("a牛".encode())[:-1]
+    texts = token_texts(Bytes(), ids)
+    assert len(texts) == len(ids) and "".join(texts) == "a\ufffd"

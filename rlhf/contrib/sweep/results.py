@@ -14,7 +14,7 @@ from rlhf.config.schema import Stage
 from rlhf.contrib.sweep.directory import PointOutcome, Status, SweepDirectory
 from rlhf.contrib.sweep.grid import Grid
 from rlhf.diagnosis.records import RunRecords, read_run
-from rlhf.errors import RunError
+from rlhf.errors import RLHFError
 from rlhf.report.contents import examine_run
 from rlhf.report.page import render_report
 from rlhf.reporting.summary import format_value
@@ -171,8 +171,8 @@ def write_index(grid: Grid, folder: SweepDirectory, results: Sequence[PointResul
     atomic_write_json(folder.description, to_document(grid, results))
 
 
-def write_report(grid: Grid, folder: SweepDirectory, results: Sequence[PointResult]) -> None:
-    """Write `sweep.json`, `sweep.csv` and the page with the runs of all points, `report.html`.
+def write_table(grid: Grid, folder: SweepDirectory, results: Sequence[PointResult]) -> None:
+    """Write `sweep.json` and `sweep.csv`.
 
     Raises:
         OSError: the folder is not writable.
@@ -185,6 +185,15 @@ def write_report(grid: Grid, folder: SweepDirectory, results: Sequence[PointResu
     for result, (name, *cells) in zip(results, rows, strict=True):
         writer.writerow([name, *(result.labels.get(axis, "") for axis in grid.axes), *cells])
     atomic_write(folder.table, text.getvalue())
+
+
+def write_report(grid: Grid, folder: SweepDirectory, results: Sequence[PointResult]) -> None:
+    """Write the table, and the page with the runs of all points, `report.html`.
+
+    Raises:
+        OSError: the folder is not writable.
+    """
+    write_table(grid, folder, results)
     runs = [folder.run(result.name).path for result in results]
     reports = [examine_run(records, place) for place, records in enumerate(filter(None, map(_read_started, runs)))]
     shown = {report.records.path for report in reports}
@@ -197,8 +206,8 @@ def write_report(grid: Grid, folder: SweepDirectory, results: Sequence[PointResu
 
 
 def _read_started(run: Path) -> RunRecords | None:
-    """Return the records of a point; None if it has recorded no step."""
+    """Return the records of a point; None if it has recorded no step, or they cannot be read."""
     try:
         return read_run(run)
-    except RunError:
+    except RLHFError:
         return None

@@ -117,7 +117,7 @@ def rollout_means(sums: Metrics) -> Metrics:
 def draw_sums(rollout: Rollout, scores: Scores) -> Batch:
     """Return sums for `draw_means`; nothing if generation did not draw the tokens.
 
-    Of each token, generation and scoring compute the same log-probability on different ways; if their weights are the
+    Of each token, generation and scoring compute the same log-probability in different ways; if their weights are the
     same, rounding is all that separates them.
     """
     if rollout.drawn_log_probs is None:
@@ -217,6 +217,7 @@ def record_arithmetic(
 
 
 _PROMPT, _COMPLETION = 400, 800  # characters that are shown
+_CHARACTER_TOKENS = 4  # of a character, at most: UTF-8 has four bytes
 # Control characters, and those that turn the direction of text or end lines; joiners make one letter of several.
 _HIDDEN, _HARMLESS = {"Cc", "Cf", "Cs", "Zl", "Zp"}, "\n\t\u200c\u200d"
 
@@ -293,7 +294,8 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     texts, start, read = [], 0, 0  # some tokenizers omit a space at the start, so decode from the token before
     for end in range(1, len(ids) + 1):
         before, after = tokenizer.decode(ids[start:read]), tokenizer.decode(ids[start:end])
-        if len(after) <= len(before) or after.endswith("\ufffd"):
+        is_part = after.endswith("\ufffd") and end - read < _CHARACTER_TOKENS and end < len(ids)
+        if len(after) <= len(before) or is_part:
             texts.append("")
             continue
         texts.append(after[len(before) :])
