@@ -1,0 +1,132 @@
+"""Train runs of the bench and keep their numbers in `results/`: see README.md in this folder."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from plan import Run, list_runs
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+RESULTS = HERE / "results"
+WORK = ROOT / "runs" / "truth"
+
+TRAINING = (
+    *("reward", "reward_std", "kl", "entropy", "response_length", "truncated_share", "clip_fraction", "approx_kl"),
+    *("explained_variance", "grad_norm", "equal_group_share", "draw_gap", "draw_gap_max", "score_clip_fraction"),
+)
+"""Numbers of each step that are kept, if they were recorded."""
+
+
+def main() -> None:
+    """Train the requested runs, one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="runs to train again; default: all without results")
+    parser.add_argument("--list", action="store_true", help="list the runs")
+    parser.add_argument("--part", default="1/1", metavar="K/N", help="train only every N-th of them, from the K-th on")
+    options = parser.parse_args()
+    runs = list_runs()
+    if options.list:
+        for run in runs:
+            print(f"{'done' if result_file(run).is_file() else '':5} {run.group:10} {run.name}")
+        return
+    if unknown := set(options.names) - {run.name for run in runs}:
+        parser.error(f"no run {', '.join(sorted(unknown))}; --list shows them")
+    chosen = [run for run in runs if (run.name in options.names if options.names else not result_file(run).is_file())]
+    first, parts = map(int, options.part.split("/"))
+    for number, run in enumerate(chosen[first - 1 :: parts], 1):
+        started = time.time()
+        train(run)
+        print(f"{number:3} {run.name}: {time.time() - started:.0f} s", flush=True)
+
+
+def result_file(run: Run) -> Path:
+    """Return the file of a run's numbers."""
+    return RESULTS / f"{run.name}.json"
+
+
+def train(run: Run) -> None:
+    """Train a run, and the models that it starts from if they do not exist yet; keep its numbers."""
+    sft = _train_stage(f"sft-{run.seed}", "sft", run.seed, {})
+    settings = {
+        "reward.model": sft,
+        "reward.epochs": 20,  # at most: reward.max_steps of the recipe ends larger ones earlier
+        "data.datasets": f"{{path: world, limit: {run.pairs * 20 // 19}, stages: [reward]}}",  # a twentieth is held out
+    }
+    reward = _train_stage(f"reward-{run.seed}-{run.pairs}", "reward", run.seed, settings)
+    models = {"ppo.actor": sft}
+    if run.settings.get("ppo.reward_weight") != 0:
+        models["ppo.reward_model"] = reward
+    name = f"ppo-{run.name}"
+    started = time.time()
+    _train_stage(name, "ppo", run.seed, run.keys | models)
+    RESULTS.mkdir(exist_ok=True)
+    partial = result_file(run).with_suffix(".partial")
+    partial.write_text(json.dumps(read_numbers(run, WORK / name, time.time() - started), indent=None) + "\n")
+    partial.rename(result_file(run))
+    shutil.rmtree(WORK / name)
+
+
+def _train_stage(name: str, stage: str, seed: int, settings: dict[str, Any]) -> Path:
+    """Train one stage, unless its folder is complete, and return its model."""
+    folder = WORK / name
+    if not (folder / stage / "stage.json").is_file():
+        keys = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+        command = [sys.executable, "-m", "rlhf", stage, "--output", str(folder), "--seed", str(seed), "--overwrite"]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        done = subprocess.run(
+            [*command, "--accelerator", "cpu", "--precision", "fp32", "--trust", *keys],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            sys.exit(f"{name}: {done.stderr.strip()}")
+    return folder / stage / "model"
+
+
+def read_numbers(run: Run, folder: Path, seconds: float) -> dict[str, Any]:
+    """Return what is kept of a run: its numbers, and of held-out rows scores, lengths and the rule's judgements."""
+    from rlhf.diagnosis.records import read_run
+
+    (stage,) = read_run(folder).stages
+    held_out = {name: curve for name, curve in stage.curves.items() if name.startswith("heldout_")}
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    return {
+        "name": run.name,
+        "group": run.group,
+        "seed": run.seed,
+        "pairs": run.pairs,
+        "settings": {key: str(value) for key, value in run.settings.items()},
+        "commit": commit.strip(),
+        "seconds": round(seconds),
+        "steps": next(iter(held_out.values())).steps,
+        "heldout": {name: [_shorten(value) for value in curve.values] for name, curve in held_out.items()},
+        "training": {
+            name: [_shorten(value) for value in stage.curve(name).values] for name in TRAINING if stage.curve(name)
+        },
+        "approved": ["".join("01"[row["approved"]] for row in rows) for rows in stage.heldout.values()],
+        "rows": {
+            str(step): {key: [_shorten(row[key]) for row in stage.heldout[step]] for key in ("reward", "tokens")}
+            for step in (min(stage.heldout), max(stage.heldout))
+        },
+    }
+
+
+def _shorten(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+if __name__ == "__main__":
+    main()
