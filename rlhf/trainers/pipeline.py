@@ -12,6 +12,8 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from rlhf.config.paths import WORLD
 from rlhf.config.schema import STAGES, Config, Stage
 from rlhf.data import toy_world as embedded
@@ -41,6 +43,7 @@ from rlhf.trainers.ppo.trainer import PPOTrainer
 from rlhf.trainers.stage_models import ModelFactory, resolve_stage_bases
 from rlhf.trainers.supervised import RewardTrainer, SFTTrainer
 from rlhf.utils import manifest
+from rlhf.utils.busy_cores import describe_busy_cores
 from rlhf.utils.process_info import get_command_line
 
 if TYPE_CHECKING:
@@ -56,6 +59,9 @@ def run(config: Config, accelerator: Accelerator, directory: RunDirectory, stage
     Raises:
         RLHFError, AcceleratorError: the user can fix it; the message says how.
     """
+    computes_on_host = accelerator.device() == accelerator.host_device()
+    if distributed.world().is_main and computes_on_host and (line := describe_busy_cores(torch.get_num_threads())):
+        console.print(f"note: {line}", markup=False, soft_wrap=True)
     for stage in stages:
         if not directory.stage(stage).done:
             with stage_context(stage, config, accelerator, directory) as context, translate_stage_errors(context):
