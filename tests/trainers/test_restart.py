@@ -70,7 +70,7 @@ def test_interrupted_ranks_finish_their_step_save_and_say_so(rlhf, finished_run,
     assert (output / "ppo" / "console.log").read_text().splitlines()[-1] == errors.splitlines()[-1]
     (checkpoint,) = (output / "ppo" / "checkpoints").iterdir()
     assert len(list(checkpoint.glob("state-rank*.pt"))) == 2
-    assert sorted(path.name for path in output.iterdir()) == ["ppo", "recipe.yaml", "run.json"]
+    assert sorted(path.name for path in output.iterdir()) == ["ppo", "recipe.yaml", "report.html", "run.json"]
 
 
 @pytest.mark.slow

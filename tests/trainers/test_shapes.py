@@ -116,5 +116,5 @@ def test_a_step_is_the_same_however_its_rollout_is_cut(build, accelerator):
         held.append([session.shape[0] for session in ppo.decoder._states])
         assert min(lengths(ppo)) > 0 and numbers[-1]["tokens"] == sum(lengths(ppo))
         assert numbers[-1]["response_length"] == pytest.approx(sum(lengths(ppo)) / 6)
-    assert numbers[0] == pytest.approx(numbers[1], rel=1e-4)
+    assert numbers[0] == pytest.approx(numbers[1], rel=1e-4, abs=1e-6)  # of gaps between drawing and scoring
     assert held == [[6], [3]]

@@ -412,7 +412,7 @@ def test_keys_that_only_some_runs_have_are_those_of_the_table(sft_ran, reward_ra
     only = {key for name, key, definition in table(*RECORDS) if name == stage and definition.startswith("Only ")}
     elsewhere = {key for key in only if key.endswith(("reward_model", "/<name>"))}  # tests/rewards
     elsewhere |= {"peak_share"} if stage == "ppo" else set()  # its table of rewards is of no known shape
-    assert ran.keys >= only - elsewhere - {"lora_learning_rate", "kl_loss", "ptx_loss"}
+    assert ran.keys >= only - elsewhere - {"lora_learning_rate", "kl_loss", "ptx_loss", "equal_group_share"}
     assert ran.keys <= {key for name, key, _ in table(*RECORDS) if name == stage}
     assert ran.step["compilations"] == 7
 
