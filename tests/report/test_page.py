@@ -59,6 +59,15 @@ def test_texts_of_models_data_and_users_are_shown_and_never_run(tmp_path: Path) 
     assert island["charts"]
 
 
+def test_data_of_the_page_cannot_end_its_script(tmp_path: Path) -> None:
+    """Labels of curves have the names of runs."""
+    numbers = {"ppo": {"reward": [0.0, 1.0]}}
+    runs = [write_run(tmp_path / name, numbers) for name in ("<!--<script>", "plain")]
+    page = render_report([examine_run(run, number) for number, run in enumerate(runs)])
+    island = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)
+    assert island and "<" not in island[1] and "<!--<script>" in json.dumps(json.loads(island[1]))
+
+
 def test_page_says_all_without_scripts(long_run: Any) -> None:
     page = re.sub(r"<script.*?</script>", "", render_report([long_run]), flags=re.DOTALL)
     assert page.count("<svg") > 15 and "Is it cheating?" in page and "Question 0" in page

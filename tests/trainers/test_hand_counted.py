@@ -256,6 +256,8 @@ def test_groups_without_variance_are_counted_by_hand(build_ppo):
     built = quiet(build_ppo(estimator="rloo", completions_per_prompt=2))
     give_scores(built, replace(SCORES, values=None, reward=torch.tensor([3.0, 3.0, 1.0, 4.0])))
     assert built.step(0)["equal_group_share"] == 0.5
+    give_scores(built, replace(SCORES, values=None, reward=torch.tensor([3.0, 3.0, 1.0, 1.0])))
+    assert built.step(1)["equal_group_share"] == 1.0, "the second prompt only fills up the batch"
 
 
 def quiet(built: PPOTrainer) -> PPOTrainer:
