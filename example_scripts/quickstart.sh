@@ -21,6 +21,7 @@ done
 cat <<END
 
 Everything is in $output:
+  report.html                the page that explains this run: open it in a browser
   run.json                   settings, versions and hardware of this run
   recipe.yaml                its settings as a recipe, which --resume uses
   sft/ reward/ ppo/
