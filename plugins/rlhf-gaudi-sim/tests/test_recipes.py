@@ -64,5 +64,5 @@ def test_a_recipe_compiles_nothing_late(python: Run, recipe: Path, tmp_path: Pat
     reports = {report["stage"]: report for report in json.loads(done.stdout)}
     assert list(reports) == stages
     for stage, report in reports.items():
-        assert report["compilations"][0] > 0
+        assert report["compilations"][0] > 0 or mode == "eager"  # ZeRO 3 leaves layers uncompiled
         assert (report["late"], report["breaks"], report["unrecorded"]) == ([], [], None), stage
