@@ -10,11 +10,7 @@ import typer
 
 from rlhf.cli.options import Options, shared
 from rlhf.cli.tables import AsJSON, AsTSV, print_json, print_line, print_table
-from rlhf.diagnosis.records import find_runs, read_run
 from rlhf.errors import USER_ERRORS, RunError
-from rlhf.report.contents import RunReport, examine_run, to_document
-from rlhf.report.page import write_report
-from rlhf.report.terminal import print_verdict
 from rlhf.utils.atomic_io import check_writable
 
 WRONG = 3
@@ -51,10 +47,13 @@ def report(
 
     [bold]rlhf report runs/a --serve[/]         [dim]# watch a run in progress[/]
     """
+    from rlhf.report.contents import examine_runs
+    from rlhf.report.page import write_report
+    from rlhf.report.server import serve_report
+    from rlhf.report.terminal import print_verdict
+
     paths = _expand(runs)
     if serve:
-        from rlhf.report.server import serve_report
-
         serve_report(paths, port, lambda address: print_line(f"{address} shows {_name(paths)}; Ctrl-C ends it"))
         return
     target = output or (paths[0] / "report.html" if len(paths) == 1 else None)
@@ -63,7 +62,7 @@ def report(
     if target.is_dir():
         raise RunError(f"{target}: is a folder; name the page's file with --output")
     check_writable(target.parent)
-    reports = _examine(paths)
+    reports = examine_runs(paths)
     target.parent.mkdir(parents=True, exist_ok=True)
     write_report(reports, target)
     for item in reports:
@@ -90,7 +89,10 @@ def doctor(
 
     Exit code 0: nothing is wrong; 3: a run is wrong; 2: an error that you can fix.
     """
-    reports = _examine(_expand(runs))
+    from rlhf.report.contents import examine_runs, to_document
+    from rlhf.report.terminal import print_verdict
+
+    reports = examine_runs(_expand(runs))
     if as_json:
         documents = [to_document(item) for item in reports]
         print_json(documents[0] if len(documents) == 1 else documents)
@@ -114,6 +116,8 @@ def runs(
 
     [bold]rlhf runs[/]
     """
+    from rlhf.diagnosis.records import find_runs
+
     rows = sorted(map(_describe_run, find_runs(folder)), key=lambda row: row["age"])
     if as_json:
         print_json(rows)
@@ -125,6 +129,9 @@ def runs(
 
 def _describe_run(path: Path) -> dict[str, Any]:
     """Return a run's entry of the list; `age` is the time since its newest record in seconds."""
+    from rlhf.diagnosis.records import read_run
+    from rlhf.report.contents import examine_run
+
     nothing = {"run": str(path), "state": "not readable", "stage": None, "step": None, "verdict": None}
     try:
         item = examine_run(read_run(path))
@@ -144,11 +151,9 @@ def _describe_run(path: Path) -> dict[str, Any]:
 
 def _expand(paths: Sequence[Path]) -> list[Path]:
     """Return the runs that `paths` name: each a run, or a folder that contains runs."""
+    from rlhf.diagnosis.records import find_runs
+
     return list(dict.fromkeys(run for path in paths for run in find_runs(path)))
-
-
-def _examine(paths: Sequence[Path]) -> list[RunReport]:
-    return [examine_run(read_run(path), number) for number, path in enumerate(paths)]
 
 
 def _name(paths: Sequence[Path]) -> str:

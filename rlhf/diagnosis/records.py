@@ -136,6 +136,21 @@ class RunRecords:
         """The name of the run's folder."""
         return self.path.resolve().name
 
+    @property
+    def accelerator(self) -> dict[str, Any]:
+        """The entry of `run.json` about the hardware; empty if there is none."""
+        return self.description.get("accelerator") or {}
+
+    @property
+    def device(self) -> dict[str, Any]:
+        """The device: its `model`, `count` and `software`; empty if it is not recorded."""
+        return self.accelerator.get("device") or {}
+
+    @property
+    def precision(self) -> str:
+        """The precision of computations; empty if it is not recorded."""
+        return str((self.accelerator.get("precision") or {}).get("name", ""))
+
     def stage(self, name: Stage) -> StageRecords | None:
         """Return the records of a stage; None if it has recorded no step."""
         return next((stage for stage in self.stages if stage.name == name), None)

@@ -77,9 +77,7 @@ def _lines(run: RunRecords, report: StageReport, folder: Path, base: str | None)
     yield f"- stage: {stage.title}, {summary.get('steps', stage.step):,} steps"
     for name, entry in run.description.get("data", {}).items():
         yield f"- data: `{Path(name).name}`, {entry.get('rows', 0):,} rows"
-    accelerator = run.description.get("accelerator") or {}
-    device, precision = accelerator.get("device") or {}, (accelerator.get("precision") or {}).get("name", "")
-    yield f"- device: {device.get('count', '')} × {device.get('model', '')}, {precision}"
+    yield f"- device: {run.device.get('count', '')} × {run.device.get('model', '')}, {run.precision}"
     if "seconds" in summary and "peak_memory" in summary:
         yield f"- cost: {format_seconds(summary['seconds'])}, {format_bytes(summary['peak_memory'])} of memory"
     yield f"- versions: {', '.join(f'{package} {version}' for package, version in versions.items())}"

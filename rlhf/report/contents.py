@@ -7,19 +7,17 @@ is it exploring, are updates sane, where did time and memory go, what does it wr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
-from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhf.config.schema import EVERY_STAGE, Config, Stage
+from rlhf.config.schema import EVERY_STAGE, Stage
 from rlhf.diagnosis.findings import SEVERITY, Finding, State, examine_stage, summarize_stage, worst
-from rlhf.diagnosis.records import Curve, RunRecords, StageRecords
+from rlhf.diagnosis.records import Curve, RunRecords, StageRecords, read_run
 from rlhf.report.charts import COLORS, Chart, Point, Series, histogram, plane, stacked_bar
 from rlhf.reporting.health import Topic
-from rlhf.reporting.summary import format_value
-from rlhf.utils.units import format_bytes, format_number, format_seconds
+from rlhf.utils.units import format_bytes, format_seconds
 
 STATES: dict[State, str] = {"fine": "✓", "look here": "▲", "wrong": "✕", "cannot tell": "?"}
 """Each state with its sign, so that colours are not needed."""
@@ -88,8 +86,6 @@ _PLOTS: dict[Stage, tuple[_Plot, ...]] = {
         _Plot("updates", "clipped scores", ("score_clip_fraction",), "share of completions"),
     ),
 }
-_COMPLETIONS_SHOWN, _CHARACTERS = 60, 700
-_TOKEN_SAMPLES = 12
 
 
 @dataclass(frozen=True)
@@ -118,14 +114,13 @@ class RunReport:
     @property
     def facts(self) -> list[tuple[str, str]]:
         """The run's state, device and duration, each with a name."""
-        records, accelerator = self.records, self.records.description.get("accelerator") or {}
-        device = accelerator.get("device") or {}
-        precision = (accelerator.get("precision") or {}).get("name", "")
+        records = self.records
+        hardware = [records.accelerator.get("name", ""), records.device.get("model", ""), records.precision]
         seconds = sum((stage.records.summary or {}).get("seconds", 0.0) for stage in self.stages)
         started = [invocation.get("started", "") for invocation in records.description.get("invocations", [])]
         facts = [
             ("state", records.state),
-            ("device", " ".join(filter(None, [accelerator.get("name", ""), device.get("model", ""), precision]))),
+            ("device", " ".join(filter(None, hardware))),
             ("time", format_seconds(seconds) if seconds else ""),
             ("started", started[0].replace("T", " ")[:16] + " UTC" if started and started[0] else ""),
         ]
@@ -139,6 +134,15 @@ def examine_run(records: RunRecords, color: int = 0) -> RunReport:
         findings = examine_stage(records, stage)
         stages.append(StageReport(stage, findings, worst(findings), summarize_stage(records, stage, findings)))
     return RunReport(records, stages, color % COLORS)
+
+
+def examine_runs(paths: Sequence[Path]) -> list[RunReport]:
+    """Read and examine the runs in these folders, each with another colour.
+
+    Raises:
+        RLHFError: a run cannot be read.
+    """
+    return [examine_run(read_run(path), number) for number, path in enumerate(paths)]
 
 
 def to_document(report: RunReport) -> dict[str, Any]:
@@ -193,14 +197,11 @@ def question_sections(reports: Sequence[RunReport]) -> list[Section]:
             for stage in report.stages:
                 label = _label(report, stage.records, len(reports))
                 section.findings += [(label, finding) for finding in stage.findings if finding.topic == topic]
-        section.charts = [
-            (reports_title, charts)
-            for name in EVERY_STAGE
-            if (charts := [*_charts(name, topic, reports)])
-            for reports_title in [_stage_title(name, reports)]
-        ]
+        for name in EVERY_STAGE:
+            if charts := [*_charts(name, topic, reports)]:
+                section.charts.append((_stage_title(name, reports), charts))
         if topic == "cheating":
-            section.figures = [*_cheating_figures(reports)]
+            section.figures = [*_draw_tradeoff(reports), *(_draw_scores(reports[0]) if len(reports) == 1 else ())]
         sections.append(section)
     return [section for section in sections if section]
 
@@ -220,9 +221,14 @@ def _charts(name: Stage, topic: Topic, reports: Sequence[RunReport]) -> Iterator
         for report in reports:
             if stage := report.records.stage(name):
                 series += _series(stage, plot, report, alone=len(reports) == 1)
-        if any(len(one.curve.steps) > 1 and (len(set(one.curve.values)) > 1 or topic == "learning") for one in series):
+        if any(_is_worth_drawing(curves.curve, topic) for curves in series):
             key = f"{name}-{plot.title.replace(' ', '-')}"
             yield Chart(key, plot.title, series, group=name, about=plot.about, scale=plot.scale)
+
+
+def _is_worth_drawing(curve: Curve, topic: Topic) -> bool:
+    """Return whether a curve has several points, and changes; if nothing is learned, its curve shows that."""
+    return len(curve.steps) > 1 and (topic == "learning" or len(set(curve.values)) > 1)
 
 
 def _series(stage: StageRecords, plot: _Plot, report: RunReport, *, alone: bool) -> Iterator[Series]:
@@ -253,8 +259,8 @@ def _reward_margin(stage: StageRecords, curve: Curve, group_size: int) -> list[f
     return [1.96 * deviations.get(step, 0.0) / math.sqrt(prompts.get(step, 1.0)) for step in curve.steps]
 
 
-def _cheating_figures(reports: Sequence[RunReport]) -> Iterator[dict[str, Any]]:
-    """Yield reward against KL, scores against the range in which the reward model was validated, and rising samples."""
+def _draw_tradeoff(reports: Sequence[RunReport]) -> Iterator[dict[str, Any]]:
+    """Yield held-out reward against KL, if a run has several evaluations of PPO."""
     paths = []
     for report in reports:
         if stage := report.records.stage("ppo"):
@@ -265,30 +271,34 @@ def _cheating_figures(reports: Sequence[RunReport]) -> Iterator[dict[str, Any]]:
     if paths:
         yield {
             "title": "reward against KL",
-            "about": "held-out prompts; where the curve flattens, more KL buys no more reward",
+            "about": "held-out prompts; if the curve flattens, more KL buys no more reward",
             "svg": plane("reward against KL", paths, "KL, nats per sequence", "reward"),
             "legend": [(label, color) for label, color, _ in paths] if len(paths) > 1 else [],
         }
-    for report in reports[:1] if len(reports) == 1 else []:
-        reward_stage, ppo = report.records.stage("reward"), report.records.stage("ppo")
-        if reward_stage and ppo and reward_stage.final_rows and ppo.first_rows and ppo.final_rows:
-            pairs, first, last = reward_stage.final_rows, ppo.first_rows, ppo.final_rows
-            groups = [
-                (
-                    "pairs that validated the reward model",
-                    7,
-                    [row[key] for row in pairs for key in ("chosen", "rejected")],
-                ),
-                ("completions before PPO", 0, [row["reward"] for row in first]),
-                ("completions at the end", 1, [row["reward"] for row in last]),
-            ]
-            groups = [(label, color, [x for x in xs if isinstance(x, float)]) for label, color, xs in groups]
-            yield {
-                "title": "scores",
-                "about": "scores beyond the pairs' range are those of which least is known",
-                "svg": histogram("scores", groups),
-                "legend": [(label, color) for label, color, _ in groups],
-            }
+
+
+def _draw_scores(report: RunReport) -> Iterator[dict[str, Any]]:
+    """Yield the scores of completions and those of the pairs on which the reward model was validated."""
+    reward_stage, ppo = report.records.stage("reward"), report.records.stage("ppo")
+    if not (reward_stage and ppo and reward_stage.final_rows and ppo.first_rows and ppo.final_rows):
+        return
+    scores = {
+        ("pairs that validated the reward model", 7): [
+            row[reply] for row in reward_stage.final_rows for reply in ("chosen", "rejected")
+        ],
+        ("completions before PPO", 0): [row["reward"] for row in ppo.first_rows],
+        ("completions at the end", 1): [row["reward"] for row in ppo.final_rows],
+    }
+    groups = [
+        (label, color, [score for score in numbers if isinstance(score, int | float)])
+        for (label, color), numbers in scores.items()
+    ]
+    yield {
+        "title": "scores",
+        "about": "scores beyond the pairs' range are those of which least is known",
+        "svg": histogram("scores", groups),
+        "legend": [(label, color) for label, color, _ in groups],
+    }
 
 
 class Cost(NamedTuple):
@@ -327,218 +337,3 @@ def cost_tables(reports: Sequence[RunReport]) -> list[Cost]:
             bar = stacked_bar("phases", list(phases.items())) if len(phases) > 1 else ""
             costs.append(Cost(_label(report, records, len(reports)), rows, bar, labels if bar else []))
     return costs
-
-
-def completion_table(report: RunReport) -> dict[str, Any] | None:
-    """Return the same held-out prompts at up to three evaluations of PPO, those whose score rose most first."""
-    stage = report.records.stage("ppo")
-    if not stage or len(stage.heldout) < 2:
-        return None
-    steps = sorted(stage.heldout)
-    steps = [steps[place] for place in sorted({0, len(steps) // 2, len(steps) - 1})]
-    rows = []
-    for number in range(min(len(stage.heldout[step]) for step in steps)):
-        states = [stage.heldout[step][number] for step in steps]
-        if not all(isinstance(state.get(key), int | float) for state in states for key in ("reward", "kl", "tokens")):
-            continue  # a number was not finite
-        rows.append(
-            {
-                "number": number,
-                "prompt": _cut(states[0]["prompt"]),
-                "completions": [_cut(state["completion"]) for state in states],
-                "reward": [round(state["reward"], 2) for state in states],
-                "change": round(states[-1]["reward"] - states[0]["reward"], 2),
-                "kl": round(states[-1]["kl"], 2),
-                "tokens": int(states[-1]["tokens"]),
-                "approved": states[-1].get("approved"),
-            }
-        )
-    by_change = sorted(rows, key=lambda row: -row["change"])
-    half = _COMPLETIONS_SHOWN // 3
-    chosen = {row["number"]: row for row in [*by_change[:half], *by_change[-half:], *rows[:half]]}
-    if not chosen:
-        return None
-    shown = sorted(chosen.values(), key=lambda row: -row["change"])
-    return {"steps": steps, "rows": shown, "total": len(rows), "judged": shown[0]["approved"] is not None}
-
-
-def text_tables(report: RunReport) -> list[dict[str, Any]]:
-    """Return completions of the same prompts through SFT and DPO, whose evaluations record no more."""
-    tables = []
-    for stage in report.records.stages:
-        if stage.name == "ppo":
-            continue
-        by_tag: dict[str, list[tuple[int, str]]] = {}
-        for text in stage.completions:
-            by_tag.setdefault(text.tag, []).append((text.step, text.text))
-        rows = []
-        for entries in by_tag.values():
-            chosen = [entries[place] for place in sorted({0, len(entries) // 2, len(entries) - 1})]
-            prompt, _, _ = chosen[0][1].partition("\n")
-            rows.append(
-                {"prompt": _cut(prompt), "texts": [(step, _cut(text.partition("\n")[2])) for step, text in chosen]}
-            )
-        if rows:
-            tables.append({"title": stage.title, "rows": rows})
-    return tables
-
-
-def token_samples(report: RunReport) -> list[dict[str, Any]]:
-    """Return sequences of rollouts with numbers for each token, evenly spaced over the run."""
-    stage = report.records.stage("ppo")
-    samples = [sample for sample in stage.samples if sample.get("pieces")] if stage else []
-    count = min(_TOKEN_SAMPLES, len(samples))
-    chosen = [samples[place * len(samples) // count] for place in range(count)]
-    result = []
-    for sample in chosen:
-        numbers = {
-            name: [0.0 if value is None else round(value, 3) for value in values[:400]]
-            for name, values in sample["by_token"].items()
-            if any(values)
-        }
-        result.append(
-            {
-                **{key: sample[key] for key in ("step", "tokens")},
-                "prompt": _cut(sample["prompt"]),
-                "score": _format(sample["score"]),
-                "kl": _format(sample["kl"]),
-                "pieces": sample["pieces"][:400],
-                "numbers": numbers,
-            }
-        )
-    return result
-
-
-def _format(value: float | None) -> str:
-    return "not finite" if value is None else format_number(value)
-
-
-def _cut(text: str) -> str:
-    text = text.strip()
-    return text if len(text) <= _CHARACTERS else f"{text[:_CHARACTERS]}…"
-
-
-def provenance(report: RunReport) -> dict[str, Any]:
-    """Return the origin of a run: settings that differ from the defaults, data, versions, device and commands."""
-    description = report.records.description
-    accelerator = description.get("accelerator") or {}
-    precision = accelerator.get("precision") or {}
-    device = accelerator.get("device") or {}
-    facts = {
-        "accelerator": f"{accelerator.get('name', '')}: {accelerator.get('reason', '')}".strip(": "),
-        "device": f"{device.get('count', '')} × {device.get('model', '')}, {device.get('software', '')}".strip(" ×,"),
-        "precision": f"{precision.get('name', '')}: {precision.get('reason', '')}".strip(": "),
-        "attention": ", ".join(
-            f"{choice['name']} ({model})" for model, choice in (accelerator.get("attention") or {}).items()
-        ),
-    }
-    return {
-        "settings": changed_settings(report.records.config, [stage.name for stage in report.records.stages]),
-        "data": [
-            (name, f"{entry.get('rows', 0):,} rows", f"{entry['dropped']:,} dropped" if entry.get("dropped") else "")
-            for name, entry in description.get("data", {}).items()
-        ],
-        "versions": [*description.get("versions", {}).items()],
-        "facts": [(name, value) for name, value in facts.items() if value],
-        "commands": [
-            (invocation.get("started", "").replace("T", " ")[:19], invocation.get("command", ""))
-            for invocation in description.get("invocations", [])
-        ],
-    }
-
-
-def changed_settings(config: Config, stages: Sequence[Stage]) -> list[tuple[str, str, str]]:
-    """Return (key, value, default) of the settings of `stages` that differ from the defaults."""
-    ours, default = _flatten(config.model_dump(mode="json")), _flatten(Config().model_dump(mode="json"))
-    ignored = ("output", *(f"{name}." for name in EVERY_STAGE if name not in stages))
-    return [
-        (key, _show(value), _show(default.get(key)))
-        for key, value in ours.items()
-        if value != default.get(key) and not key.startswith(ignored)
-    ]
-
-
-def differing_settings(reports: Sequence[RunReport]) -> list[tuple[str, list[str]]]:
-    """Return the settings in which runs differ, each with its value in every run."""
-    settings = [_flatten(report.records.config.model_dump(mode="json")) for report in reports]
-    keys = dict.fromkeys(key for one in settings for key in one if key != "output")
-    return [
-        (key, [_show(one.get(key)) for one in settings])
-        for key in keys
-        if any(one.get(key) != settings[0].get(key) for one in settings)
-    ]
-
-
-def comparison_table(reports: Sequence[RunReport]) -> dict[str, Any]:
-    """Return the held-out numbers after training of several runs, their time and memory, side by side.
-
-    Each cell is a text, and the number's share of the largest one of its column in percent, for a bar.
-    """
-    columns: dict[tuple[str, str], str] = {}
-    for report in reports:
-        for stage in report.records.stages:
-            for name in _headlines(stage):
-                columns[stage.name, name] = f"{stage.name} {name.replace('_', ' ')}"
-    formats: list[Callable[[float], str]] = [partial(format_value, name) for _, name in columns]
-    formats += [format_seconds, format_bytes]
-    rows: list[list[float | None]] = [
-        [_last_heldout(report, *column) for column in columns] + _costs(report) for report in reports
-    ]
-    cells = []
-    for numbers, form in zip(zip(*rows), formats):
-        most = max((abs(number) for number in numbers if number is not None), default=0.0) or 1.0
-        cells.append(
-            [("", 0) if number is None else (form(number), round(100 * max(number, 0) / most)) for number in numbers]
-        )
-    titles = [*columns.values(), "time", "peak memory"]
-    return {"columns": titles, "rows": list(zip(reports, zip(*cells)))}
-
-
-def _last_heldout(report: RunReport, stage: str, name: str) -> float | None:
-    records = next((records for records in report.records.stages if records.name == stage), None)
-    curve = records.curve(f"heldout_{name}") if records else None
-    return curve.last if curve else None
-
-
-def _costs(report: RunReport) -> list[float | None]:
-    """Return the seconds and the peak memory of a run's complete stages."""
-    summaries = [stage.records.summary for stage in report.stages if stage.records.summary]
-    if not summaries:
-        return [None, None]
-    return [sum(one.get("seconds", 0.0) for one in summaries), max(one.get("peak_memory", 0) for one in summaries)]
-
-
-def _headlines(stage: StageRecords) -> list[str]:
-    wanted = {
-        "sft": ("perplexity",),
-        "reward": ("accuracy",),
-        "dpo": ("accuracy", "margin"),
-        "ppo": ("reward", "approved_share", "kl", "entropy", "response_length"),
-    }[stage.name]
-    return [name for name in wanted if stage.curve(f"heldout_{name}")]
-
-
-def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(value, Mapping) and value:
-        flat: dict[str, Any] = {}
-        for key, item in value.items():
-            flat |= _flatten(item, f"{prefix}.{key}" if prefix else str(key))
-        return flat
-    return {prefix: value}
-
-
-def _show(value: Any) -> str:
-    if value is None or value in ("", [], {}):
-        return "(empty)"
-    if isinstance(value, float):
-        return f"{value:g}"
-    if isinstance(value, list):
-        return ", ".join(_show(item) for item in value)
-    if isinstance(value, dict):
-        return ", ".join(f"{key}: {_show(item)}" for key, item in value.items() if item not in (None, [], {}))
-    return str(value)
-
-
-def now() -> str:
-    """Return the time for the page's footer."""
-    return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")

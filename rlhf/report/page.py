@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,19 +12,14 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from rlhf.report.comparison import comparison_table, describe_origin, differing_settings
 from rlhf.report.contents import (
     STATES,
     RunReport,
-    comparison_table,
-    completion_table,
     cost_tables,
-    differing_settings,
-    now,
-    provenance,
     question_sections,
-    text_tables,
-    token_samples,
 )
+from rlhf.report.samples import read_samples
 from rlhf.utils.atomic_io import atomic_write
 from rlhf.version import __version__
 
@@ -45,13 +41,13 @@ def render_report(
     charts = [chart for section in sections for _, group in section.charts for chart in group]
     names = [report.records.name for report in reports]
     several = len(reports) != 1 or bool(notes)
-    # Samples and tokens of one run only: those of several would be megabytes, and each run has its own report.
-    shown = [] if several else reports
-    samples = [
-        (report.records.name, completion_table(report), text_tables(report), token_samples(report)) for report in shown
-    ]
-    tokens = [sample["numbers"] for *_, token_rows in samples for sample in token_rows]
-    island = {"charts": {chart.key: chart.data() for chart in charts}, "tokens": tokens, "refresh": refresh}
+    # Of one run only: samples of several would be megabytes, and each run has its own report.
+    samples = None if several else read_samples(reports[0].records)
+    island = {
+        "charts": {chart.key: chart.data() for chart in charts},
+        "tokens": [sample["numbers"] for sample in samples.rollouts] if samples else [],
+        "refresh": refresh,
+    }
     page: str = _template().render(
         title=title or (f"{len(names)} runs: {', '.join(names[:4])}{' …' * (len(names) > 4)}" if several else names[0]),
         runs=reports,
@@ -63,10 +59,9 @@ def render_report(
         differing=differing_settings(reports) if len(reports) > 1 else [],
         costs=cost_tables(reports),
         samples=samples,
-        has_samples=any(table or texts or rows for _, table, texts, rows in samples),
-        origins=[(report.records.name, provenance(report)) for report in reports],
+        origins=[(report.records.name, describe_origin(report.records)) for report in reports],
         version=__version__,
-        made=now(),
+        made=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         island=_embed_json(island),
         css=_asset("report.css"),
         uplot_css=_asset("uplot.min.css"),
@@ -76,13 +71,15 @@ def render_report(
     return page.encode(errors="replace").decode()  # a command line may have bytes that are no text
 
 
-def write_report(reports: Sequence[RunReport], path: Path) -> None:
-    """Write the page about these runs to `path`, atomically.
+def write_report(
+    reports: Sequence[RunReport], path: Path, *, title: str = "", notes: Sequence[tuple[str, str]] = ()
+) -> None:
+    """Write the page about these runs to `path`, atomically; see `render_report`.
 
     Raises:
         OSError: it cannot be written.
     """
-    atomic_write(path, render_report(reports))
+    atomic_write(path, render_report(reports, title=title, notes=notes))
 
 
 @cache

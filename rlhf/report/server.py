@@ -8,9 +8,8 @@ from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from rlhf.diagnosis.records import read_run
 from rlhf.errors import ConfigError
-from rlhf.report.contents import examine_run
+from rlhf.report.contents import examine_runs
 from rlhf.report.page import render_report
 
 _REFRESH = 10  # seconds
@@ -65,6 +64,6 @@ def serve_report(paths: Sequence[Path], port: int, announce: Callable[[str], Non
 
 def render(paths: Sequence[Path]) -> str:
     """Return the page about the runs, which reloads itself while one of them runs."""
-    reports = [examine_run(read_run(path), number) for number, path in enumerate(paths)]
+    reports = examine_runs(paths)
     running = any(report.records.state == "running" for report in reports)
     return render_report(reports, refresh=_REFRESH if running else 0)

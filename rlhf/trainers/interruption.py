@@ -12,12 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rlhf.config.schema import STAGES, Stage
-from rlhf.diagnosis.records import read_run
 from rlhf.errors import USER_ERRORS, RemoteRankError, RunError, translate_errors
 from rlhf.launchers.exit_status import ExitStatus, Interrupted, find_culprit
-from rlhf.report.contents import examine_run
-from rlhf.report.page import write_report
-from rlhf.report.terminal import print_states
 from rlhf.reporting.console import append_line, console
 from rlhf.runs.directory import RunDirectory
 from rlhf.utils.process_info import current_process, get_command_line
@@ -72,10 +68,14 @@ class RunTermination:
         """Write the run's report, if this run has recorded a step; a failure must not end a run that is done."""
         if not self._has_written:
             return
+        from rlhf.report.contents import examine_runs
+        from rlhf.report.page import write_report
+        from rlhf.report.terminal import print_states
+
         path = self._directory.report
         try:
-            report = examine_run(read_run(self._directory.path))
-            write_report([report], path)
+            reports = examine_runs([self._directory.path])
+            write_report(reports, path)
         except RunError:  # no step is recorded yet
             return
         except Exception as error:
@@ -87,7 +87,7 @@ class RunTermination:
             )
             return
         console.print()
-        print_states(report)
+        print_states(reports[0])
         console.print(f"{path} explains the run; open it in a browser", markup=False, soft_wrap=True)
 
     def _log(self, status: ExitStatus) -> None:

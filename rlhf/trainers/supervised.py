@@ -224,18 +224,18 @@ class RewardTrainer(SupervisedTrainer):
 
     def evaluate(self, when: str) -> EvalResult:
         """Return loss, accuracy and mean scores on the held-out pairs."""
-        rows: list[dict[str, float]] = []
+        columns: list[Tensor] = []
 
         def statistics(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
             result = pair_loss(model, batch, self.context.config.reward)
-            rows.extend(pair_numbers(result, batch))
+            columns.append(pair_columns(result, batch))
             return pair_sums(result, batch) | {"loss": (result.losses * batch["pair_mask"]).sum()}
 
         sums = self.sum_over_heldout(f"accuracy {when}", statistics)
         numbers = pair_means(sums) | {"loss": sums["loss"] / max(sums["pairs"], 1)}
         return EvalResult(
             {key: numbers[key] for key in ("accuracy", "chosen_score", "rejected_score", "margin", "loss")},
-            rows=[row for share in distributed.all_gather_objects(rows) for row in share],
+            rows=[row for share in distributed.all_gather_objects(pair_rows(columns)) for row in share],
         )
 
     def summarize(self) -> dict[str, Any]:
@@ -272,15 +272,20 @@ def pair_sums(result: PairwiseLoss, batch: Batch) -> dict[str, Tensor]:
     }
 
 
-def pair_numbers(result: PairwiseLoss, batch: Batch) -> list[dict[str, float]]:
-    """Return the scores and the tokens (prompt and reply) of the two replies of each real pair."""
+def pair_columns(result: PairwiseLoss, batch: Batch) -> Tensor:
+    """Return the numbers of a micro-batch's pairs for `pair_rows`, [B, 5], on the device."""
     chosen_tokens, rejected_tokens = batch["attention_mask"].sum(1).chunk(2)
-    columns = torch.stack([result.chosen_scores, result.rejected_scores, chosen_tokens, rejected_tokens], 1)
+    scores = result.chosen_scores, result.rejected_scores
+    return torch.stack([*scores, chosen_tokens, rejected_tokens, batch["pair_mask"]], 1)
+
+
+def pair_rows(columns: Sequence[Tensor]) -> list[dict[str, float]]:
+    """Return the scores and the tokens (prompt and reply) of the two replies of each real pair, to six digits."""
     names = ("chosen", "rejected", "chosen_tokens", "rejected_tokens")
-    real = batch["pair_mask"].bool().tolist()
     return [
-        {name: float(f"{number:.6g}") for name, number in zip(names, row)}
-        for row, is_real in zip(columns.tolist(), real)
+        {name: float(f"{number:.6g}") for name, number in zip(names, numbers)}
+        for part in columns
+        for *numbers, is_real in part.tolist()
         if is_real
     ]
 

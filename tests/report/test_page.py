@@ -8,7 +8,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from rlhf.report.contents import changed_settings, examine_run, to_document
+from rlhf.report.comparison import changed_settings
+from rlhf.report.contents import examine_run, to_document
 from rlhf.report.page import render_report
 from tests.diagnosis.records import write_run
 from tests.report.runs import bad_run

@@ -16,7 +16,7 @@ from rlhf.contrib.sweep.grid import Grid
 from rlhf.diagnosis.records import RunRecords, read_run
 from rlhf.errors import RLHFError
 from rlhf.report.contents import examine_run
-from rlhf.report.page import render_report
+from rlhf.report.page import write_report as write_report_page
 from rlhf.reporting.summary import format_value
 from rlhf.utils.atomic_io import atomic_write, atomic_write_json
 from rlhf.utils.units import format_bytes, format_seconds
@@ -202,7 +202,7 @@ def write_report(grid: Grid, folder: SweepDirectory, results: Sequence[PointResu
         for result, run in zip(results, runs, strict=True)
         if run not in shown or result.reason
     ]
-    atomic_write(folder.report, render_report(reports, title=f"sweep {grid.file.stem}", notes=others))
+    write_report_page(reports, folder.report, title=f"sweep {grid.file.stem}", notes=others)
 
 
 def _read_started(run: Path) -> RunRecords | None:
