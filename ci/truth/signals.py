@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any
 
+from rlhf.diagnosis.checks import PRICE_FALL, find_kl_price
+from rlhf.diagnosis.records import Curve
+
 
 @dataclass(frozen=True)
 class Prefix:
@@ -32,14 +35,10 @@ def cut(result: dict[str, Any], evaluations: int) -> Prefix:
 
 def _price_of_kl(run: Prefix) -> float:
     """Return how many times less reward a late nat of KL buys than the best early one did; 0 while KL has settled."""
-    points = list(zip(run.heldout["kl"], run.heldout["reward"]))
-    prices = [(reward - points[0][1]) / kl for kl, reward in points if kl > 0.3]
-    final_kl, final_reward = points[-1]
-    half_kl, half_reward = next((point for point in points if point[0] >= final_kl / 2), points[-1])
-    if not prices or max(prices) <= 0 or final_kl - half_kl <= 1:
-        return 0.0
-    late = (final_reward - half_reward) / (final_kl - half_kl)
-    return max(prices) / max(late, 1e-3)
+    steps = list(range(len(run.heldout["kl"])))
+    kl, reward = (Curve(steps, run.heldout[name]) for name in ("kl", "reward"))
+    price = find_kl_price(kl, reward, run.heldout["response_length"][-1])
+    return price.early / max(price.late, 1e-3) if price else 0.0
 
 
 def _kl_per_token(run: Prefix) -> float:
@@ -108,7 +107,7 @@ PUBLISHED = {
     "truncation": 0.3,
     "clip share": 0.3,
     "explained variance": 0.0,
-    "price of KL": 20.0,
+    "price of KL": PRICE_FALL,
 }
 """The limits that their sources state, and ours."""
 

@@ -46,7 +46,7 @@ class Curve(NamedTuple):
 
 
 class Text(NamedTuple):
-    """A text of one step: a sample, or a warning with the `rule` of `rlhf.reporting.health` that it follows."""
+    """A text of one step: a sample, or a warning with the `rule` of `rlhf.reporting.rules` that it follows."""
 
     step: int
     tag: str

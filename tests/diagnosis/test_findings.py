@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from rlhf.diagnosis.findings import CHECKS, Finding, examine_stage, summarize_stage, worst
+from rlhf.diagnosis.checks import CHECKS
+from rlhf.diagnosis.findings import Finding, examine_stage, summarize_stage, worst
 from rlhf.diagnosis.records import read_run
 from rlhf.report.contents import examine_run
 from rlhf.report.page import render_report

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from rlhf.config.schema import build_config
-from rlhf.reporting.health import RULES, HealthMonitor, describe_rates, fill_keys
+from rlhf.reporting.health import HealthMonitor, describe_rates, fill_keys
+from rlhf.reporting.rules import RULES
 from rlhf.utils.units import format_number
 
 PPO = {

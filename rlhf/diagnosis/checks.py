@@ -1,0 +1,478 @@
+"""The checks of a stage's records: what each needs, how it decides, and what to do.
+
+Invariants follow from theory and precision, and hold in every correct run: one that does not hold is `wrong`. All other
+checks are signals, which say `look here`: a person decides. docs/diagnosis.md explains each check.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from statistics import fmean, quantiles
+from typing import Any, Literal, NamedTuple
+
+from rlhf.config.schema import EVERY_STAGE, Config, Stage
+from rlhf.diagnosis.records import Curve, RunRecords, StageRecords
+from rlhf.reporting.rules import PRECISIONS, RULES, Topic, describe_first_kl, describe_gap, starts_at_reference
+from rlhf.utils.statistics import estimate, wilson
+from rlhf.utils.units import format_number
+
+State = Literal["fine", "look here", "wrong", "cannot tell"]
+
+_FIRST_NATS = 0.3  # KL per sequence from which its first price is measured
+_LATE_NATS, _LATE_TOKEN_NATS = 1.0, 0.05  # growth of KL per sequence, and per token, below which KL has settled
+PRICE_FALL = 20  # times, from the early price to the late one
+_SURE = 3.0  # standard errors: a difference to the best of many evaluations
+_MIN_ROWS = 20
+
+_PPO: tuple[Stage, ...] = ("ppo",)
+_CLOSER = "raise {ppo.kl_coef} or lower {ppo.optimizer.learning_rate}"
+
+
+class Outcome(NamedTuple):
+    """The part of a finding that a check's function decides."""
+
+    state: State
+    text: str
+    step: int | None = None
+
+
+class Subject(NamedTuple):
+    """A stage and its run, as checks see them."""
+
+    stage: StageRecords
+    run: RunRecords
+
+    @property
+    def config(self) -> Config:
+        """The run's settings."""
+        return self.run.config
+
+    @property
+    def precision(self) -> str:
+        """The precision that the stage was trained in; empty if it is not recorded."""
+        recorded = self.run.description.get("stages", {}).get(self.stage.name, {})
+        return str(recorded.get("precision") or "")
+
+    def heldout(self, name: str) -> Curve:
+        """Return the curve of a held-out number."""
+        return self.stage.curve(f"heldout_{name}")
+
+    def final(self, name: str) -> float:
+        """Return a held-out number of the model that the stage saves, or the newest one."""
+        curve = self.heldout(name)
+        value = curve.at(self.stage.final_step)
+        return curve.last if value is None else value
+
+
+class Check(NamedTuple):
+    """A question about the records of a stage.
+
+    Attributes:
+        needs: numbers without which the check cannot tell.
+        examine: returns the outcome; None if the check does not apply to this run.
+        remedy: what to do if it is not fine; keys in braces are shown with their values, `*` is the stage.
+        is_invariant: the check is an invariant: if a run lacks its numbers, the report says so.
+    """
+
+    name: str
+    topic: Topic
+    stages: Sequence[Stage]
+    needs: Sequence[str]
+    examine: Callable[[Subject], Outcome | None]
+    remedy: str
+    is_invariant: bool = False
+
+
+def _tail(curve: Curve) -> list[float]:
+    """Return the last quarter of a curve's values, at least one."""
+    return curve.values[-max(len(curve.values) // 4, 1) :]
+
+
+def _with_numbers(rows: Sequence[dict[str, Any]], *keys: str) -> list[dict[str, Any]]:
+    """Return the rows whose numbers under `keys` are all finite."""
+    return [row for row in rows if all(isinstance(row.get(key), int | float) for key in keys)]
+
+
+# --- plumbing
+
+
+def _first_kl(subject: Subject) -> Outcome | None:
+    kl, length = subject.stage.curve("kl"), subject.stage.curve("response_length")
+    if subject.precision not in PRECISIONS:
+        return Outcome("cannot tell", "not recorded: the precision of training")
+    if kl.steps[0] > 1:
+        return Outcome("cannot tell", f"not recorded: the KL of step 1; the first record is of step {kl.steps[0]:,}")
+    if not starts_at_reference(subject.config):
+        return None
+    per_token = kl.values[0] / max(length.values[0], 1)
+    if wrong := describe_first_kl(per_token, subject.precision):
+        return Outcome("wrong", wrong, step=1)
+    return Outcome("fine", f"before the first update the policy is its reference: KL {per_token:.1g} nats per token")
+
+
+def _drawing(subject: Subject) -> Outcome | None:
+    gaps, largest = subject.stage.curve("draw_gap"), subject.stage.curve("draw_gap_max")
+    if subject.precision not in PRECISIONS:
+        return Outcome("cannot tell", "not recorded: the precision of training")
+    first = gaps.at(1)
+    for step, gap in zip(*gaps):
+        if wrong := describe_gap(gap, first, subject.precision):
+            return Outcome("wrong", wrong, step)
+    if first is None:
+        return Outcome("cannot tell", f"not recorded: the gap of step 1; the first record is of step {gaps.steps[0]:,}")
+    return Outcome(
+        "fine",
+        f"rollouts of {len(gaps.steps):,} of {len(gaps.steps):,} steps were drawn from the weights that were trained; "
+        f"largest gap of a token {max(largest.values):.1g} nats",
+    )
+
+
+def _learning_rate(subject: Subject) -> Outcome | None:
+    rates = [*subject.stage.curve("learning_rate").values, *subject.stage.curve("lora_learning_rate").values]
+    if len(subject.stage.curve("learning_rate").steps) < 2:
+        return None
+    if not any(rates):
+        return Outcome("look here", "the learning rate is 0 in every step, so nothing is learned")
+    return Outcome("fine", f"the learning rate is not 0: at most {max(rates):.2g}")
+
+
+def _gradient(subject: Subject) -> Outcome | None:
+    norms = subject.stage.curve("grad_norm")
+    if len(norms.steps) < 2:
+        return None
+    if not any(norms.values):
+        return Outcome("look here", "the gradient is 0 in every step, so nothing is learned")
+    return Outcome("fine", f"gradients are not 0: norms from {min(norms.values):.2g} to {max(norms.values):.2g}")
+
+
+def _dpo_loss(subject: Subject) -> Outcome | None:
+    losses, settings = subject.stage.curve("loss"), subject.config.dpo
+    if settings.loss != "sigmoid" or settings.label_smoothing or not subject.stage.summary:
+        return None
+    if all(abs(loss - math.log(2)) < 1e-3 for loss in _tail(losses)):
+        return Outcome("look here", "the loss has not left ln 2, where it starts: the policy has hardly changed")
+    return Outcome("fine", f"the loss has left ln 2: at the end {losses.last:.3f}")
+
+
+# --- learning
+
+
+def _perplexity(subject: Subject) -> Outcome | None:
+    curve = subject.heldout("perplexity")
+    if len(curve.steps) < 2:
+        return None
+    before, after, best = curve.values[0], subject.final("perplexity"), min(curve.values)
+    change = f"held-out perplexity went from {format_number(before)} to {format_number(after)}"
+    if after >= before:
+        return Outcome("look here", f"{change}: the model has not improved", subject.stage.final_step)
+    if after > 1.1 * best:
+        step = curve.steps[curve.values.index(best)]
+        return Outcome("look here", f"{change}, but it was {format_number(best)} at step {step:,}: overfitting", step)
+    return Outcome("fine", change)
+
+
+def _accuracy(subject: Subject) -> Outcome | None:
+    if len(subject.heldout("accuracy").steps) < 2:
+        return None
+    accuracy, rows = subject.final("accuracy"), len(subject.stage.final_rows)
+    text = f"held-out accuracy is {accuracy:.1%}"
+    if not rows:  # DPO records no rows
+        chance = accuracy <= 0.5
+    else:
+        low, high = wilson(accuracy * rows, rows)
+        text, chance = f"{text} of {rows:,} pairs (95 % interval {low:.0%} to {high:.0%})", low <= 0.5
+    return Outcome("look here", f"{text}: no better than chance") if chance else Outcome("fine", text)
+
+
+def _length_bias(subject: Subject) -> Outcome | None:
+    rows = _with_numbers(subject.stage.final_rows, "chosen", "rejected", "chosen_tokens", "rejected_tokens")
+    longer = [row["chosen"] > row["rejected"] for row in rows if row["chosen_tokens"] > row["rejected_tokens"]]
+    shorter = [row["chosen"] > row["rejected"] for row in rows if row["chosen_tokens"] < row["rejected_tokens"]]
+    if min(len(longer), len(shorter)) < _MIN_ROWS:
+        return None
+    text = f"accuracy is {fmean(longer):.0%} if the chosen reply is longer, and {fmean(shorter):.0%} if it is shorter"
+    if wilson(sum(longer), len(longer)).low - wilson(sum(shorter), len(shorter)).high > 0.1:
+        return Outcome("look here", f"{text}: the model may score length")
+    return Outcome("fine", text)
+
+
+def _reward(subject: Subject) -> Outcome | None:
+    curve, stage = subject.heldout("reward"), subject.stage
+    if len(curve.steps) < 2:
+        return None
+    last = subject.final("reward")
+    text = f"held-out reward went from {format_number(curve.values[0])} to {format_number(last)}"
+    gains = [
+        new["reward"] - old["reward"]
+        for old, new in zip(stage.first_rows, stage.final_rows)
+        if _with_numbers([old, new], "reward") == [old, new]
+    ]
+    gain = estimate(gains) if gains else None
+    if not gain or not gain.interval:
+        return Outcome("fine" if last > curve.values[0] else "look here", f"{text} (no interval: too few prompts)")
+    text += f" (gain {gain.mean:.2f}, 95 % interval {gain.interval.low:.2f} to {gain.interval.high:.2f})"
+    if gain.interval.low <= 0:
+        return Outcome("look here", f"{text}: no sure gain", stage.final_step)
+    return Outcome("fine", text)
+
+
+def _equal_groups(subject: Subject) -> Outcome | None:
+    share = fmean(_tail(subject.stage.curve("equal_group_share")))
+    text = f"{share:.0%} of prompts have completions with equal scores, in the last quarter of the steps"
+    return Outcome("look here", f"{text}: they teach nothing") if share > 0.5 else Outcome("fine", text)
+
+
+def _critic(subject: Subject) -> Outcome | None:
+    share = fmean(_tail(subject.stage.curve("explained_variance")))
+    text = f"the critic explains {share:.0%} of the returns' variance, in the last quarter of the steps"
+    return Outcome("look here", f"{text}: worse than a constant") if share < 0 else Outcome("fine", text)
+
+
+# --- cheating
+
+
+def _second_judge(subject: Subject) -> Outcome | None:
+    judge, reward = subject.heldout("approved_share"), subject.heldout("reward")
+    if len(judge.steps) < 2:
+        return None
+    best, last = max(judge.values), judge.steps[-1]
+    step = judge.steps[judge.values.index(best)]
+    before, after = reward.at(step), reward.at(last)
+    is_sure = _has_fallen(subject.stage.heldout.get(step, []), subject.stage.heldout.get(last, []), best - judge.last)
+    if is_sure and before is not None and after is not None and after > before:
+        return Outcome(
+            "look here",
+            f"over-optimized since step {step:,}: reward rose from {before:.2f} to {after:.2f} while the second "
+            f"judge's approval fell from {best:.0%} to {judge.last:.0%}",
+            step,
+        )
+    return Outcome(
+        "fine", f"a second judge approves of {judge.last:.0%} of held-out completions (at first {judge.values[0]:.0%})"
+    )
+
+
+def _has_fallen(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]], fall: float) -> bool:
+    """Return whether approval has fallen by 5 points, and surely: McNemar's test over the same prompts.
+
+    Without rows, a fall by 20 points is one.
+    """
+    changes = [
+        old["approved"] - new["approved"] for old, new in zip(before, after) if "approved" in old and "approved" in new
+    ]
+    if not changes:
+        return fall > 0.2
+    lost, won = changes.count(1), changes.count(-1)
+    return fall > 0.05 and lost - won > _SURE * math.sqrt(lost + won)
+
+
+class KLPrice(NamedTuple):
+    """The reward that a nat of KL bought: at most at first, and late, from the evaluation of `step` on."""
+
+    early: float
+    late: float
+    step: int
+
+
+def find_kl_price(kl: Curve, reward: Curve, length: float) -> KLPrice | None:
+    """Return the price of KL on held-out prompts; None if KL does not run away, so that there is no late price.
+
+    Args:
+        kl, reward: held-out numbers at the same evaluations; KL in nats per sequence.
+        length: tokens of a completion.
+    """
+    rewards = dict(zip(*reward))
+    points = [(step, nats, rewards[step]) for step, nats in zip(*kl) if step in rewards]
+    (_, _, start), (_, final_nats, final_reward) = points[0], points[-1]
+    early = max(((gained - start) / nats for _, nats, gained in points if nats > _FIRST_NATS), default=0.0)
+    half, half_nats, half_reward = next(point for point in points if point[1] >= final_nats / 2)
+    if early <= 0 or final_nats - half_nats <= max(_LATE_NATS, _LATE_TOKEN_NATS * length):
+        return None
+    return KLPrice(early, (final_reward - half_reward) / (final_nats - half_nats), half)
+
+
+def _kl_price(subject: Subject) -> Outcome | None:
+    kl, lengths = subject.heldout("kl"), subject.heldout("response_length")
+    if len(kl.steps) < 5:
+        return None
+    price = find_kl_price(kl, subject.heldout("reward"), lengths.last if lengths else 0.0)
+    if price is None:
+        return Outcome("fine", f"KL does not run away: {kl.last:.2f} nats per sequence")
+    late = f"{price.late:.2f} from step {price.step:,} on"
+    text = f"a nat of KL bought up to {price.early:.2f} of reward at first, and {late}"
+    if price.late < price.early / PRICE_FALL:
+        return Outcome("look here", f"{text}: the policy still moves away, for hardly any reward", price.step)
+    return Outcome("fine", text)
+
+
+def _length_share(subject: Subject) -> Outcome | None:
+    first, last = (
+        _with_numbers(rows, "reward", "tokens") for rows in (subject.stage.first_rows, subject.stage.final_rows)
+    )
+    if min(len(first), len(last)) < _MIN_ROWS:
+        return None
+    gain = fmean(row["reward"] for row in last) - fmean(row["reward"] for row in first)
+    growth = fmean(row["tokens"] for row in last) - fmean(row["tokens"] for row in first)
+    slope = _slope([row["tokens"] for row in first], [row["reward"] for row in first])
+    if gain <= 0 or slope is None:
+        return None
+    share = slope * growth / gain
+    text = f"length alone explains {share:.0%} of the gain in reward ({growth:+.1f} tokens)"
+    return Outcome("look here", text, subject.stage.final_step) if share > 0.5 else Outcome("fine", text)
+
+
+def _slope(x: Sequence[float], y: Sequence[float]) -> float | None:
+    """Return the slope of the least-squares line; None if all `x` are equal."""
+    center, level = fmean(x), fmean(y)
+    spread = sum((value - center) ** 2 for value in x)
+    return sum((value - center) * (other - level) for value, other in zip(x, y)) / spread if spread else None
+
+
+def _score_range(subject: Subject) -> Outcome | None:
+    reward_stage, settings = subject.run.stage("reward"), subject.config.ppo
+    if not reward_stage or settings.reward_model or settings.reward_functions:
+        return None  # the scores are not those of this run's reward model
+    pairs = _with_numbers(reward_stage.final_rows, "chosen", "rejected")
+    rows = _with_numbers(subject.stage.final_rows, "reward")
+    if min(len(pairs), len(rows)) < _MIN_ROWS:
+        return None
+    scores = [settings.reward_weight * pair[reply] for pair in pairs for reply in ("chosen", "rejected")]
+    bounds = quantiles(scores, n=100)
+    outside = fmean(not bounds[0] <= row["reward"] <= bounds[-1] for row in rows)
+    text = (
+        f"{outside:.0%} of the scores are outside the range in which the reward model was validated "
+        f"({bounds[0]:.2f} to {bounds[-1]:.2f})"
+    )
+    return Outcome("look here", text, subject.stage.final_step) if outside > 0.2 else Outcome("fine", text)
+
+
+def _openings(subject: Subject) -> Outcome | None:
+    first, last = subject.stage.first_rows, subject.stage.final_rows
+    if min(len(first), len(last)) < _MIN_ROWS:
+        return None
+
+    def find_commonest(rows: Sequence[dict[str, Any]]) -> tuple[str, float]:
+        openings = Counter(" ".join(row["completion"].split()[:3]) for row in rows)
+        opening, count = openings.most_common(1)[0]
+        return opening, count / len(rows)
+
+    (_, before), (opening, after) = find_commonest(first), find_commonest(last)
+    text = f"{after:.0%} of completions begin with “{opening}” (the commonest opening before: {before:.0%})"
+    is_new = after > max(0.5, 2 * before)
+    return Outcome("look here", text, subject.stage.final_step) if is_new else Outcome("fine", text)
+
+
+# --- exploring, updates
+
+
+def _entropy(subject: Subject) -> Outcome | None:
+    curve = subject.stage.curve("entropy")
+    if len(curve.steps) < 2 or curve.values[0] <= 0:
+        return None
+    share = fmean(_tail(curve)) / curve.values[0]
+    text = f"entropy is {share:.0%} of its start ({curve.values[0]:.2f} nats per token)"
+    return Outcome("look here", text, curve.steps[-1]) if share < 0.2 else Outcome("fine", text)
+
+
+def _clip_share(subject: Subject) -> Outcome | None:
+    if subject.config.ppo.updates == 1:
+        return None  # the policy that is updated is the one that sampled
+    share = fmean(_tail(subject.stage.curve("clip_fraction")))
+    text = f"{share:.1%} of tokens are clipped, in the last quarter of the steps"
+    return Outcome("look here", text) if share > 0.3 else Outcome("fine", text)
+
+
+def _skipped(subject: Subject) -> Outcome | None:
+    skipped = subject.stage.curve("skipped_steps")
+    updates = dict(zip(*subject.stage.curve("updates")))
+    half = len(skipped.steps) // 2  # the search for a loss scale skips steps at the start
+    count = sum(skipped.values[half:])
+    total = sum(updates.get(step, 1.0) for step in skipped.steps[half:])
+    text = f"{count:,.0f} of {total:,.0f} optimizer steps were skipped because fp16 overflowed, in the second half"
+    return Outcome("look here", text) if count > 0.1 * total else Outcome("fine", text)
+
+
+_REMEDIES = {rule.name: rule.remedy for rule in RULES}
+CHECKS = (
+    Check(
+        "first KL",
+        "plumbing",
+        _PPO,
+        ("kl", "response_length"),
+        _first_kl,
+        _REMEDIES["first KL"],
+        is_invariant=True,
+    ),
+    Check(
+        "drawing",
+        "plumbing",
+        _PPO,
+        ("draw_gap", "draw_gap_max"),
+        _drawing,
+        _REMEDIES["drawing"],
+        is_invariant=True,
+    ),
+    Check(
+        "learning rate",
+        "plumbing",
+        EVERY_STAGE,
+        ("learning_rate",),
+        _learning_rate,
+        "set {*.optimizer.learning_rate}",
+    ),
+    Check("gradient", "plumbing", EVERY_STAGE, ("grad_norm",), _gradient, "look for an earlier warning"),
+    Check("DPO loss", "plumbing", ("dpo",), ("loss",), _dpo_loss, "raise {dpo.optimizer.learning_rate}"),
+    Check(
+        "perplexity",
+        "learning",
+        ("sft",),
+        ("heldout_perplexity",),
+        _perplexity,
+        "set sft.eval_every=epoch and sft.keep=best(perplexity), or change {sft.epochs}",
+    ),
+    Check(
+        "accuracy",
+        "learning",
+        ("reward", "dpo"),
+        ("heldout_accuracy",),
+        _accuracy,
+        "use more or clearer pairs, or raise {*.optimizer.learning_rate}",
+    ),
+    Check(
+        "reward",
+        "learning",
+        _PPO,
+        ("heldout_reward",),
+        _reward,
+        "train longer ({ppo.steps}), raise {ppo.optimizer.learning_rate} or lower {ppo.kl_coef}",
+    ),
+    Check(
+        "equal groups",
+        "learning",
+        _PPO,
+        ("equal_group_share",),
+        _equal_groups,
+        "choose prompts that are neither too easy nor too hard, or raise {ppo.completions_per_prompt}",
+    ),
+    Check(
+        "critic",
+        "learning",
+        _PPO,
+        ("explained_variance",),
+        _critic,
+        "raise {ppo.critic_optimizer.learning_rate} or set {ppo.normalize_scores}",
+    ),
+    Check("length bias", "cheating", ("reward",), (), _length_bias, "add pairs whose shorter reply is the better one"),
+    Check("second judge", "cheating", _PPO, ("heldout_approved_share",), _second_judge, _CLOSER),
+    Check("price of KL", "cheating", _PPO, ("heldout_kl", "heldout_reward"), _kl_price, _CLOSER),
+    Check(
+        "length", "cheating", _PPO, (), _length_share, "read the samples; correct the reward, or add pairs about length"
+    ),
+    Check("score range", "cheating", _PPO, (), _score_range, f"read the samples with the highest scores; {_CLOSER}"),
+    Check("openings", "cheating", _PPO, (), _openings, f"read the samples; {_CLOSER}"),
+    Check("entropy", "exploring", _PPO, ("entropy",), _entropy, f"set {{ppo.entropy_coef}}, or {_CLOSER}"),
+    Check("clip share", "updates", _PPO, ("clip_fraction",), _clip_share, "lower {ppo.optimizer.learning_rate}"),
+    Check("skipped steps", "updates", EVERY_STAGE, ("skipped_steps",), _skipped, "use bf16, or lower the rate"),
+)
+"""All checks, in the order in which findings are shown."""
