@@ -90,6 +90,12 @@ class StageRecords:
         """The step of the model that the stage saves: the kept one if it is complete, else the newest."""
         return int(((self.summary or {}).get("kept") or {}).get("step", self.step))
 
+    def final(self, name: str) -> float | None:
+        """Return a held-out number of the model of `final_step`, or else its newest value; None if there is none."""
+        curve = self.curve(f"heldout_{name}")
+        value = curve.at(self.final_step)
+        return curve.last if value is None and curve else value
+
     @property
     def final_rows(self) -> list[dict[str, Any]]:
         """The held-out rows of the last evaluation up to `final_step`; none before a second evaluation."""

@@ -7,10 +7,18 @@ from functools import partial
 from typing import Any
 
 from rlhf.config.schema import EVERY_STAGE, Config, Stage
-from rlhf.diagnosis.records import RunRecords, StageRecords
+from rlhf.diagnosis.records import RunRecords
 from rlhf.report.contents import RunReport
 from rlhf.reporting.summary import format_value
 from rlhf.utils.units import format_bytes, format_seconds
+
+HEADLINES: dict[Stage, tuple[str, ...]] = {
+    "sft": ("perplexity",),
+    "reward": ("accuracy",),
+    "dpo": ("accuracy",),
+    "ppo": ("reward", "kl", "approved_share"),
+}
+"""The held-out metrics by which runs are compared, by stage; the first one ranks them."""
 
 
 def describe_origin(run: RunRecords) -> dict[str, Any]:
@@ -67,15 +75,16 @@ def comparison_table(reports: Sequence[RunReport]) -> dict[str, Any]:
 
     Each cell is a text, and the number's share of the largest one of its column in percent, for a bar.
     """
-    columns: dict[tuple[str, str], str] = {}
-    for report in reports:
-        for stage in report.records.stages:
-            for name in _headlines(stage):
-                columns[stage.name, name] = f"{stage.name} {name.replace('_', ' ')}"
+    columns = [
+        (name, metric)
+        for name in EVERY_STAGE
+        for metric in HEADLINES[name]
+        if any(_final(report, name, metric) is not None for report in reports)
+    ]
     formats: list[Callable[[float], str]] = [partial(format_value, name) for _, name in columns]
     formats += [format_seconds, format_bytes]
     rows: list[list[float | None]] = [
-        [_last_heldout(report, *column) for column in columns] + _costs(report) for report in reports
+        [_final(report, *column) for column in columns] + _costs(report) for report in reports
     ]
     cells = []
     for numbers, form in zip(zip(*rows), formats):
@@ -83,14 +92,13 @@ def comparison_table(reports: Sequence[RunReport]) -> dict[str, Any]:
         cells.append(
             [("", 0) if number is None else (form(number), round(100 * max(number, 0) / most)) for number in numbers]
         )
-    titles = [*columns.values(), "time", "peak memory"]
+    titles = [*(f"{name} {metric.replace('_', ' ')}" for name, metric in columns), "time", "peak memory"]
     return {"columns": titles, "rows": list(zip(reports, zip(*cells)))}
 
 
-def _last_heldout(report: RunReport, stage: str, name: str) -> float | None:
-    records = next((records for records in report.records.stages if records.name == stage), None)
-    curve = records.curve(f"heldout_{name}") if records else None
-    return curve.last if curve else None
+def _final(report: RunReport, name: Stage, metric: str) -> float | None:
+    stage = report.records.stage(name)
+    return stage.final(metric) if stage else None
 
 
 def _costs(report: RunReport) -> list[float | None]:
@@ -102,16 +110,6 @@ def _costs(report: RunReport) -> list[float | None]:
         sum(summary.get("seconds", 0.0) for summary in summaries),
         max(summary.get("peak_memory", 0) for summary in summaries),
     ]
-
-
-def _headlines(stage: StageRecords) -> list[str]:
-    wanted = {
-        "sft": ("perplexity",),
-        "reward": ("accuracy",),
-        "dpo": ("accuracy", "margin"),
-        "ppo": ("reward", "approved_share", "kl", "entropy", "response_length"),
-    }[stage.name]
-    return [name for name in wanted if stage.curve(f"heldout_{name}")]
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -90,6 +90,13 @@ def test_several_runs_are_compared_with_what_differs(tmp_path: Path) -> None:
     assert table and "ppo.kl_coef" in table[0] and ">0.2<" in table[0] and ">0.05<" in table[0]
     assert table[0].count("<code>") == 1, "only that one differs; the folder does not count"
     assert ">1.25<" in page and ">3.75<" in page
+    kept = write_run(
+        tmp_path / "kept",
+        {"ppo": {"heldout_reward": [0.0, 8.5, 2.0]}},
+        summaries={"ppo": {"stage": "ppo", "title": "PPO", "kept": {"step": 1}}},
+    )
+    page_of_kept = render_report([examine_run(run, number) for number, run in enumerate([*runs, kept])])
+    assert ">8.5<" in page_of_kept, "of the model that the run keeps"
     island = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])  # type: ignore[index]
     labels = [series["label"] for series in island["charts"]["ppo-reward"]["series"]]
     assert labels == ["careful", "careful, held-out", "bold", "bold, held-out"]

@@ -15,19 +15,12 @@ from rlhf.contrib.sweep.directory import PointOutcome, Status, SweepDirectory
 from rlhf.contrib.sweep.grid import Grid
 from rlhf.diagnosis.records import RunRecords, read_run
 from rlhf.errors import RLHFError
+from rlhf.report.comparison import HEADLINES
 from rlhf.report.contents import examine_run
 from rlhf.report.page import write_report as write_report_page
 from rlhf.reporting.summary import format_value
 from rlhf.utils.atomic_io import atomic_write, atomic_write_json
 from rlhf.utils.units import format_bytes, format_seconds
-
-_HEADLINES: dict[Stage, tuple[str, ...]] = {
-    "sft": ("perplexity",),
-    "reward": ("accuracy",),
-    "dpo": ("accuracy",),
-    "ppo": ("reward", "kl", "approved_share"),
-}
-"""The held-out metrics after training that the table shows, by stage."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +73,7 @@ def collect_results(grid: Grid, folder: SweepDirectory, outcomes: Mapping[str, P
 
 def select_columns(grid: Grid, results: Sequence[PointResult]) -> list[str]:
     """Return the columns with numbers: the metrics of the stages, seconds, and peak memory."""
-    metrics = [f"{stage} {metric}" for stage in grid.stages for metric in _HEADLINES[stage]]
+    metrics = [f"{stage} {metric}" for stage in grid.stages for metric in HEADLINES[stage]]
     optional = "ppo approved_share"
     if all(result.value(optional) is None for result in results):
         metrics = [column for column in metrics if column != optional]
@@ -135,7 +128,7 @@ def format_table(grid: Grid, results: Sequence[PointResult], *, people: bool) ->
 def describe_best(grid: Grid, results: Sequence[PointResult]) -> str:
     """Return the best complete point by the first metric of the last stage, on one line; empty without one."""
     stage = grid.stages[-1]
-    metric = _HEADLINES[stage][0]
+    metric = HEADLINES[stage][0]
     column = f"{stage} {metric}"
     values = {
         result.name: value
