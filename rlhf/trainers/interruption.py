@@ -64,8 +64,11 @@ class RunTermination:
         if any(path.stat().st_mtime > reported for path in records):
             self.write_report()
 
-    def write_report(self) -> None:
-        """Write the run's report, if this run has recorded a step; a failure must not end a run that is done."""
+    def write_report(self, *, show: bool = True) -> None:
+        """Write the run's report, if this run has recorded a step, and print the verdict if `show` is set.
+
+        A failure does not end a run that is done.
+        """
         if not self._has_written:
             return
         from rlhf.report.contents import examine_runs
@@ -85,6 +88,8 @@ class RunTermination:
                 markup=False,
                 soft_wrap=True,
             )
+            return
+        if not show:
             return
         console.print()
         print_states(reports[0])

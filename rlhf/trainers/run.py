@@ -121,8 +121,13 @@ def open_run(
     if not pending:
         raise RunError(f"{config.output}: {', '.join(stages)} is complete; replace it with overwrite=True")
     request = Request(stages, resume, overwrite)
-    with _restore_environment(), _open(config, select_accelerator(config), request, pending) as opened:
-        yield opened
+    termination = RunTermination(RunDirectory(config.output), stages)
+    try:
+        with _restore_environment(), _open(config, select_accelerator(config), request, pending) as opened:
+            yield opened
+    finally:
+        if current_process().rank == 0:
+            termination.write_report(show=False)
 
 
 class Request(NamedTuple):

@@ -13,6 +13,7 @@ import torch
 
 import rlhf as package
 from rlhf.errors import ConfigError, RunError
+from rlhf.reporting.recorder import read_heldout
 from rlhf.reporting.timers import is_machine_dependent
 from tests.cells import ROOT, run_cells
 from tests.forks import Forks
@@ -164,6 +165,13 @@ def _ids(tokenizer: Any, *turns: str) -> list[int]:
     messages = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), turns)]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=len(turns) == 1)
     return tokenizer(text.rstrip() if len(turns) > 1 else text, add_special_tokens=False)["input_ids"]
+
+
+def test_session_leaves_a_report_and_its_held_out_rows(outputs: dict[str, Any], folder: Path) -> None:
+    run = folder / "mine"
+    assert (run / "report.html").stat().st_mtime >= (run / "ppo/metrics.jsonl").stat().st_mtime, "not that of the copy"
+    rows = read_heldout(run / "ppo/heldout.jsonl", 99)
+    assert rows and all(row["prompt"] and "kl" in row for evaluation in rows.values() for row in evaluation)
 
 
 def test_scores_are_what_transformers_makes_of_the_texts(outputs: dict[str, Any], folder: Path, tokenizer: Any) -> None:

@@ -49,7 +49,16 @@ def test_code_of_the_card_loads_the_model_next_to_it(
 
 def test_card_names_the_stage_that_the_model_started_from(finished_run: Path) -> None:
     assert "from this run's `sft` model" in parts(finished_run / "ppo/model/README.md")[1]
-    assert "start its critic from this folder" in parts(finished_run / "ppo/critic/README.md")[1]
+    text = parts(finished_run / "ppo/critic/README.md")[1]
+    assert "start its critic from this folder" in text and "from this run's `reward` model" in text
+
+
+def test_card_names_no_folder_of_this_machine(finished_run: Path) -> None:
+    """Cards are published with their models."""
+    for card in finished_run.rglob("README.md"):
+        metadata, text = parts(card)
+        assert "base_model" not in metadata and str(finished_run.parent) not in text
+        assert not re.search(r"(?<![\w.])/(?:tmp|home|root|work)\b", text), card
 
 
 def test_card_keeps_the_instructions_for_a_model_without_a_class(finished_run: Path, tmp_path: Path) -> None:
