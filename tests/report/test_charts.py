@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from rlhf.diagnosis.records import Curve
-from rlhf.report.charts import Chart, Point, Series, histogram, plane, stacked_bar
+from rlhf.report.charts import Chart, Point, Series, histogram, plane, stacked_bar, thin
 
 
 def line(svg: str, number: int = 0) -> list[tuple[float, float]]:
@@ -36,7 +36,9 @@ def test_long_curve_is_thinned_by_means() -> None:
     values = [10.0 if step % 10 == 0 else 0.0 for step in range(1700)]
     chart = Chart("a", "reward", [Series("reward", Curve(list(range(1700)), values))])
     points = line(chart.svg())
-    assert len(points) == 170 and len({y for _, y in points}) == 1
+    assert len(points) == 170
+    assert thin(Curve(list(range(1700)), values), 170).values == [1.0] * 170
+    assert len({y for _, y in points}) == 1
     assert chart.data()["series"][0]["values"] == values, "the script has them all"
 
 

@@ -100,15 +100,19 @@ def test_samples_and_evaluations_are_above_the_progress_bar(rlhf: Any, finished_
 
 
 class Bytes:
-    """A tokenizer whose tokens are the bytes of UTF-8; it omits a space at the start, as some do."""
+    """A tokenizer whose tokens are the bytes of UTF-8 and 256, which has no text; it omits a space at the start."""
 
     def decode(self, ids: list[int], **options: Any) -> str:
-        return bytes(ids).decode(errors="replace").removeprefix(" ")
+        return bytes(token for token in ids if token < 256).decode(errors="replace").removeprefix(" ")
 
 
 @pytest.mark.parametrize("text", ["a b", "é, 牛", "x\ufffdy and more", "😀"])
 def test_texts_of_tokens_are_the_text_together(text: str) -> None:
     assert "".join(token_texts(Bytes(), list(text.encode()))) == text
+
+
+def test_token_without_text_loses_no_space_of_the_next() -> None:
+    assert token_texts(Bytes(), [*b"a", 256, *b" b"]) == ["a", "", " ", "b"]
 
 
 def test_text_that_ends_within_a_character_is_complete() -> None:
