@@ -29,6 +29,13 @@ def main() -> None:
     results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))]
     if not results:
         sys.exit("no results: train the runs first (python ci/truth/run.py)")
+    good = [result["seed"] % 2 for result in results if loss(result) < _GOOD]
+    bad = [result["seed"] % 2 for result in results if loss(result) > _BAD]
+    if not {0, 1} <= set(good) or 1 not in bad:
+        sys.exit(
+            f"{len(good)} good and {len(bad)} over-optimized runs are too few: train good ones with even and with odd "
+            "seeds, and over-optimized ones with odd seeds (python ci/truth/run.py --list)"
+        )
     for line in (*describe_runs(results), "", *describe_signals(results), "", *describe_stops(results)):
         print(line)
 

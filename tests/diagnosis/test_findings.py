@@ -149,6 +149,15 @@ def test_perplexity_is_that_of_the_kept_model(tmp_path: Path) -> None:
     assert found.state == "fine" and "from 9 to 5" in found.text
 
 
+def test_heldout_pairs_are_those_of_the_kept_model(tmp_path: Path) -> None:
+    rows = [{"chosen": 1.0, "rejected": 0.0, "chosen_tokens": 9.0, "rejected_tokens": 9.0}]
+    heldout = {"reward": {0: rows * 100, 1: rows * 200, 2: rows * 300}}
+    kept = {"reward": {"stage": "reward", "title": "reward model", "kept": {"step": 1}}}
+    numbers = {"heldout_accuracy": [0.5, 0.9, 0.7]}
+    found = examine(tmp_path, "reward", numbers, heldout=heldout, summaries=kept)["accuracy"]
+    assert "90.0% of 200 pairs" in found.text
+
+
 @pytest.mark.parametrize(("pairs", "state"), [(20, "look here"), (400, "fine")])
 def test_accuracy_is_judged_by_its_interval(tmp_path: Path, pairs: int, state: str) -> None:
     """60 % of 20 pairs may be chance, 60 % of 400 are not."""

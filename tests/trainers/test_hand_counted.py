@@ -106,10 +106,12 @@ def test_heldout_pairs_that_fill_up_a_batch_do_not_count(accelerator, tmp_path, 
     pairs = [*COUNTED, Pair([1], [8], [2], ROW)]
     monkeypatch.setattr(StageContext, "engine", lambda *_, **__: SimpleNamespace(engine=LastToken()))
     data = StageData(pairs, pairs, [])
-    numbers = supervised.RewardTrainer(context, one_model(None), language.tokenizer(), data).evaluate("now").numbers
+    evaluation = supervised.RewardTrainer(context, one_model(None), language.tokenizer(), data).evaluate("now")
+    scores = sorted((row["chosen"], row["rejected"]) for row in evaluation.rows)
+    assert scores == [(3, 6), (4, 4), (7, 5), (8, 2), (9, 5)]
     margins = [9 - 5, 3 - 6, 4 - 4, 7 - 5, 8 - 2]
     # accuracy 3 of 5; chosen (9 + 3 + 4 + 7 + 8) / 5; rejected (5 + 6 + 4 + 5 + 2) / 5
-    assert numbers == {
+    assert evaluation.numbers == {
         "accuracy": pytest.approx(0.6),
         "chosen_score": pytest.approx(6.2),
         "rejected_score": pytest.approx(4.4),
