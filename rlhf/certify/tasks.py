@@ -131,10 +131,20 @@ def save_random_models(publish: Publish, name: str, folders: Mapping[str, str], 
 
     tokenizer = build_world_tokenizer()
     special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    # transformers takes minutes to draw a billion numbers on the host. Each weight repeats these, whose count is prime.
+    numbers = torch.randn(1_000_003, generator=torch.Generator().manual_seed(0)).mul(0.02).to(torch.bfloat16)
     for kind in (AutoModelForCausalLM, AutoModelForSequenceClassification):
         folder = folders["actor" if kind is AutoModelForCausalLM else "reward_model"]
-        torch.manual_seed(0)
-        kind.from_config(LlamaConfig(**shape, **special, num_labels=1), dtype=torch.bfloat16).save_pretrained(folder)
+        with torch.device("meta"):
+            model = kind.from_config(LlamaConfig(**shape, **special, num_labels=1), dtype=torch.bfloat16)
+        model.to_empty(device=numbers.device)
+        model.tie_weights()
+        with torch.no_grad():
+            for weight in model.parameters():
+                size = weight.numel()
+                drawn = numbers.repeat(size // len(numbers) + 1)[:size]
+                weight.copy_(drawn.view_as(weight) if weight.dim() > 1 else torch.ones_like(weight))  # norms have ones
+        model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
 
