@@ -76,11 +76,13 @@ class StartPlan(NamedTuple):
         plan: None if a model's shape is not known.
         lines: lines about it.
         refusal: the reason why the stage cannot run here now; "" if it may.
+        reserved: bytes that the device's runtime takes beside the plan.
     """
 
     plan: MemoryPlan | None = None
     lines: Sequence[str] = ()
     refusal: str = ""
+    reserved: int = 0
 
 
 def plan_next_stage(
@@ -111,7 +113,7 @@ def plan_next_stage(
         environment = replace(environment, device_limit=free)
     peak = format_peak(plan, environment) + (", the rest is in use by other programs" if in_use else "")
     if plan.fits(environment):
-        return StartPlan(plan, [f"{stage}: plan: {peak}"])
+        return StartPlan(plan, [f"{stage}: plan: {peak}"], reserved=environment.reserved)
     changes = find_changes(config, [stage], environment, shapes)
     if plan.fullest.device <= environment.device_limit:
         host_limit = format_bytes(environment.host_limit or 0)
@@ -124,7 +126,7 @@ def plan_next_stage(
             f"{stage}: the system would end this run: weights and optimizer states alone take {kept} on each rank, and "
             f"{left} are free; {remedy}"
         )
-    return StartPlan(plan, [f"{stage}: plan: will hardly fit: {peak}; {remedy}"], refusal)
+    return StartPlan(plan, [f"{stage}: plan: will hardly fit: {peak}; {remedy}"], refusal, environment.reserved)
 
 
 def report_stage(

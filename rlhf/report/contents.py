@@ -326,8 +326,13 @@ def cost_tables(reports: Sequence[RunReport]) -> list[Cost]:
             rows += [("set-up", format_seconds(summary["set_up_seconds"]))] if "set_up_seconds" in summary else []
             rows += [("peak memory", format_bytes(peak))] if peak else []
             if planned := summary.get("planned_memory"):
-                share = f" ({peak / planned - 1:+.0%})" if peak else ""
-                rows.append(("planned", f"{format_bytes(planned)}{share}"))
+                reserve = summary.get(
+                    "planned_reserve", 0
+                )  # in which libraries keep workspaces, so no exact peak exists
+                expected = min(max(peak, planned), planned + reserve)
+                share = f" ({peak / expected - 1:+.0%})" if peak and (peak != expected or not reserve) else ""
+                runtime = f", plus {format_bytes(reserve)} for the device's runtime" if reserve else ""
+                rows.append(("planned", f"{format_bytes(planned)}{runtime}{share}"))
             if speed := summary.get("tflops"):
                 rows.append(("speed", f"{float(f'{speed:.2g}'):,g} TFLOP/s"))
             phases = {name: value for name, value in summary.get("phases", {}).items() if value > 0}

@@ -154,8 +154,10 @@ def log_plan(context: StageContext) -> dict[str, Any]:
     accelerator.reset_peak()
     if line := cpu_offload.describe_offload(context.placements.values(), accelerator):
         context.say(f"{stage}: {line}")
-    plan = start.plan
-    return {"planned_memory": plan.fullest.device, "planned_phase": plan.fullest.name} if plan else {}
+    if (plan := start.plan) is None:
+        return {}
+    reserve = {"planned_reserve": start.reserved} if start.reserved else {}
+    return {"planned_memory": plan.fullest.device, "planned_phase": plan.fullest.name} | reserve
 
 
 def train(context: StageContext) -> dict[str, Any]:

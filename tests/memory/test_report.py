@@ -13,7 +13,7 @@ from accelerators import Accelerator, Memory
 from rlhf.config.loader import parse_yaml
 from rlhf.config.schema import build_config
 from rlhf.memory.advice import apply_settings
-from rlhf.memory.report import plan_next_stage, resolve_engine
+from rlhf.memory.report import StartPlan, plan_next_stage, resolve_engine
 from rlhf.roles.lineage import MODEL, ResolvedBaseModel
 
 MIB = 2**20
@@ -85,13 +85,13 @@ def base_models(path: str) -> tuple[ResolvedBaseModel, ...]:
 
 def test_stage_that_will_not_fit_names_a_change_that_suffices(accelerator: Accelerator) -> None:
     small: Any = Small(accelerator, 16 * 1024 * MIB)
-    plan, (line,), _ = plan_next_stage(opt_config(), "sft", small, base_models("opt-1.3b"), ranks=2)
+    plan, (line,), *_ = plan_next_stage(opt_config(), "sft", small, base_models("opt-1.3b"), ranks=2)
     assert plan and plan.fullest.device > 16 * 1024 * MIB
     assert re.fullmatch(
         r"sft: plan: will hardly fit: peak about .* GiB on each device \(.*\); try --set .* \(.*\)", line
     )
     settings = {key: parse_yaml(value) for key, value in re.findall(r"--set ([\w.]+)=(\w+)", line)}
-    _, (again,), _ = plan_next_stage(
+    _, (again,), *_ = plan_next_stage(
         apply_settings(opt_config(), settings), "sft", small, base_models("opt-1.3b"), ranks=2
     )
     assert again.startswith("sft: plan: peak about "), (line, again)
@@ -103,13 +103,13 @@ def start_sft(accelerator: Accelerator, available: int | None) -> Any:
 
 
 def test_memory_of_other_programs_leads_to_a_warning_and_then_a_refusal(accelerator: Accelerator) -> None:
-    plan, (line,), refusal = start_sft(accelerator, None)
+    plan, (line,), refusal, _ = start_sft(accelerator, None)
     assert line.startswith("sft: plan: peak about ") and not refusal
     peak, kept = plan.fullest.device, plan.at_rest
     # By hand: fp32 weights, and two moments each.
     assert kept == pytest.approx(12 * 1_315_758_080, rel=0.001)
-    assert start_sft(accelerator, peak) == (plan, [line], "")
-    _, (line,), refusal = start_sft(accelerator, peak - 1)
+    assert start_sft(accelerator, peak) == StartPlan(plan, [line], reserved=512 * MIB)
+    _, (line,), refusal, _ = start_sft(accelerator, peak - 1)
     assert re.fullmatch(
         r"sft: plan: will hardly fit: peak about .*, the rest is in use by other programs; try --set .* \(.*\)", line
     )
@@ -125,7 +125,7 @@ def test_memory_of_other_programs_leads_to_a_warning_and_then_a_refusal(accelera
 
 def test_model_of_unknown_shape_has_no_plan(accelerator: Accelerator, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mixtral"}')
-    assert plan_next_stage(opt_config(), "sft", accelerator, base_models(str(tmp_path)), ranks=1) == (None, (), "")
+    assert plan_next_stage(opt_config(), "sft", accelerator, base_models(str(tmp_path)), ranks=1) == StartPlan()
 
 
 def test_auto_on_resume_is_no_difference_to_recorded_values() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.report.comparison import changed_settings
-from rlhf.report.contents import examine_run, to_document
+from rlhf.report.contents import cost_tables, examine_run, to_document
 from rlhf.report.page import render_report
 from tests.diagnosis.records import write_run
 from tests.report.runs import bad_run
@@ -74,6 +74,23 @@ def test_page_says_all_without_scripts(long_run: Any) -> None:
     assert page.count("<svg") > 15 and "Is it cheating?" in page and "Question 0" in page
     charts = re.findall(r'data-chart="([^"]+)"', page)
     assert charts and all(f'data-chart="{key}"><svg' in page for key in charts)
+
+
+def test_peak_within_what_the_runtime_may_take_is_as_planned(tmp_path: Path) -> None:
+    """Libraries keep workspaces: on an H200, 96 MiB that no model explains."""
+    for number, (peak, reserve, expected) in enumerate(
+        [
+            (224, 512, "126 MiB, plus 512 MiB for the device's runtime"),
+            (100, 512, "126 MiB, plus 512 MiB for the device's runtime (-21%)"),
+            (957, 512, "126 MiB, plus 512 MiB for the device's runtime (+50%)"),
+            (189, 0, "126 MiB (+50%)"),
+        ]
+    ):
+        summary = {"stage": "ppo", "title": "PPO", "peak_memory": peak << 20, "planned_memory": 126 << 20}
+        summary |= {"planned_reserve": reserve << 20} if reserve else {}
+        run = write_run(tmp_path / str(number), {"ppo": {"reward": [0.0]}}, summaries={"ppo": summary})
+        (cost,) = cost_tables([examine_run(run)])
+        assert ("planned", expected) in cost.rows
 
 
 def test_several_runs_are_compared_with_what_differs(tmp_path: Path) -> None:
