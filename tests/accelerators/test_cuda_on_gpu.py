@@ -1,4 +1,4 @@
-"""The CUDA backend on a GPU, where there is one."""
+"""The CUDA backend on a GPU, where there is one: `CUDA_VISIBLE_DEVICES=0 pytest` shows it to the tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from accelerators import CaptureError
 from accelerators.backends.cuda.backend import CUDA
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and CUDA_VISIBLE_DEVICES=0")
 
 
 @pytest.fixture
