@@ -102,9 +102,17 @@ def until_training(processes: list[subprocess.Popen[str]], output: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("failure", "rank"), [("exception", 3), ("exception", 0), ("kill", 3), ("kill", 0), ("stop", 3), ("stop", 0)]
+    ("launcher", "failure", "rank"),
+    [
+        ("rlhf", "exception", 3),
+        ("torchrun", "exception", 0),
+        ("rlhf", "kill", 0),
+        ("torchrun", "kill", 3),
+        ("rlhf", "stop", 3),
+        ("rlhf", "stop", 0),
+        ("torchrun", "stop", 3),
+    ],
 )
-@pytest.mark.parametrize("launcher", ["rlhf", "torchrun"])
 def test_failure_of_one_rank_ends_all_with_its_message(
     machines: Machines, rlhf: Any, launcher: str, failure: str, rank: int
 ) -> None:

@@ -64,7 +64,7 @@ CASES = [
     (mode, replace(point, precision="bf16"))
     for mode in ("lazy", "eager")
     for point in POINTS
-    if point.precision == "fp32" and (mode, point.zero_stage) != ("lazy", 3)
+    if (mode, point.zero_stage) != ("lazy", 3)
 ]
 # DeepSpeed-Chat leaves this point out. In eager mode torch.compile takes a minute for the runs of a point.
 OFTEN = "lazy", Point(2, recorded=True, offloaded=True, lora=False, precision="bf16")

@@ -376,6 +376,6 @@ def ends(times: int, program: str) -> list[str]:
 
 
 @pytest.mark.parametrize("program", [ENDS_AFTER_A_BACKWARD, ENDS_AFTER_A_BACKWARD_IN_A_THREAD], ids=["main", "thread"])
-@pytest.mark.parametrize("times", [2, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_processes_that_end_after_a_backward_end_well(times: int, program: str) -> None:
     assert ends(times, program) == []
