@@ -177,7 +177,7 @@ def find_reuse_obstacle(settings: PPOConfig, micro_batches: int, trained: Iterab
         return f"{settings.updates} updates follow a rollout (ppo.ppo_epochs, ppo.minibatch_size)"
     for role, has_dropout, zero_stage in trained:
         if has_dropout:
-            return f"the {role} is trained with dropout"
+            return f"the {role} is trained with dropout or noise"
         if zero_stage == 3 and micro_batches > 1:
             return f"at ZeRO-3 DeepSpeed gathers the {role}'s weights in the order of one micro-batch after the other"
     return ""

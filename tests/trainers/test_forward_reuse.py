@@ -78,9 +78,9 @@ def test_a_row_passes_once_through_policy_and_critic(build, changes, count):
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"model": dropping, "dropout": 0.1}, "the actor is trained with dropout"),
-        ({"model": dropping, "dropout": None}, "the actor is trained with dropout"),
-        ({"model": dropping, "critic_dropout": 0.1}, "the critic is trained with dropout"),
+        ({"model": dropping, "dropout": 0.1}, "the actor is trained with dropout or noise"),
+        ({"model": dropping, "dropout": None}, "the actor is trained with dropout or noise"),
+        ({"model": dropping, "critic_dropout": 0.1}, "the critic is trained with dropout or noise"),
         ({"minibatch_size": 2}, "3 updates follow a rollout (ppo.ppo_epochs, ppo.minibatch_size)"),
         ({"zero_stage": 3}, "at ZeRO-3 DeepSpeed gathers the actor's weights in the order of one micro-batch after "),
         ({"reuse_forward": False}, "ppo.reuse_forward is false"),
