@@ -193,6 +193,10 @@ class Batches(Generic[E]):
 
     def step(self, index: int) -> list[Batch]:
         """Return this rank's micro-batches of global batch `index`, counted from the start of the first epoch."""
+        return [self._collate(examples, real) for examples, real in self.parts(index)]
+
+    def parts(self, index: int) -> list[tuple[list[E], int]]:
+        """Return the examples of each of these micro-batches, and how many of them are real; fillers come last."""
         rows, size = self.examples(index), self._micro_batch_size
         positions: Sequence[int] = self._share
         if self._length:
@@ -200,7 +204,7 @@ class Batches(Generic[E]):
             positions = range(self._rank, self._batch_size, self._world_size)
         real, rows = len(rows), rows + rows[-1:] * (self._batch_size - len(rows))
         slices = (positions[start : start + size] for start in range(0, len(positions), size))
-        return [self._collate([rows[n] for n in part], sum(n < real for n in part)) for part in slices]
+        return [([rows[n] for n in part], sum(n < real for n in part)) for part in slices]
 
 
 def example_length(example: Demonstration | Pair) -> int:

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import fmean, quantiles
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from rlhf.config.schema import EVERY_STAGE, Config, Stage
-from rlhf.diagnosis.records import Curve, RunRecords, StageRecords
-from rlhf.reporting.rules import PRECISIONS, RULES, Topic, describe_first_kl, describe_gap, starts_at_reference
+from rlhf.config.schema import EVERY_STAGE, Stage
+from rlhf.diagnosis.plumbing import PLUMBING
+from rlhf.diagnosis.records import Curve
+from rlhf.diagnosis.subject import Check, Outcome, Subject, tail
 from rlhf.utils.statistics import estimate, wilson
 from rlhf.utils.units import format_number
-
-State = Literal["fine", "look here", "wrong", "cannot tell"]
 
 _FIRST_NATS = 0.3  # KL per sequence from which its first price is measured
 _LATE_NATS, _LATE_TOKEN_NATS = 1.0, 0.05  # growth of KL per sequence, and per token, below which KL has settled
@@ -30,130 +29,9 @@ _PPO: tuple[Stage, ...] = ("ppo",)
 _CLOSER = "raise {ppo.kl_coef} or lower {ppo.optimizer.learning_rate}"
 
 
-class Outcome(NamedTuple):
-    """The part of a finding that a check's function decides."""
-
-    state: State
-    text: str
-    step: int | None = None
-
-
-class Subject(NamedTuple):
-    """A stage and its run, as checks see them."""
-
-    stage: StageRecords
-    run: RunRecords
-
-    @property
-    def config(self) -> Config:
-        """The run's settings."""
-        return self.run.config
-
-    @property
-    def precision(self) -> str:
-        """The precision that the stage was trained in; empty if it is not recorded."""
-        recorded = self.run.description.get("stages", {}).get(self.stage.name, {})
-        return str(recorded.get("precision") or "")
-
-    def heldout(self, name: str) -> Curve:
-        """Return the curve of a held-out number."""
-        return self.stage.curve(f"heldout_{name}")
-
-    def final(self, name: str) -> float:
-        """Return a held-out number, which is recorded, of the model that the stage saves."""
-        value = self.stage.final(name)
-        assert value is not None
-        return value
-
-
-class Check(NamedTuple):
-    """A question about the records of a stage.
-
-    Attributes:
-        needs: numbers without which the check cannot tell.
-        examine: returns the outcome; None if the check does not apply to this run.
-        remedy: what to do if it is not fine; keys in braces are shown with their values, `*` is the stage.
-        is_invariant: the check is an invariant: if a run lacks its numbers, the report says so.
-    """
-
-    name: str
-    topic: Topic
-    stages: Sequence[Stage]
-    needs: Sequence[str]
-    examine: Callable[[Subject], Outcome | None]
-    remedy: str
-    is_invariant: bool = False
-
-
-def _tail(curve: Curve) -> list[float]:
-    """Return the last quarter of a curve's values, at least one."""
-    return curve.values[-max(len(curve.values) // 4, 1) :]
-
-
 def _with_numbers(rows: Sequence[dict[str, Any]], *keys: str) -> list[dict[str, Any]]:
     """Return the rows whose numbers under `keys` are all finite."""
     return [row for row in rows if all(isinstance(row.get(key), int | float) for key in keys)]
-
-
-# --- plumbing
-
-
-def _first_kl(subject: Subject) -> Outcome | None:
-    kl, length = subject.stage.curve("kl"), subject.stage.curve("response_length")
-    if subject.precision not in PRECISIONS:
-        return Outcome("cannot tell", "not recorded: the precision of training")
-    if kl.steps[0] > 1:
-        return Outcome("cannot tell", f"not recorded: the KL of step 1; the first record is of step {kl.steps[0]:,}")
-    if not starts_at_reference(subject.config):
-        return None
-    per_token = kl.values[0] / max(length.values[0], 1)
-    if wrong := describe_first_kl(per_token, subject.precision):
-        return Outcome("wrong", wrong, step=1)
-    return Outcome("fine", f"before the first update the policy is its reference: KL {per_token:.1g} nats per token")
-
-
-def _drawing(subject: Subject) -> Outcome | None:
-    gaps, largest = subject.stage.curve("draw_gap"), subject.stage.curve("draw_gap_max")
-    if subject.precision not in PRECISIONS:
-        return Outcome("cannot tell", "not recorded: the precision of training")
-    first = gaps.at(1)
-    for step, gap in zip(*gaps):
-        if wrong := describe_gap(gap, first, subject.precision):
-            return Outcome("wrong", wrong, step)
-    if first is None:
-        return Outcome("cannot tell", f"not recorded: the gap of step 1; the first record is of step {gaps.steps[0]:,}")
-    return Outcome(
-        "fine",
-        f"rollouts of {len(gaps.steps):,} of {len(gaps.steps):,} steps were drawn from the weights that were trained; "
-        f"largest gap of a token {max(largest.values):.1g} nats",
-    )
-
-
-def _learning_rate(subject: Subject) -> Outcome | None:
-    rates = [*subject.stage.curve("learning_rate").values, *subject.stage.curve("lora_learning_rate").values]
-    if len(subject.stage.curve("learning_rate").steps) < 2:
-        return None
-    if not any(rates):
-        return Outcome("look here", "the learning rate is 0 in every step, so nothing is learned")
-    return Outcome("fine", f"the learning rate is not 0: at most {max(rates):.2g}")
-
-
-def _gradient(subject: Subject) -> Outcome | None:
-    norms = subject.stage.curve("grad_norm")
-    if len(norms.steps) < 2:
-        return None
-    if not any(norms.values):
-        return Outcome("look here", "the gradient is 0 in every step, so nothing is learned")
-    return Outcome("fine", f"gradients are not 0: norms from {min(norms.values):.2g} to {max(norms.values):.2g}")
-
-
-def _dpo_loss(subject: Subject) -> Outcome | None:
-    losses, settings = subject.stage.curve("loss"), subject.config.dpo
-    if settings.loss != "sigmoid" or settings.label_smoothing or not subject.stage.summary:
-        return None
-    if all(abs(loss - math.log(2)) < 1e-3 for loss in _tail(losses)):
-        return Outcome("look here", "the loss has not left ln 2, where it starts: the policy has hardly changed")
-    return Outcome("fine", f"the loss has left ln 2: at the end {losses.last:.3f}")
 
 
 # --- learning
@@ -219,13 +97,13 @@ def _reward(subject: Subject) -> Outcome | None:
 
 
 def _equal_groups(subject: Subject) -> Outcome | None:
-    share = fmean(_tail(subject.stage.curve("equal_group_share")))
+    share = fmean(tail(subject.stage.curve("equal_group_share")))
     text = f"{share:.0%} of prompts have completions with equal scores, in the last quarter of the steps"
     return Outcome("look here", f"{text}: they teach nothing") if share > 0.5 else Outcome("fine", text)
 
 
 def _critic(subject: Subject) -> Outcome | None:
-    share = fmean(_tail(subject.stage.curve("explained_variance")))
+    share = fmean(tail(subject.stage.curve("explained_variance")))
     text = f"the critic explains {share:.0%} of the returns' variance, in the last quarter of the steps"
     return Outcome("look here", f"{text}: worse than a constant") if share < 0 else Outcome("fine", text)
 
@@ -370,7 +248,7 @@ def _entropy(subject: Subject) -> Outcome | None:
     curve = subject.stage.curve("entropy")
     if len(curve.steps) < 2 or curve.values[0] <= 0:
         return None
-    share = fmean(_tail(curve)) / curve.values[0]
+    share = fmean(tail(curve)) / curve.values[0]
     text = f"entropy is {share:.0%} of its start ({curve.values[0]:.2f} nats per token)"
     return Outcome("look here", text, curve.steps[-1]) if share < 0.2 else Outcome("fine", text)
 
@@ -378,7 +256,7 @@ def _entropy(subject: Subject) -> Outcome | None:
 def _clip_share(subject: Subject) -> Outcome | None:
     if subject.config.ppo.updates == 1:
         return None  # the policy that is updated is the one that sampled
-    share = fmean(_tail(subject.stage.curve("clip_fraction")))
+    share = fmean(tail(subject.stage.curve("clip_fraction")))
     text = f"{share:.1%} of tokens are clipped, in the last quarter of the steps"
     return Outcome("look here", text) if share > 0.3 else Outcome("fine", text)
 
@@ -393,36 +271,8 @@ def _skipped(subject: Subject) -> Outcome | None:
     return Outcome("look here", text) if count > 0.1 * total else Outcome("fine", text)
 
 
-_REMEDIES = {rule.name: rule.remedy for rule in RULES}
 CHECKS = (
-    Check(
-        "first KL",
-        "plumbing",
-        _PPO,
-        ("kl", "response_length"),
-        _first_kl,
-        _REMEDIES["first KL"],
-        is_invariant=True,
-    ),
-    Check(
-        "drawing",
-        "plumbing",
-        _PPO,
-        ("draw_gap", "draw_gap_max"),
-        _drawing,
-        _REMEDIES["drawing"],
-        is_invariant=True,
-    ),
-    Check(
-        "learning rate",
-        "plumbing",
-        EVERY_STAGE,
-        ("learning_rate",),
-        _learning_rate,
-        "set {*.optimizer.learning_rate}",
-    ),
-    Check("gradient", "plumbing", EVERY_STAGE, ("grad_norm",), _gradient, "look for an earlier warning"),
-    Check("DPO loss", "plumbing", ("dpo",), ("loss",), _dpo_loss, "raise {dpo.optimizer.learning_rate}"),
+    *PLUMBING,
     Check(
         "perplexity",
         "learning",

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rlhf.diagnosis.checks import CHECKS, Check, Outcome, State, Subject
+from rlhf.diagnosis.checks import CHECKS
 from rlhf.diagnosis.records import RunRecords, StageRecords, Text
+from rlhf.diagnosis.subject import Check, Outcome, State, Subject
 from rlhf.reporting.health import fill_keys
 from rlhf.reporting.rules import RULES, Topic
 from rlhf.reporting.summary import format_value

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlhf.config.schema import EVERY_STAGE, Stage
-from rlhf.diagnosis.checks import State
 from rlhf.diagnosis.findings import SEVERITY, Finding, examine_stage, summarize_stage, worst
 from rlhf.diagnosis.records import Curve, RunRecords, StageRecords, read_run
+from rlhf.diagnosis.subject import State
 from rlhf.report.charts import COLORS, Chart, Point, Series, histogram, plane, stacked_bar
 from rlhf.reporting.rules import Topic
 from rlhf.utils.units import format_bytes, format_seconds

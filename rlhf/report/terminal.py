@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from rlhf.diagnosis.checks import State
+from rlhf.diagnosis.subject import State
 from rlhf.report.contents import STATES, RunReport
 from rlhf.reporting.console import console
 

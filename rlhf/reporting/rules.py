@@ -33,7 +33,7 @@ _IN_A_ROW, MEMORY_STEPS = 3, 10  # steps; no rule looks back further than the la
 # that others publish is 0.013, and adapters that are merged for rollouts add as much.
 PRECISIONS = ("fp32", "bf16", "fp16")
 _MAX_FIRST_KL = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
-_MAX_GAP = {"fp32": 1e-2, "bf16": 1e-1, "fp16": 1e-1}
+_MAX_GAP = {"fp32": 1e-3, "bf16": 1e-1, "fp16": 1e-1}
 _MIN_GAP_LIMIT = {"fp32": 1e-5, "bf16": 3e-2, "fp16": 3e-2}
 _GAP_GROWTH = 5  # times the gap of the first step, in which no weight has changed yet
 
@@ -133,6 +133,47 @@ def describe_gap(gap: float, first_gap: float | None, precision: str) -> str | N
     return None
 
 
+def describe_update_gap(gap: float, precision: str) -> str | None:
+    """Return what is wrong if the first update of a rollout does not see the policy that scored it; else None.
+
+    Args:
+        gap: mean of the absolute log-ratio, in nats per token.
+    """
+    limit = _MIN_GAP_LIMIT[precision]
+    if gap <= limit:
+        return None
+    return (
+        f"scoring and training compute different probabilities: in a rollout's first update the gap is {gap:.2g} nats "
+        f"per token (rounding in {precision}: below {limit:g})"
+    )
+
+
+def describe_frozen_weights(numbers: Numbers) -> str | None:
+    """Return what is wrong if frozen weights have changed; None if they have not."""
+    count = numbers["changed_frozen_weights"]
+    return f"{count:,.0f} tensors of frozen weights have changed" if count else None
+
+
+def describe_trained_weights(numbers: Numbers) -> str | None:
+    """Return what is wrong if a model has gradients, and none of its trained weights has changed; else None."""
+    learns = 0 < numbers["grad_norm"] < math.inf and not numbers.get("skipped_steps")
+    if numbers["unchanged_weights"] < 1 or not learns:
+        return None
+    return "no trained weight of a model has changed, although there are gradients"
+
+
+def describe_ranks(numbers: Numbers) -> str | None:
+    """Return what is wrong if ranks have different weights; None if they have the same."""
+    count = numbers["unequal_weights"]
+    return f"{count:,.0f} tensors of weights differ between ranks" if count else None
+
+
+def describe_targets(numbers: Numbers) -> str | None:
+    """Return what is wrong if the loss is not on the tokens of the replies; None if it is."""
+    rows = numbers["wrong_targets"]
+    return f"the targets of {rows:,.0f} rows are not the tokens of their replies" if rows else None
+
+
 def _first_kl(reading: Reading) -> str | None:
     if len(reading.recent) > 1 or not starts_at_reference(reading.config):
         return None
@@ -141,6 +182,21 @@ def _first_kl(reading: Reading) -> str | None:
 
 def _drawing(reading: Reading) -> str | None:
     return describe_gap(reading.now["draw_gap"], reading.first["draw_gap"], reading.precision)
+
+
+def _reference(reading: Reading) -> str | None:
+    learns = reading.now["grad_norm"] > 0 and reading.precision == "fp32"  # 16 bits round small updates away
+    if not learns or not reading.last(2, lambda numbers: numbers["kl"] == 0):
+        return None
+    return "KL is exactly 0 after an update: the policy may be compared with itself, so nothing keeps it near its start"
+
+
+def _first_update(reading: Reading) -> str | None:
+    return describe_update_gap(reading.now["update_gap"], reading.precision)
+
+
+def _judge_now(describe: Callable[[Numbers], str | None]) -> Callable[[Reading], str | None]:
+    return lambda reading: describe(reading.now)
 
 
 def _token_kl(numbers: Numbers) -> float:
@@ -275,6 +331,7 @@ def _few_rows(reading: Reading) -> str | None:
     return f"{state}: accuracy {right:.3g} of {rows} has the 95 % interval {low:.0%} to {high:.0%}"
 
 
+_REPORT = "please report this as a bug of rlhf or of the backend"
 _CALM = "lower {*.optimizer.learning_rate}"
 _NEARER = f"raise {{ppo.kl_coef}} or {_CALM}"
 _PPO: tuple[Stage, ...] = ("ppo",)
@@ -297,7 +354,49 @@ RULES = (
         ("step",),
         ("draw_gap",),
         _drawing,
-        "please report this as a bug of rlhf or of the backend",
+        _REPORT,
+        is_invariant=True,
+    ),
+    Rule("reference", "plumbing", _PPO, ("step",), ("kl", "grad_norm"), _reference, _REPORT),
+    Rule("first update", "plumbing", _PPO, ("step",), ("update_gap",), _first_update, _REPORT, is_invariant=True),
+    Rule(
+        "frozen weights",
+        "plumbing",
+        EVERY_STAGE,
+        ("step",),
+        ("changed_frozen_weights",),
+        _judge_now(describe_frozen_weights),
+        _REPORT,
+        is_invariant=True,
+    ),
+    Rule(
+        "trained weights",
+        "plumbing",
+        EVERY_STAGE,
+        ("step",),
+        ("unchanged_weights", "grad_norm"),
+        _judge_now(describe_trained_weights),
+        _REPORT,
+        is_invariant=True,
+    ),
+    Rule(
+        "ranks",
+        "plumbing",
+        EVERY_STAGE,
+        ("step",),
+        ("unequal_weights",),
+        _judge_now(describe_ranks),
+        _REPORT,
+        is_invariant=True,
+    ),
+    Rule(
+        "targets",
+        "plumbing",
+        ("sft", "dpo"),
+        ("step",),
+        ("wrong_targets",),
+        _judge_now(describe_targets),
+        _REPORT,
         is_invariant=True,
     ),
     Rule("kl", "cheating", _PPO, _TRAINED, ("kl", "response_length"), _kl, _NEARER, ruins=True),

@@ -35,7 +35,7 @@ from rlhf.trainers.context import StageContext
 from rlhf.trainers.greedy_samples import GreedySamples
 from rlhf.trainers.loop import EvalResult
 from rlhf.trainers.stage_models import ModelFactory
-from rlhf.trainers.supervised import SupervisedTrainer
+from rlhf.trainers.supervised import SupervisedTrainer, count_different_rows
 from rlhf.utils.atomic_io import atomic_file
 
 MEANS = ("accuracy", "margin", "drift", "chosen_reward", "rejected_reward", "chosen_log_prob", "rejected_log_prob")
@@ -68,6 +68,12 @@ class DPOTrainer(SupervisedTrainer):
     def count(self, batch: Batch) -> Tensor:
         """Return the number of real pairs."""
         return batch["pair_mask"].sum()
+
+    def count_wrong_targets(self, batch: Batch, examples: Sequence[NumberedPair], real: int) -> int:
+        """Return the rows whose targets are not exactly their reply."""
+        mask = batch["completion_mask"]
+        replies = [pair.chosen_ids for pair in examples] + [pair.rejected_ids for pair in examples]
+        return count_different_rows(batch["input_ids"][:, -mask.shape[1] :], mask, replies)
 
     def prepare(self, batches: Sequence[Batch]) -> Sequence[Batch]:
         """Add the reference's log-probabilities."""

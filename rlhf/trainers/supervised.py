@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rlhf.config.schema import EpochConfig, RewardConfig
 from rlhf.data.batches import collate_reward, collate_sft, count_padding, example_length
+from rlhf.data.examples import Demonstration
 from rlhf.data.stage_dataset import StageData
 from rlhf.engine import distributed
 from rlhf.engine.engine import Batch, Metrics, MetricSums, TrainingEngine, padding_share
@@ -71,6 +72,15 @@ class SupervisedTrainer:
         """Return a micro-batch's part of the mean over all `total` targets, and sums of statistics."""
         raise NotImplementedError
 
+    def count_wrong_targets(self, batch: Batch, examples: Sequence[Any], real: int) -> int | None:
+        """Return the rows of a micro-batch whose targets are not those of its examples; None if it has no targets.
+
+        Args:
+            batch: a micro-batch on the host.
+            examples: its examples; those after the first `real` ones are fillers.
+        """
+        return None
+
     def average(self, sums: Metrics) -> Metrics:
         """Return a step's metrics, given the sums of `loss` over all ranks."""
         return sums
@@ -86,20 +96,25 @@ class SupervisedTrainer:
     def step(self, index: int) -> Metrics:
         """Take one optimizer step on global batch `index`."""
         context, engine = self.context, self.engine
-        batches: Sequence[Batch] = [context.accelerator.to_device(batch) for batch in self.batches.step(index)]
+        on_host = self.batches.step(index)
+        wrong = [self.count_wrong_targets(batch, *part) for batch, part in zip(on_host, self.batches.parts(index))]
+        batches: Sequence[Batch] = [context.accelerator.to_device(batch) for batch in on_host]
         with context.phases("training"):
             batches = self.prepare(batches)
             # Of the whole global batch: the loss is a mean over it, however rows are split.
             total = distributed.all_sum(torch.stack([self.count(batch) for batch in batches]).sum().float())
             rates = engine.rates
             sums = engine.step(batches, lambda model, batch: self.loss(model, batch, total))
-        for batch in batches:
+        for batch, rows in zip(batches, wrong):
             sums.add(**text_sums(batch), **count_padding(batch))
+            if rows is not None:
+                sums.add(wrong_targets=context.accelerator.to_device(torch.tensor(float(rows))))
         totals = sums.read()
+        targets = {"wrong_targets": totals.pop("wrong_targets")} if "wrong_targets" in totals else {}
         texts = TextLengths(*(totals.pop(f"read_{name}") for name in TextLengths._fields))
         context.phases.count_work("training", tokens=texts.tokens, flops=self._flops(texts))
         share = padding_share({key: totals.pop(key) for key in ("present", "positions")})
-        return self.average(totals) | rates | {"padding_share": share, "grad_norm": engine.grad_norm()}
+        return self.average(totals) | targets | rates | {"padding_share": share, "grad_norm": engine.grad_norm()}
 
     @torch.no_grad()
     def sum_over_heldout(
@@ -167,6 +182,16 @@ class SFTTrainer(SupervisedTrainer):
         """Return the number of target tokens."""
         return batch["loss_mask"][:, 1:].sum()
 
+    def count_wrong_targets(self, batch: Batch, examples: Sequence[Demonstration], real: int) -> int:
+        """Return the rows whose targets are not exactly their completion, or all tokens but the first."""
+        loss_on_prompts = self.context.config.sft.loss_on == "all"
+        expected = [
+            row.completion_ids if row.prompt_ids and not loss_on_prompts else [*row.prompt_ids, *row.completion_ids][1:]
+            for row in examples[:real]
+        ]
+        expected += [[] for _ in examples[real:]]
+        return count_different_rows(batch["input_ids"], batch["loss_mask"], expected)
+
     def loss(self, model: nn.Module, batch: Batch, total: Tensor) -> tuple[Tensor, Batch]:
         """Return a part of the mean negative log-likelihood per target token, and the tokens of real rows."""
         tokens = (batch["attention_mask"] * batch["loss_mask"].any(-1, keepdim=True)).sum()
@@ -184,6 +209,11 @@ class SFTTrainer(SupervisedTrainer):
         sums = self.sum_over_heldout(f"perplexity {when}", statistics)
         ended, samples = self.samples.complete()
         return EvalResult({"perplexity": perplexity(sums["nll"] / max(sums["targets"], 1))} | ended, samples)
+
+
+def count_different_rows(ids: Tensor, mask: Tensor, expected: Sequence[Sequence[int]]) -> int:
+    """Return the rows whose tokens under `mask`, [B, T] like `ids`, are not the `expected` ones."""
+    return sum(row[targets].tolist() != list(right) for row, targets, right in zip(ids, mask, expected, strict=True))
 
 
 def negative_log_likelihood(model: nn.Module, batch: Batch) -> Tensor:

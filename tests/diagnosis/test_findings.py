@@ -185,6 +185,31 @@ def test_reward_model_that_scores_length_is_found(tmp_path: Path) -> None:
         assert found["length bias"].state == state
 
 
+PLUMBING: dict[str, Any] = {
+    "first update": ("ppo", {"update_gap": [0.0, 4e-7, 2e-5]}, 3, "the gap is 2e-05 nats per token"),
+    "targets": ("sft", {"wrong_targets": [0.0, 7.0]}, 2, "targets of 7 rows"),
+    "trained weights": ("reward", {"grad_norm": [1.0, 1.0], "unchanged_weights": [0.9, 1.0]}, 2, "no trained weight"),
+    "frozen weights": ("dpo", {"changed_frozen_weights": [3.0]}, 1, "3 tensors of frozen weights have changed"),
+    "ranks": ("sft", {"unequal_weights": [0.0, 2.0]}, 2, "2 tensors of weights differ between ranks"),
+}
+"""Invariant: stage, numbers of a run in which it does not hold, the step that shows it, and what is said."""
+
+
+@pytest.mark.parametrize("name", PLUMBING)
+def test_invariant_holds_or_the_run_is_wrong(tmp_path: Path, name: str) -> None:
+    stage, numbers, step, text = PLUMBING[name]
+    found = examine(tmp_path / "a", stage, numbers)[name]
+    assert (found.state, found.step) == ("wrong", step) and text in found.text
+    healthy = {key: [0.0 if key != "grad_norm" else 1.0 for _ in values] for key, values in numbers.items()}
+    assert examine(tmp_path / "b", stage, healthy)[name].state == "fine"
+    assert examine(tmp_path / "c", stage, {"loss": [1.0]})[name].state == "cannot tell"
+
+
+def test_step_that_fp16_skips_leaves_weights_as_they_are(tmp_path: Path) -> None:
+    numbers = {"grad_norm": [1.0, 1.0], "unchanged_weights": [1.0, 0.0], "skipped_steps": [1.0, 0.0]}
+    assert examine(tmp_path, "sft", numbers)["trained weights"].state == "fine"
+
+
 def completions(rewards: list[float], tokens: list[float], texts: list[str] | None = None) -> list[dict[str, Any]]:
     texts = texts or [f"reply {number} is this" for number in range(len(rewards))]
     return [

@@ -12,6 +12,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from rlhf.config.schema import STAGES, build_config
 from rlhf.models.forward import ScalarHead, completion_log_probs
+from rlhf.reporting.rules import RULES
 from rlhf.runs.directory import RunDirectory
 from rlhf.trainers import pipeline, preflight, stage_models
 from rlhf.trainers.ppo import trainer
@@ -134,6 +135,10 @@ def test_family_is_trained_and_read_by_plain_transformers(trained: Any, tokenize
         actual = of_plain_transformers(folder / place, len(tokenizer))
         torch.testing.assert_close(actual, expected, atol=2e-5, rtol=0)
     assert len(ratios) == 2, "one update a rollout"
+    plumbing = {rule.name for rule in RULES if rule.topic == "plumbing"}
+    for stage in STAGES:
+        records = map(json.loads, (folder / stage / "metrics.jsonl").read_text().splitlines())
+        assert not [record["text"] for record in records if record.get("rule") in plumbing]
     if not family.draws:
         for ratio in ratios:
             assert torch.equal(ratio, torch.ones_like(ratio))

@@ -229,6 +229,7 @@ def test_the_numbers_of_a_ppo_step_are_those_counted_by_hand(build_ppo):
         "value_loss": pytest.approx(48.71 / 6 / 2, rel=1e-5),
         "clip_fraction": pytest.approx((2 / 6 + 4 / 6) / 2),  # 1.5 and .5; then 2 and three of 2/3
         "approx_kl": pytest.approx(2 * math.log(1.5) / 6 / 2, rel=1e-5),
+        "update_gap": pytest.approx((math.log(1.5) + math.log(2)) / 6, rel=1e-5),  # of the first update alone
         "value_clip_fraction": pytest.approx(5 / 6),
         "updates": 2,
         "score_clip_fraction": pytest.approx(1 / 3),  # 7 of 1, 4 and 7; the fourth row only fills up the batch

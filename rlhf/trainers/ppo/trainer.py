@@ -39,6 +39,7 @@ from rlhf.losses import advantages as estimators
 from rlhf.losses.advantages import whiten
 from rlhf.losses.log_probs import masked, masked_mean, token_weights
 from rlhf.losses.ppo import kl_estimate, policy_loss, value_is_clipped, value_loss
+from rlhf.models.dropout import has_dropout
 from rlhf.models.forward import LogProbs, completion_log_probs, sequence_scores
 from rlhf.models.lora import without_adapters
 from rlhf.models.tokenizers import find_end_tokens
@@ -137,6 +138,7 @@ class PPOTrainer:
         if obstacle:
             context.say(f"ppo: rollouts are scored in separate passes, not in those of the update: {obstacle}")
         self._reuses_passes = not obstacle
+        self._has_dropout = has_dropout(self.actor.module)
         self._weight_layout: WeightLayout = "copied" if choices.copies_weights else "in place"
 
         self.collate = partial(
@@ -187,6 +189,7 @@ class PPOTrainer:
         record_arithmetic(self.context, totals, updates, raw_text, reused=self._reuses_passes)
         metrics = rollout_means(totals) | draw_means(totals)
         metrics |= {key: totals[key] / updates for key in _UPDATE_METRICS if key in totals}
+        metrics |= {"update_gap": totals["update_gap"]} if "update_gap" in totals else {}
         metrics |= {
             "returns": totals["returns"] / max(totals["tokens"], 1),
             "padding_share": padding_share(totals),
@@ -402,11 +405,11 @@ class PPOTrainer:
                 update_sums = MetricSums()
                 if self.context.precision.loss_scaling and len(steps) > 1:
                     for step_sums in synchronized_step(steps):
-                        update_sums.extend(step_sums, *_UPDATE_METRICS)
+                        update_sums.extend(step_sums, *_UPDATE_METRICS, "update_gap")
                 else:  # one model after the other, so that the gradients of only one are in memory
                     for engine, parts, loss in steps:
-                        update_sums.extend(engine.step(parts, loss), *_UPDATE_METRICS)
-                sums.extend(update_sums, *_UPDATE_METRICS)
+                        update_sums.extend(engine.step(parts, loss), *_UPDATE_METRICS, "update_gap")
+                sums.extend(update_sums, *_UPDATE_METRICS, *([] if updates else ["update_gap"]))
                 updates += 1
                 if settings.kl_stop is not None and update_sums.read()["approx_kl"] > settings.kl_stop:
                     return updates, rates
@@ -432,6 +435,8 @@ class PPOTrainer:
             "clip_fraction": ((log_ratio.exp() - 1).abs() > settings.clip).sum() / total,
             "approx_kl": masked_mean(kl_estimate(-log_ratio, "k3"), mask, total),
         }
+        if not self._has_dropout:
+            metrics["update_gap"] = masked_mean(log_ratio.abs(), mask, total)
         if method.kl_in == "loss":
             drift = kl_estimate(masked(log_probs - part.ref_log_probs, mask), method.kl_estimator)
             metrics["kl_loss"] = masked_mean(drift, weights, total)
