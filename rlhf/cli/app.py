@@ -26,6 +26,7 @@ from rlhf.engine import select
 from rlhf.errors import USER_ERRORS, ConfigError, RemoteRankError
 from rlhf.launchers import local, multinode
 from rlhf.launchers.exit_status import INTERRUPTED, ExitStatus
+from rlhf.reporting.console import console
 from rlhf.runs.directory import RunDirectory
 from rlhf.trainers.interruption import RunTermination
 from rlhf.utils import signals
@@ -127,6 +128,7 @@ def start(context: typer.Context, stages: tuple[Stage, ...], **values: Any) -> N
     from rlhf.trainers import run as launch
 
     options = collect_options(context, RUN, values)
+    console.quiet = options.quiet and not options.dry_run
     machine = multinode.resolve_node(options.nodes, options.node_rank, options.rendezvous)
     if machine and not options.dry_run:
         _start_on_machine(machine, options, stages)

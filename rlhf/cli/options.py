@@ -67,6 +67,10 @@ class Options:
             "--trust", metavar="", help="Run the code that another user's recipe names; needed once for a recipe."
         ),
     ] = False
+    quiet: Annotated[
+        bool,
+        typer.Option("--quiet", "-q", metavar="", help="Show warnings and the verdict only; console.log has the rest."),
+    ] = False
     debug: Annotated[
         bool, typer.Option("--debug", metavar="", help="Show tracebacks, and the output of all ranks.")
     ] = False

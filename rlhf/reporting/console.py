@@ -30,7 +30,7 @@ _WIDTH = 120  # columns of tables in a copy
 
 
 class Terminal(Console):
-    """A console that may have a copy, and a live display of progress bars."""
+    """A console that may have a copy, and a live display of progress bars; `quiet` silences it, but not the copy."""
 
     copy: Terminal | None = None
     display: Progress | None = None
@@ -41,6 +41,15 @@ class Terminal(Console):
             only_text = all(isinstance(part, (str, Text)) for part in objects)
             self.copy.print(*objects, **options | ({"soft_wrap": True} if only_text else {}))
         super().print(*objects, **options)
+
+    @contextmanager
+    def loudly(self) -> Iterator[None]:
+        """Print what is printed in this block even if `quiet` is set: warnings and verdicts."""
+        quiet, self.quiet = self.quiet, False
+        try:
+            yield
+        finally:
+            self.quiet = quiet
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         """Render in parts; control characters of text are made visible, those of rich stay."""

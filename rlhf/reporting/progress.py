@@ -36,7 +36,9 @@ def progress(total: int, description: str, *, unit: str = "rows", enabled: bool 
         enabled: True on the one rank that prints.
     """
     with ExitStack() as stack:
-        display = stack.enter_context(_live_display()) if enabled and console.is_terminal else None
+        display = (
+            stack.enter_context(_live_display()) if enabled and console.is_terminal and not console.quiet else None
+        )
         lines = console.copy if display else console
         bar = Bar(total, description, unit, lines if enabled else None, display)
         yield bar

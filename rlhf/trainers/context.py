@@ -77,7 +77,8 @@ class StageContext:
         """Print and record lines of the health monitor."""
         rules = {line: rule for rule, line in self.health.lines.items()}
         for line in lines:
-            self.say(f"{self.directory.name}: warning: {line}")
+            with console.loudly():
+                self.say(f"{self.directory.name}: warning: {line}")
             self.recorder.text(tag, step, line, {"rule": rules[line]})
 
     def commit(self) -> None:

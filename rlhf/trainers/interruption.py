@@ -92,8 +92,9 @@ class RunTermination:
         if not show:
             return
         console.print()
-        print_states(reports[0])
-        console.print(f"{path} explains the run; open it in a browser", markup=False, soft_wrap=True)
+        with console.loudly():
+            print_states(reports[0])
+            console.print(f"{path} explains the run; open it in a browser", markup=False, soft_wrap=True)
 
     def _log(self, status: ExitStatus) -> None:
         """Append how the run ended to the log of the stage that was running, if there is one."""

@@ -80,7 +80,11 @@ def run(
     pending = preflight.check(config, stages, size, resume=resume, overwrite=overwrite, run_code=not dry_run)
     if not pending:
         if current_process().rank == 0:
-            console.print(f"{config.output}: {', '.join(stages)} {'is' if len(stages) == 1 else 'are'} complete")
+            with console.loudly():
+                console.print(
+                    f"{config.output}: {', '.join(stages)} {'is' if len(stages) == 1 else 'are'} complete",
+                    soft_wrap=True,
+                )
             print_summary([stage.summary() for stage in directory.stages if stage.done], console)
         return directory
     termination = RunTermination(directory, stages)
@@ -268,7 +272,8 @@ def _announce(
 
 def _print_warnings(lines: Sequence[str]) -> None:
     for line in lines:
-        console.print(Text.assemble((f"{'warning':13}", "bold yellow"), line), soft_wrap=True)
+        with console.loudly():
+            console.print(Text.assemble((f"{'warning':13}", "bold yellow"), line), soft_wrap=True)
 
 
 def _describe_stage(config: Config, stage: Stage, pending: bool) -> str:

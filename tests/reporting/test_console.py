@@ -4,6 +4,7 @@ import io
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.table import Table
@@ -125,3 +126,19 @@ def test_copy_has_each_line_at_once(tmp_path: Path, shown: io.StringIO, ours: lo
         assert path.read_text().endswith("first\n")
         ours.warning("second")
         assert path.read_text().endswith("second\n")
+
+
+def test_quiet_run_shows_warnings_and_the_verdict_and_logs_the_rest(rlhf: Any, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    done = rlhf("sft", "-q", "--output", output)
+    lines = [line for line in done.stdout.splitlines() if line]
+    warnings = [line for line in lines if line.startswith("sft: warning: ")]
+    assert warnings, "a tiny run has something to warn about"
+    verdict, page = [line for line in lines if line not in warnings]
+    assert (
+        "supervised fine-tuning: " in verdict and page == f"{output}/report.html explains the run; open it in a browser"
+    )
+    log = (output / "sft/console.log").read_text(encoding="utf-8")
+    assert "sft: training: " in log and "perplexity" in log and warnings[0] in log
+    assert "sft is complete" in rlhf("sft", "--quiet", "--output", output, "--resume").stdout
+    assert len(rlhf("sft", "--quiet", "--dry-run", "--output", tmp_path / "other").stdout.splitlines()) > 5
