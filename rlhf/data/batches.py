@@ -149,7 +149,7 @@ class Batches(Generic[E]):
         length: Callable[[E], int] | None = None,
     ) -> None:
         self._examples = examples
-        self._collate = collate
+        self.collate = collate
         self._batch_size = batch_size
         self._micro_batch_size = micro_batch_size
         self._rank, self._world_size, self._length = rank, world_size, length
@@ -193,7 +193,7 @@ class Batches(Generic[E]):
 
     def step(self, index: int) -> list[Batch]:
         """Return this rank's micro-batches of global batch `index`, counted from the start of the first epoch."""
-        return [self._collate(examples, real) for examples, real in self.parts(index)]
+        return [self.collate(examples, real) for examples, real in self.parts(index)]
 
     def parts(self, index: int) -> list[tuple[list[E], int]]:
         """Return the examples of each of these micro-batches, and how many of them are real; fillers come last."""

@@ -29,8 +29,9 @@ _NEAR_UNIFORM = 0.7  # of the logarithm of the vocabulary
 _FEW_ROWS = 30
 _IN_A_ROW, MEMORY_STEPS = 3, 10  # steps; no rule looks back further than the latter
 
-# Limits of invariants by precision, in nats per token. In fp32, rounding is below 1e-6. In half precision, the mean gap
-# that others publish is 0.013, and adapters that are merged for rollouts add as much.
+# Limits of invariants by precision, in nats per token. In fp32, rounding was below 1e-6; other shapes of a batch, or a
+# close choice between experts, may add to it. In half precision, the mean gap that others publish is 0.013; adapters
+# that are merged for rollouts add as much.
 PRECISIONS = ("fp32", "bf16", "fp16")
 _MAX_FIRST_KL = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
 _MAX_GAP = {"fp32": 1e-3, "bf16": 1e-1, "fp16": 1e-1}
@@ -139,7 +140,7 @@ def describe_update_gap(gap: float, precision: str) -> str | None:
     Args:
         gap: mean of the absolute log-ratio, in nats per token.
     """
-    limit = _MIN_GAP_LIMIT[precision]
+    limit = _MAX_GAP[precision]
     if gap <= limit:
         return None
     return (
@@ -155,9 +156,8 @@ def describe_frozen_weights(numbers: Numbers) -> str | None:
 
 
 def describe_trained_weights(numbers: Numbers) -> str | None:
-    """Return what is wrong if a model has gradients, and none of its trained weights has changed; else None."""
-    learns = 0 < numbers["grad_norm"] < math.inf and not numbers.get("skipped_steps")
-    if numbers["unchanged_weights"] < 1 or not learns:
+    """Return what is wrong if no trained weight of a model has changed, although it should; else None."""
+    if numbers["unchanged_weights"] < 1:
         return None
     return "no trained weight of a model has changed, although there are gradients"
 
@@ -185,8 +185,9 @@ def _drawing(reading: Reading) -> str | None:
 
 
 def _reference(reading: Reading) -> str | None:
-    learns = reading.now["grad_norm"] > 0 and reading.precision == "fp32"  # 16 bits round small updates away
-    if not learns or not reading.last(2, lambda numbers: numbers["kl"] == 0):
+    is_still = reading.last(2, lambda numbers: numbers["kl"] == 0)
+    # 16 bits round small updates away. The KL of a step is measured before its update.
+    if not is_still or reading.precision != "fp32" or not 0 < reading.recent[-2]["grad_norm"] < math.inf:
         return None
     return "KL is exactly 0 after an update: the policy may be compared with itself, so nothing keeps it near its start"
 
@@ -374,7 +375,7 @@ RULES = (
         "plumbing",
         EVERY_STAGE,
         ("step",),
-        ("unchanged_weights", "grad_norm"),
+        ("unchanged_weights",),
         _judge_now(describe_trained_weights),
         _REPORT,
         is_invariant=True,

@@ -70,7 +70,7 @@ class DPOTrainer(SupervisedTrainer):
         return batch["pair_mask"].sum()
 
     def count_wrong_targets(self, batch: Batch, examples: Sequence[NumberedPair], real: int) -> int:
-        """Return the rows whose targets are not exactly their reply."""
+        """Count the rows whose targets are not exactly their reply."""
         mask = batch["completion_mask"]
         replies = [pair.chosen_ids for pair in examples] + [pair.rejected_ids for pair in examples]
         return count_different_rows(batch["input_ids"][:, -mask.shape[1] :], mask, replies)

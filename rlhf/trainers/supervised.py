@@ -73,7 +73,7 @@ class SupervisedTrainer:
         raise NotImplementedError
 
     def count_wrong_targets(self, batch: Batch, examples: Sequence[Any], real: int) -> int | None:
-        """Return the rows of a micro-batch whose targets are not those of its examples; None if it has no targets.
+        """Count the rows of a micro-batch whose targets are not those of its examples; None if it has no targets.
 
         Args:
             batch: a micro-batch on the host.
@@ -96,8 +96,9 @@ class SupervisedTrainer:
     def step(self, index: int) -> Metrics:
         """Take one optimizer step on global batch `index`."""
         context, engine = self.context, self.engine
-        on_host = self.batches.step(index)
-        wrong = [self.count_wrong_targets(batch, *part) for batch, part in zip(on_host, self.batches.parts(index))]
+        parts = self.batches.parts(index)
+        on_host = [self.batches.collate(*part) for part in parts]
+        wrong = [self.count_wrong_targets(batch, *part) for batch, part in zip(on_host, parts, strict=True)]
         batches: Sequence[Batch] = [context.accelerator.to_device(batch) for batch in on_host]
         with context.phases("training"):
             batches = self.prepare(batches)
@@ -105,10 +106,10 @@ class SupervisedTrainer:
             total = distributed.all_sum(torch.stack([self.count(batch) for batch in batches]).sum().float())
             rates = engine.rates
             sums = engine.step(batches, lambda model, batch: self.loss(model, batch, total))
-        for batch, rows in zip(batches, wrong):
+        for batch in batches:
             sums.add(**text_sums(batch), **count_padding(batch))
-            if rows is not None:
-                sums.add(wrong_targets=context.accelerator.to_device(torch.tensor(float(rows))))
+        if None not in wrong:
+            sums.add(wrong_targets=context.accelerator.to_device(torch.tensor(float(sum(filter(None, wrong))))))
         totals = sums.read()
         targets = {"wrong_targets": totals.pop("wrong_targets")} if "wrong_targets" in totals else {}
         texts = TextLengths(*(totals.pop(f"read_{name}") for name in TextLengths._fields))
@@ -183,14 +184,17 @@ class SFTTrainer(SupervisedTrainer):
         return batch["loss_mask"][:, 1:].sum()
 
     def count_wrong_targets(self, batch: Batch, examples: Sequence[Demonstration], real: int) -> int:
-        """Return the rows whose targets are not exactly their completion, or all tokens but the first."""
+        """Count the rows whose targets are not exactly their completion, or all tokens but the first."""
         loss_on_prompts = self.context.config.sft.loss_on == "all"
         expected = [
             row.completion_ids if row.prompt_ids and not loss_on_prompts else [*row.prompt_ids, *row.completion_ids][1:]
             for row in examples[:real]
         ]
         expected += [[] for _ in examples[real:]]
-        return count_different_rows(batch["input_ids"], batch["loss_mask"], expected)
+        mask = batch["loss_mask"]
+        if "targets" in batch:  # which the loss reads instead
+            mask = torch.zeros_like(mask).flatten().index_fill(0, batch["targets"], True).view_as(mask)
+        return count_different_rows(batch["input_ids"], mask, expected)
 
     def loss(self, model: nn.Module, batch: Batch, total: Tensor) -> tuple[Tensor, Batch]:
         """Return a part of the mean negative log-likelihood per target token, and the tokens of real rows."""
@@ -212,7 +216,7 @@ class SFTTrainer(SupervisedTrainer):
 
 
 def count_different_rows(ids: Tensor, mask: Tensor, expected: Sequence[Sequence[int]]) -> int:
-    """Return the rows whose tokens under `mask`, [B, T] like `ids`, are not the `expected` ones."""
+    """Count the rows whose tokens under `mask`, [B, T] like `ids`, are not the `expected` ones."""
     return sum(row[targets].tolist() != list(right) for row, targets, right in zip(ids, mask, expected, strict=True))
 
 
