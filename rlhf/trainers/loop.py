@@ -339,6 +339,7 @@ class EvaluationSchedule:
             self.context.say(
                 f"{directory.name}: keeps the model of step {step:,}, {metric.replace('_', ' ')} "
                 f"{format_value(metric, value)}: the best of {len(self._results) - 1:,} evaluations"
+                f"{self._describe_doubt(step)}"
             )
         before, after = self._results[0], self._results[kept["step"]]
         summary = {"before": before.numbers, "after": after.numbers, "steps": total_steps, "kept": kept}
@@ -348,6 +349,25 @@ class EvaluationSchedule:
                 for old, new in zip(before.samples, after.samples)
             ]
         return summary
+
+    def _describe_doubt(self, step: int) -> str:
+        """Return what to know about a model that was chosen by the reward that PPO raises; empty if nothing."""
+        if self._metric != "reward":
+            return ""
+        judged = {
+            done: result.numbers["approved_share"]
+            for done, result in self._results.items()
+            if done and "approved_share" in result.numbers
+        }
+        if step not in judged:
+            return "; by the reward alone, which is also the highest of over-optimized models: read its samples"
+        best, here = max(judged, key=judged.__getitem__), judged[step]
+        if judged[best] <= here:
+            return ""
+        return (
+            f"; a second judge prefers that of step {best:,}, and approves of {judged[best]:.0%} of its completions "
+            f"instead of {here:.0%} (ppo.keep=best(approved_share))"
+        )
 
     def _move_model(self, folder: Path) -> None:
         """Move the files of `folder` to the stage's folder: all, or those that a killed process has not moved."""

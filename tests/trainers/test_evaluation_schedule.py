@@ -130,6 +130,37 @@ def test_best_reward_is_not_that_of_a_policy_that_left_its_reference(accelerator
     assert capsys.readouterr().out.count("ppo: warning: step 2, held-out: the policy has left its reference") == 1
 
 
+@pytest.mark.parametrize(
+    ("approved", "said"),
+    [
+        (
+            [0.4, 0.9, 0.5],
+            "a second judge prefers that of step 1, and approves of 90% of its completions instead of 50%",
+        ),
+        ([0.9, 0.4, 0.5], ""),  # that before training is no choice
+        ([None] * 3, "by the reward alone"),
+    ],
+)
+def test_model_chosen_by_its_reward_is_doubted_unless_a_judge_agrees(accelerator, tmp_path, capsys, approved, said):
+    context = stage_context(accelerator, tmp_path, "ppo", {"ppo": {"eval_every": 1, "keep": "best(reward)"}})
+    rows = iter(zip([0.0, 1.0, 2.0], approved, strict=True))
+
+    def evaluate(when):
+        reward, share = next(rows)
+        numbers = {"reward": reward, "kl": 0.1, "response_length": 10.0}
+        return EvalResult(numbers | ({} if share is None else {"approved_share": share}))
+
+    trainer = StubTrainer(
+        context.config.ppo,
+        total_steps=2,
+        evaluate=evaluate,
+        save=lambda folder: (folder / "model").mkdir(parents=True, exist_ok=True),
+    )
+    assert fit(trainer, context)["kept"]["step"] == 2
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "keeps the model of step 2" in line]
+    assert said in line and (";" in line) == bool(said)
+
+
 def test_stage_without_a_sound_model_keeps_the_last(accelerator, tmp_path, capsys):
     context = stage_context(accelerator, tmp_path, "ppo", {"ppo": {"eval_every": 1, "keep": "best(reward)"}})
     rows = iter([(0.0, 0.0), (1.0, 300.0), (2.0, 300.0)])
