@@ -27,6 +27,7 @@ from rlhf.reporting.progress import progress
 from rlhf.reporting.recorder import Recorder
 from rlhf.reporting.timers import PhaseTimers
 from rlhf.roles.roles import ModelPlacement, RoleName, model_placements
+from rlhf.trainers.weight_samples import WeightSamples
 
 if TYPE_CHECKING:
     from accelerators import Accelerator, Precision, ShapePolicy
@@ -90,6 +91,11 @@ class StageContext:
     def placements(self) -> dict[RoleName, ModelPlacement]:
         """The placements of the stage's models, by role."""
         return model_placements(self.config, self.directory.name)
+
+    @cached_property
+    def weight_samples(self) -> WeightSamples:
+        """Samples of all loaded models, taken when this is first read."""
+        return WeightSamples(self.models, self.accelerator)
 
     @cached_property
     def phases(self) -> PhaseTimers:

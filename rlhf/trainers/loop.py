@@ -24,7 +24,6 @@ from rlhf.reporting.summary import format_value
 from rlhf.roles.base_sharing import adapter_folder
 from rlhf.runs.stage_directory import parse_step
 from rlhf.trainers.context import StageContext
-from rlhf.trainers.weight_samples import WeightSamples
 from rlhf.utils import signals
 from rlhf.utils.atomic_io import atomic_rename_dir, atomic_write_json, read_json
 
@@ -101,7 +100,6 @@ def fit(trainer: Trainer, context: StageContext) -> dict[str, Any]:
     schedule = EvaluationSchedule(trainer, context)
     schedule.run(0)
     first = resume_or_seed(trainer, context)
-    samples = WeightSamples(context.models, context.accelerator)
     training = progress(total_steps - first, f"{name}: {title}training", unit="steps", enabled=context.world.is_main)
     # A library may have swallowed an earlier signal.
     with signals.collect_signals(signals.remembered_signals) as signals_seen, training as bar:
@@ -112,10 +110,6 @@ def fit(trainer: Trainer, context: StageContext) -> dict[str, Any]:
         for index in range(first, total_steps):
             with measure_step(trainer, context, index) as metrics:
                 metrics |= trainer.step(index)
-                if index == 0:  # no other process repeats it, so records do not depend on where a run resumed
-                    metrics |= samples.count_unchanged()
-                if index == 0 or index + 1 == total_steps:
-                    metrics |= samples.compare()
             done = index + 1
             if done % settings.log_every == 0 or done == total_steps:
                 context.recorder.log(done, metrics)
@@ -167,8 +161,13 @@ def measure_step(trainer: Trainer, context: StageContext, index: int) -> Iterato
     phases, unit, engines = context.phases, trainer.unit, trainer.engines
     skipped_before = _skipped_steps(trainer)
     metrics: Metrics = {}
+    samples = context.weight_samples  # taken before the first step
     with phases.step():
         yield metrics
+        if index == 0:  # no resumed process repeats it, so records do not depend on where a run resumed
+            metrics |= samples.count_unchanged()
+        if index == 0 or index + 1 == trainer.total_steps:
+            metrics |= samples.compare()
     metrics |= phases.metrics() | {f"{unit}_per_second": metrics[unit] / phases.seconds}
     compilations, fallbacks = context.accelerator.compilations(), context.accelerator.fallbacks
     if compilations is not None:

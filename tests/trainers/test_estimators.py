@@ -54,7 +54,7 @@ def test_completions_of_a_prompt_are_neighbours_and_differ(build):
     completions = ppo.generate(prompts).input_ids[:, prompts["prompt_ids"].shape[1] :]
     assert len({tuple(row) for row in completions.tolist()}) == 8
     expected = [
-        ppo.batches._collate(part, 2)["prompt_ids"] for part in (ppo.batches.examples(0), ppo.batches.examples(1))
+        ppo.batches.collate(part, 2)["prompt_ids"] for part in (ppo.batches.examples(0), ppo.batches.examples(1))
     ]
     for index, pair in enumerate(expected):
         assert torch.equal(ppo.prompts(index)["prompt_ids"][::4], pair), "the next prompts follow in the next rollout"
