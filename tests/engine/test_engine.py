@@ -132,12 +132,13 @@ def test_step_boundary_follows_the_update(accelerator, monkeypatch, zero_stage):
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_forward_pass_of_a_trained_model_does_not_wait_for_the_device(accelerator, monkeypatch, zero_stage):
-    """DeepSpeed's hooks run in the steps of a generation too, and a wait ends their recording on a GPU."""
+def test_no_pass_waits_for_the_device(accelerator, monkeypatch, zero_stage):
+    """A wait leaves a GPU idle in each step, and ends the recording of a generation."""
     engine = build(accelerator, zero_stage)
     train(engine, steps=3)
     waits = []
     monkeypatch.setattr(get_accelerator(), "synchronize", lambda *device: waits.append(device))
+    train(engine, steps=1)
     with torch.no_grad(), engine.whole_weights() as module:
         module(input_ids=IDS)
     assert not waits
