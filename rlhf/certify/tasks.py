@@ -141,9 +141,10 @@ def save_random_models(publish: Publish, name: str, folders: Mapping[str, str], 
         model.tie_weights()
         with torch.no_grad():
             for weight in model.parameters():
-                size = weight.numel()
-                drawn = numbers.repeat(size // len(numbers) + 1)[:size]
-                weight.copy_(drawn.view_as(weight) if weight.dim() > 1 else torch.ones_like(weight))  # norms have ones
+                if weight.dim() == 1:  # of a norm
+                    weight.fill_(1)
+                else:
+                    weight.copy_(numbers.repeat(weight.numel() // len(numbers) + 1)[: weight.numel()].view_as(weight))
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 

@@ -7,64 +7,7 @@ from collections.abc import Callable
 
 from rlhf.config.schema import EVERY_STAGE
 from rlhf.diagnosis.subject import Check, Outcome, Subject, tail
-from rlhf.reporting.rules import (
-    PRECISIONS,
-    RULES,
-    Numbers,
-    describe_first_kl,
-    describe_frozen_weights,
-    describe_gap,
-    describe_ranks,
-    describe_targets,
-    describe_trained_weights,
-    describe_update_gap,
-    starts_at_reference,
-)
-
-
-def _first_kl(subject: Subject) -> Outcome | None:
-    kl, length = subject.stage.curve("kl"), subject.stage.curve("response_length")
-    if subject.precision not in PRECISIONS:
-        return Outcome("cannot tell", "not recorded: the precision of training")
-    if kl.steps[0] > 1:
-        return Outcome("cannot tell", f"not recorded: the KL of step 1; the first record is of step {kl.steps[0]:,}")
-    if not starts_at_reference(subject.config):
-        return None
-    per_token = kl.values[0] / max(length.values[0], 1)
-    if wrong := describe_first_kl(per_token, subject.precision):
-        return Outcome("wrong", wrong, step=1)
-    return Outcome("fine", f"before the first update the policy is its reference: KL {per_token:.1g} nats per token")
-
-
-def _drawing(subject: Subject) -> Outcome | None:
-    gaps, largest = subject.stage.curve("draw_gap"), subject.stage.curve("draw_gap_max")
-    if subject.precision not in PRECISIONS:
-        return Outcome("cannot tell", "not recorded: the precision of training")
-    first = gaps.at(1)
-    for step, gap in zip(*gaps):
-        if wrong := describe_gap(gap, first, subject.precision):
-            return Outcome("wrong", wrong, step)
-    if first is None:
-        return Outcome("cannot tell", f"not recorded: the gap of step 1; the first record is of step {gaps.steps[0]:,}")
-    return Outcome(
-        "fine",
-        f"rollouts of {len(gaps.steps):,} of {len(gaps.steps):,} steps were drawn from the weights that were trained; "
-        f"largest gap of a token {max(largest.values):.1g} nats",
-    )
-
-
-def _first_update(subject: Subject) -> Outcome | None:
-    gaps = subject.stage.curve("update_gap")
-    if subject.precision not in PRECISIONS:
-        return Outcome("cannot tell", "not recorded: the precision of training")
-    for step, gap in zip(*gaps):
-        if wrong := describe_update_gap(gap, subject.precision):
-            return Outcome("wrong", wrong, step)
-    return Outcome(
-        "fine",
-        "the first update of a rollout computes the probabilities that scoring has found; largest mean gap "
-        f"{max(gaps.values):.1g} nats",
-    )
+from rlhf.reporting.rules import PRECISIONS, RULES, Reading, starts_at_reference
 
 
 def _learning_rate(subject: Subject) -> Outcome | None:
@@ -94,54 +37,64 @@ def _dpo_loss(subject: Subject) -> Outcome | None:
     return Outcome("fine", f"the loss has left ln 2: at the end {losses.last:.3f}")
 
 
-def _build_check(name: str, describe: Callable[[Numbers], str | None], fine: str) -> Check:
-    """Return the check that the rule `name` about one number holds in each step that has recorded the number."""
-    (rule,) = (rule for rule in RULES if rule.name == name)
-    (number,) = rule.needs
+def _replay(name: str, describe_fine: Callable[[Subject], str | None], first: str = "") -> Check:
+    """Return the check that an invariant of `RULES` holds in each recorded step.
 
-    def examine(subject: Subject) -> Outcome:
-        steps, values = subject.stage.curve(number)
-        for step, value in zip(steps, values, strict=True):
-            if wrong := describe({number: value}):
+    Args:
+        name: the rule.
+        describe_fine: returns the sentence if it holds; None if the rule does not apply to the run.
+        first: the number whose first value decides: without a record of step 1 the check cannot tell.
+    """
+    (rule,) = (rule for rule in RULES if rule.name == name)
+
+    def examine(subject: Subject) -> Outcome | None:
+        precision, columns = subject.precision, [dict(zip(*subject.stage.curve(number))) for number in rule.needs]
+        if precision not in PRECISIONS:
+            return Outcome("cannot tell", "not recorded: the precision of training")
+        steps = [step for step in columns[0] if all(step in column for column in columns)]
+        records = [{number: column[step] for number, column in zip(rule.needs, columns)} for step in steps]
+        start = records[0] if steps[0] == 1 else {}
+        for step, numbers in zip(steps, records):
+            reading = Reading(subject.config, subject.stage.name, start, [numbers], precision=precision)
+            if wrong := rule.describe(reading):
                 return Outcome("wrong", wrong, step)
-        return Outcome("fine", f"{fine} (compared in {len(steps):,} {'step' if len(steps) == 1 else 'steps'})")
+        if first and not start:
+            text = f"not recorded: {first} of step 1; the first record is of step {steps[0]:,}"
+            return Outcome("cannot tell", text)
+        fine = describe_fine(subject)
+        return Outcome("fine", fine) if fine else None
 
     return Check(name, rule.topic, rule.stages, rule.needs, examine, rule.remedy, is_invariant=True)
 
 
-_REMEDIES = {rule.name: rule.remedy for rule in RULES}
+def _describe_start(subject: Subject) -> str | None:
+    kl, length = subject.stage.curve("kl").values[0], subject.stage.curve("response_length").values[0]
+    if not starts_at_reference(subject.config):
+        return None
+    return f"before the first update the policy is its reference: KL {kl / max(length, 1):.1g} nats per token"
+
+
+def _describe_rollouts(subject: Subject) -> str:
+    count, largest = len(subject.stage.curve("draw_gap").steps), subject.stage.curve("draw_gap_max").values
+    return (
+        f"rollouts of {count:,} of {count:,} steps were drawn from the weights that were trained; largest gap of a "
+        f"token {max(largest):.1g} nats"
+    )
+
+
+def _describe_updates(subject: Subject) -> str:
+    largest = max(subject.stage.curve("update_gap").values)
+    return f"a rollout's first update computes the probabilities of scoring; largest mean gap {largest:.1g} nats"
+
+
 PLUMBING = (
-    Check(
-        "first KL",
-        "plumbing",
-        ("ppo",),
-        ("kl", "response_length"),
-        _first_kl,
-        _REMEDIES["first KL"],
-        is_invariant=True,
-    ),
-    Check(
-        "drawing",
-        "plumbing",
-        ("ppo",),
-        ("draw_gap", "draw_gap_max"),
-        _drawing,
-        _REMEDIES["drawing"],
-        is_invariant=True,
-    ),
-    Check(
-        "first update",
-        "plumbing",
-        ("ppo",),
-        ("update_gap",),
-        _first_update,
-        _REMEDIES["first update"],
-        is_invariant=True,
-    ),
-    _build_check("targets", describe_targets, "the loss is on the tokens of the replies, and on no others"),
-    _build_check("trained weights", describe_trained_weights, "weights that are trained have changed"),
-    _build_check("frozen weights", describe_frozen_weights, "no frozen weight has changed"),
-    _build_check("ranks", describe_ranks, "all ranks have the same weights"),
+    _replay("first KL", _describe_start, first="the KL"),
+    _replay("drawing", _describe_rollouts, first="the gap"),
+    _replay("first update", _describe_updates),
+    _replay("targets", lambda _: "each row learns the tokens of its example, and no others"),
+    _replay("trained weights", lambda _: "the first step has changed the weights that are trained"),
+    _replay("frozen weights", lambda _: "the weights that are not trained have not changed"),
+    _replay("ranks", lambda _: "all ranks have the same weights"),
     Check(
         "learning rate",
         "plumbing",

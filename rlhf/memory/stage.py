@@ -169,14 +169,14 @@ def find_reuse_obstacle(settings: PPOConfig, micro_batches: int, trained: Iterab
 
     Args:
         micro_batches: micro-batches of a rollout on one rank.
-        trained: (role, whether its model has dropout, its ZeRO stage) of each model that is trained.
+        trained: (role, whether its training passes draw at random, its ZeRO stage) of each model that is trained.
     """
     if not settings.reuse_forward:
         return "ppo.reuse_forward is false"
     if settings.updates > 1:
         return f"{settings.updates} updates follow a rollout (ppo.ppo_epochs, ppo.minibatch_size)"
-    for role, has_dropout, zero_stage in trained:
-        if has_dropout:
+    for role, trains_at_random, zero_stage in trained:
+        if trains_at_random:
             return f"the {role} is trained with dropout or noise"
         if zero_stage == 3 and micro_batches > 1:
             return f"at ZeRO-3 DeepSpeed gathers the {role}'s weights in the order of one micro-batch after the other"

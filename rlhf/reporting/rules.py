@@ -99,28 +99,18 @@ def starts_at_reference(config: Config) -> bool:
     return reference is None or reference.quantization == placements["actor"].quantization
 
 
-def describe_first_kl(token_kl: float, precision: str) -> str | None:
-    """Return what is wrong if the policy differs from its reference before the first update; None if it does not.
-
-    Args:
-        token_kl: nats per token in the first step; of either sign, as it is an estimate.
-    """
-    limit = _MAX_FIRST_KL[precision]
-    if abs(token_kl) <= limit:
+def _first_kl(reading: Reading) -> str | None:
+    limit, token_kl = _MAX_FIRST_KL[reading.precision], abs(_token_kl(reading.now))  # an estimate: of either sign
+    if reading.now != reading.first or not starts_at_reference(reading.config) or token_kl <= limit:
         return None
     return (
-        "the policy differs from its reference before the first update: KL is "
-        f"{abs(token_kl):.2g} nats per token (rounding in {precision}: below {limit:g})"
+        f"the policy differs from its reference before the first update: KL is {token_kl:.2g} nats per token (rounding "
+        f"in {reading.precision}: below {limit:g})"
     )
 
 
-def describe_gap(gap: float, first_gap: float | None, precision: str) -> str | None:
-    """Return what is wrong if rollouts are not drawn from the weights that are trained; None if they are.
-
-    Args:
-        gap: mean difference between the log-probabilities of drawing and of scoring, in nats per token.
-        first_gap: that of step 1, in which no weight has changed yet; None if it is not known.
-    """
+def _drawing(reading: Reading) -> str | None:
+    precision, gap, first_gap = reading.precision, reading.now["draw_gap"], reading.first.get("draw_gap")
     if first_gap is not None and gap > max(_GAP_GROWTH * first_gap, _MIN_GAP_LIMIT[precision]):
         return (
             "the rollout was not drawn from the weights that are trained: the gap grew from "
@@ -134,56 +124,6 @@ def describe_gap(gap: float, first_gap: float | None, precision: str) -> str | N
     return None
 
 
-def describe_update_gap(gap: float, precision: str) -> str | None:
-    """Return what is wrong if the first update of a rollout does not see the policy that scored it; else None.
-
-    Args:
-        gap: mean of the absolute log-ratio, in nats per token.
-    """
-    limit = _MAX_GAP[precision]
-    if gap <= limit:
-        return None
-    return (
-        f"scoring and training compute different probabilities: in a rollout's first update the gap is {gap:.2g} nats "
-        f"per token (rounding in {precision}: below {limit:g})"
-    )
-
-
-def describe_frozen_weights(numbers: Numbers) -> str | None:
-    """Return what is wrong if frozen weights have changed; None if they have not."""
-    count = numbers["changed_frozen_weights"]
-    return f"{count:,.0f} tensors of frozen weights have changed" if count else None
-
-
-def describe_trained_weights(numbers: Numbers) -> str | None:
-    """Return what is wrong if no trained weight of a model has changed, although it should; else None."""
-    if numbers["unchanged_weights"] < 1:
-        return None
-    return "no trained weight of a model has changed, although there are gradients"
-
-
-def describe_ranks(numbers: Numbers) -> str | None:
-    """Return what is wrong if ranks have different weights; None if they have the same."""
-    count = numbers["unequal_weights"]
-    return f"{count:,.0f} tensors of weights differ between ranks" if count else None
-
-
-def describe_targets(numbers: Numbers) -> str | None:
-    """Return what is wrong if the loss is not on the tokens of the replies; None if it is."""
-    rows = numbers["wrong_targets"]
-    return f"the targets of {rows:,.0f} rows are not the tokens of their replies" if rows else None
-
-
-def _first_kl(reading: Reading) -> str | None:
-    if len(reading.recent) > 1 or not starts_at_reference(reading.config):
-        return None
-    return describe_first_kl(_token_kl(reading.now), reading.precision)
-
-
-def _drawing(reading: Reading) -> str | None:
-    return describe_gap(reading.now["draw_gap"], reading.first["draw_gap"], reading.precision)
-
-
 def _reference(reading: Reading) -> str | None:
     is_still = reading.last(2, lambda numbers: numbers["kl"] == 0)
     # 16 bits round small updates away. The KL of a step is measured before its update.
@@ -193,11 +133,34 @@ def _reference(reading: Reading) -> str | None:
 
 
 def _first_update(reading: Reading) -> str | None:
-    return describe_update_gap(reading.now["update_gap"], reading.precision)
+    gap, limit = reading.now["update_gap"], _MAX_GAP[reading.precision]
+    if gap <= limit:
+        return None
+    return (
+        f"scoring and training compute different probabilities: in a rollout's first update the gap is {gap:.2g} nats "
+        f"per token (rounding in {reading.precision}: below {limit:g})"
+    )
 
 
-def _judge_now(describe: Callable[[Numbers], str | None]) -> Callable[[Reading], str | None]:
-    return lambda reading: describe(reading.now)
+def _frozen_weights(reading: Reading) -> str | None:
+    count = reading.now["changed_frozen_weights"]
+    return f"{count:,.0f} tensors of frozen weights have changed" if count else None
+
+
+def _trained_weights(reading: Reading) -> str | None:
+    if reading.now["unchanged_weights"] < 1:
+        return None
+    return "no trained weight of a model has changed, although there are gradients"
+
+
+def _ranks(reading: Reading) -> str | None:
+    count = reading.now["unequal_weights"]
+    return f"{count:,.0f} tensors of weights differ between ranks" if count else None
+
+
+def _targets(reading: Reading) -> str | None:
+    rows = reading.now["wrong_targets"]
+    return f"{rows:,.0f} rows learn other tokens than those of their examples" if rows else None
 
 
 def _token_kl(numbers: Numbers) -> float:
@@ -348,16 +311,7 @@ RULES = (
         "check that policy and reference are the same model, at the same temperature and in the same precision",
         is_invariant=True,
     ),
-    Rule(
-        "drawing",
-        "plumbing",
-        _PPO,
-        ("step",),
-        ("draw_gap",),
-        _drawing,
-        _REPORT,
-        is_invariant=True,
-    ),
+    Rule("drawing", "plumbing", _PPO, ("step",), ("draw_gap",), _drawing, _REPORT, is_invariant=True),
     Rule("reference", "plumbing", _PPO, ("step",), ("kl", "grad_norm"), _reference, _REPORT),
     Rule("first update", "plumbing", _PPO, ("step",), ("update_gap",), _first_update, _REPORT, is_invariant=True),
     Rule(
@@ -366,7 +320,7 @@ RULES = (
         EVERY_STAGE,
         ("step",),
         ("changed_frozen_weights",),
-        _judge_now(describe_frozen_weights),
+        _frozen_weights,
         _REPORT,
         is_invariant=True,
     ),
@@ -376,7 +330,7 @@ RULES = (
         EVERY_STAGE,
         ("step",),
         ("unchanged_weights",),
-        _judge_now(describe_trained_weights),
+        _trained_weights,
         _REPORT,
         is_invariant=True,
     ),
@@ -386,17 +340,17 @@ RULES = (
         EVERY_STAGE,
         ("step",),
         ("unequal_weights",),
-        _judge_now(describe_ranks),
+        _ranks,
         _REPORT,
         is_invariant=True,
     ),
     Rule(
         "targets",
         "plumbing",
-        ("sft", "dpo"),
+        ("sft", "reward", "dpo"),
         ("step",),
         ("wrong_targets",),
-        _judge_now(describe_targets),
+        _targets,
         _REPORT,
         is_invariant=True,
     ),
@@ -481,7 +435,7 @@ RULES = (
     Rule(
         "endless",
         "learning",
-        ("sft", "dpo"),
+        ("sft", "reward", "dpo"),
         ("result",),
         ("truncated_share",),
         _endless_greedy,

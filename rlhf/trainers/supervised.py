@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rlhf.config.schema import EpochConfig, RewardConfig
 from rlhf.data.batches import collate_reward, collate_sft, count_padding, example_length
-from rlhf.data.examples import Demonstration
+from rlhf.data.examples import Demonstration, Pair
 from rlhf.data.stage_dataset import StageData
 from rlhf.engine import distributed
 from rlhf.engine.engine import Batch, Metrics, MetricSums, TrainingEngine, padding_share
@@ -35,7 +35,7 @@ from rlhf.utils.statistics import perplexity
 class SupervisedTrainer:
     """A model that learns from rows; a `rlhf.trainers.loop.Trainer`.
 
-    Subclasses define `count`, `loss` and `evaluate`, and if necessary `average` and `prepare`.
+    Subclasses define `count`, `count_wrong_targets`, `loss` and `evaluate`, and if necessary `average` and `prepare`.
     """
 
     unit: str
@@ -72,14 +72,14 @@ class SupervisedTrainer:
         """Return a micro-batch's part of the mean over all `total` targets, and sums of statistics."""
         raise NotImplementedError
 
-    def count_wrong_targets(self, batch: Batch, examples: Sequence[Any], real: int) -> int | None:
-        """Count the rows of a micro-batch whose targets are not those of its examples; None if it has no targets.
+    def count_wrong_targets(self, batch: Batch, examples: Sequence[Any], real: int) -> int:
+        """Count the rows of a micro-batch that would learn other tokens than those of their examples.
 
         Args:
             batch: a micro-batch on the host.
             examples: its examples; those after the first `real` ones are fillers.
         """
-        return None
+        raise NotImplementedError
 
     def average(self, sums: Metrics) -> Metrics:
         """Return a step's metrics, given the sums of `loss` over all ranks."""
@@ -98,7 +98,7 @@ class SupervisedTrainer:
         context, engine = self.context, self.engine
         parts = self.batches.parts(index)
         on_host = [self.batches.collate(*part) for part in parts]
-        wrong = [self.count_wrong_targets(batch, *part) for batch, part in zip(on_host, parts, strict=True)]
+        wrong = sum(self.count_wrong_targets(batch, *part) for batch, part in zip(on_host, parts, strict=True))
         batches: Sequence[Batch] = [context.accelerator.to_device(batch) for batch in on_host]
         with context.phases("training"):
             batches = self.prepare(batches)
@@ -108,10 +108,9 @@ class SupervisedTrainer:
             sums = engine.step(batches, lambda model, batch: self.loss(model, batch, total))
         for batch in batches:
             sums.add(**text_sums(batch), **count_padding(batch))
-        if None not in wrong:
-            sums.add(wrong_targets=context.accelerator.to_device(torch.tensor(float(sum(filter(None, wrong))))))
+        sums.add(wrong_targets=context.accelerator.to_device(torch.tensor(float(wrong))))
         totals = sums.read()
-        targets = {"wrong_targets": totals.pop("wrong_targets")} if "wrong_targets" in totals else {}
+        targets = {"wrong_targets": totals.pop("wrong_targets")}
         texts = TextLengths(*(totals.pop(f"read_{name}") for name in TextLengths._fields))
         context.phases.count_work("training", tokens=texts.tokens, flops=self._flops(texts))
         share = padding_share({key: totals.pop(key) for key in ("present", "positions")})
@@ -246,6 +245,12 @@ class RewardTrainer(SupervisedTrainer):
     def count(self, batch: Batch) -> Tensor:
         """Return the number of real pairs."""
         return batch["pair_mask"].sum()
+
+    def count_wrong_targets(self, batch: Batch, examples: Sequence[Pair], real: int) -> int:
+        """Count the rows that are not exactly a prompt and its reply."""
+        rows = [pair.prompt_ids + pair.chosen_ids for pair in examples]
+        rows += [pair.prompt_ids + pair.rejected_ids for pair in examples]
+        return count_different_rows(batch["input_ids"], batch["attention_mask"].bool(), rows)
 
     def loss(self, model: nn.Module, batch: Batch, total: Tensor) -> tuple[Tensor, Batch]:
         """Return a part of the mean pairwise loss, and the statistics of the pairs."""

@@ -31,8 +31,8 @@ WEIGHTS = {"changed_frozen_weights": 0.0, "unchanged_weights": 0.5, "unequal_wei
 HEALTHY: dict[str, Any] = {
     "ppo": PPO | WEIGHTS,
     "sft": SFT | WEIGHTS | {"wrong_targets": 0.0},
-    "reward": SFT | WEIGHTS,
-    "dpo": DPO | WEIGHTS,
+    "reward": SFT | WEIGHTS | {"wrong_targets": 0.0},
+    "dpo": DPO | WEIGHTS | {"wrong_targets": 0.0},
 }
 # rule: (stage, numbers within the limit, numbers beyond it, steps until it is said, a key with its value)
 STEPS: dict[str, Any] = {

@@ -138,6 +138,10 @@ def learn_fillers(batch: Any) -> None:
     batch["loss_mask"][fillers] = batch["attention_mask"][fillers].bool()
 
 
+def read_padding(batch: Any) -> None:
+    batch["attention_mask"][:] = 1
+
+
 def forget_first_tokens(batch: Any) -> None:
     batch["completion_mask"][:, 0] = False
 
@@ -288,6 +292,7 @@ FAULTS: dict[str, tuple[str, dict[str, Any], Plant, tuple[int, str]]] = {
         *("sft", {"engine": {"shapes": "dynamic"}}, change_batches("collate_sft", learn_all_positions)),
         (1, "targets"),
     ),
+    "the reward model reads padding": ("reward", {}, change_batches("collate_reward", read_padding), (1, "targets")),
     "SFT updates nothing": ("sft", {}, never_update("any"), (1, "trained weights")),
     "the reward model is never updated": ("reward", {}, never_update("any"), (1, "trained weights")),
     "DPO updates nothing": ("dpo", {}, never_update("any"), (1, "trained weights")),

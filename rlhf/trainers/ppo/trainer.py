@@ -39,7 +39,7 @@ from rlhf.losses import advantages as estimators
 from rlhf.losses.advantages import whiten
 from rlhf.losses.log_probs import masked, masked_mean, token_weights
 from rlhf.losses.ppo import kl_estimate, policy_loss, value_is_clipped, value_loss
-from rlhf.models.dropout import has_dropout
+from rlhf.models.dropout import trains_at_random
 from rlhf.models.forward import LogProbs, completion_log_probs, sequence_scores
 from rlhf.models.lora import without_adapters
 from rlhf.models.tokenizers import find_end_tokens
@@ -138,7 +138,7 @@ class PPOTrainer:
         if obstacle:
             context.say(f"ppo: rollouts are scored in separate passes, not in those of the update: {obstacle}")
         self._reuses_passes = not obstacle
-        self._has_dropout = has_dropout(self.actor.module)
+        self._trains_at_random = trains_at_random(self.actor.module)
         self._weight_layout: WeightLayout = "copied" if choices.copies_weights else "in place"
 
         self.collate = partial(
@@ -435,7 +435,7 @@ class PPOTrainer:
             "clip_fraction": ((log_ratio.exp() - 1).abs() > settings.clip).sum() / total,
             "approx_kl": masked_mean(kl_estimate(-log_ratio, "k3"), mask, total),
         }
-        if not self._has_dropout:
+        if not self._trains_at_random:
             metrics["update_gap"] = masked_mean(log_ratio.abs(), mask, total)
         if method.kl_in == "loss":
             drift = kl_estimate(masked(log_probs - part.ref_log_probs, mask), method.kl_estimator)
