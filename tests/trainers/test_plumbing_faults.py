@@ -87,8 +87,12 @@ def train(accelerator: Any, folder: Path, stage: Any, settings: dict[str, Any]) 
         loop.fit(build_trainer(stage, context), context)
     if not distributed.world().is_main:
         return []
-    records = map(json.loads, directory.metrics.read_text(encoding="utf-8").splitlines())
-    return [(record["step"], record["rule"]) for record in records if record.get("rule") in FINDERS]
+    return [(record["step"], record["rule"]) for record in read_records(folder, stage) if record.get("rule") in FINDERS]
+
+
+def read_records(folder: Path, stage: Any) -> list[dict[str, Any]]:
+    lines = RunDirectory(folder).stage(stage).metrics.read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
 
 
 @pytest.mark.parametrize("settings", [{}, LORA], ids=["all weights", "LoRA"])
@@ -402,7 +406,13 @@ def test_ranks_with_different_weights_are_found(forks: Forks, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", BLIND)
-def test_fault_that_no_rule_sees(broken: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_fault_that_no_rule_sees(accelerator: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     stage, settings, plant = BLIND[name]
+    assert train(accelerator, tmp_path / "correct", stage, settings) == []
     plant(monkeypatch)
-    assert broken(stage, settings) == []
+    assert train(accelerator, tmp_path / "faulty", stage, settings) == []
+    norms = [
+        [record["grad_norm"] for record in read_records(tmp_path / run, stage) if "grad_norm" in record]
+        for run in ("correct", "faulty")
+    ]
+    assert norms[0] != norms[1], "the fault was not planted"
