@@ -359,7 +359,7 @@ class EvaluationSchedule:
             if done and "approved_share" in result.numbers
         }
         if step not in judged:
-            return "; by the reward alone, which is also the highest of over-optimized models: read its samples"
+            return "; chosen by the reward alone, which over-optimization raises, too: read its samples"
         best, here = max(judged, key=judged.__getitem__), judged[step]
         if judged[best] <= here:
             return ""

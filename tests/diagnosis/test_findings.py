@@ -342,7 +342,8 @@ def test_gap_without_the_first_step_is_judged_by_its_absolute_limit(tmp_path: Pa
 
 def test_unknown_precision_tells_nothing(tmp_path: Path) -> None:
     for folder, precision in (("a", "auto"), ("b", None)):
-        assert examine(tmp_path / folder, "ppo", START, precision=precision)["first KL"].state == "cannot tell"
+        found = examine(tmp_path / folder, "ppo", START, precision=precision)["first KL"]
+        assert (found.state, found.text) == ("cannot tell", "not recorded: the precision of training")
 
 
 @pytest.mark.parametrize(

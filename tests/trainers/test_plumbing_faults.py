@@ -76,7 +76,13 @@ def broken(accelerator: Any, tmp_path: Path) -> Callable[..., list[tuple[int, st
 def train(accelerator: Any, folder: Path, stage: Any, settings: dict[str, Any]) -> list[tuple[int, str]]:
     """See `broken`."""
     directory = RunDirectory(folder).stage(stage)
-    section: dict[str, Any] = {"batch_size": 2, "micro_batch_size": 1, "max_steps": STEPS, "optimizer": OPTIMIZER}
+    section: dict[str, Any] = {
+        "batch_size": 2,
+        "micro_batch_size": 1,
+        "epochs": 2,
+        "max_steps": STEPS,
+        "optimizer": OPTIMIZER,
+    }
     if stage == "ppo":
         # Two updates a rollout, so that scoring and training are separate passes.
         section = {"batch_size": 4, "minibatch_size": 2, "steps": STEPS}
@@ -366,6 +372,15 @@ def learn_from_the_last_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
         "step",
         lambda self, parts, loss, **options: real(self, [parts[-1]] * len(parts), loss, **options),
     )
+
+
+def test_frozen_weights_are_compared_in_the_last_step_too(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def shift_late(engine: TrainingEngine) -> None:
+        if engine.steps == STEPS:
+            shift_frozen_weights(engine)
+
+    after_each_update(shift_late, "any")(monkeypatch)
+    assert broken("sft", LORA) == [(STEPS, "frozen weights")]
 
 
 BLIND: dict[str, tuple[str, dict[str, Any], Plant]] = {
