@@ -90,13 +90,23 @@ class SamplingConfig(ConfigModel):
 class PPOConfig(TrainingConfig):
     """Stage 3: reinforcement learning from the reward model with PPO (arXiv:1707.06347, arXiv:2203.02155)."""
 
-    better: ClassVar = {"reward": max, "approved_share": max}
+    better: ClassVar = {"reward": max, "judge_reward": max, "approved_share": max}
 
     actor: OptionalPathOrHubId = Field(
         None, description="folder or hub name of the policy; empty: this run's SFT model"
     )
     reward_model: OptionalPathOrHubId = Field(
         None, description="folder or hub name of the reward model; empty: this run's reward model"
+    )
+    judge: OptionalPathOrHubId = Field(
+        None,
+        description="folder or hub name of a second reward model, trained on other pairs: it scores held-out "
+        "completions, and never trains the policy, so its score falls if the policy is over-optimized; empty: none",
+    )
+    stop: Literal["never", "over_optimized"] = Field(
+        "never",
+        description="over_optimized: end training at the first evaluation at which the judge's score has surely fallen "
+        "since an earlier one while the reward has risen; needs ppo.judge and keep=best(judge_reward)",
     )
     reward_weight: float = Field(
         1.0, ge=0, description="weight of the reward model's score; 0: no reward model is loaded or needed"
@@ -288,6 +298,12 @@ class PPOConfig(TrainingConfig):
             raise error_at("reward_weight", "there is no reward if this is 0; add ppo.reward_functions with a weight")
         if not self.reward_weight and self.reward_model:
             raise error_at("reward_model", "not used if ppo.reward_weight is 0; remove this key, or set a weight")
+        if self.selection_metric == "judge_reward" and not self.judge:
+            raise error_at("keep", f"{self.keep} needs ppo.judge, a second reward model; set that too")
+        if self.stop == "over_optimized" and self.selection_metric != "judge_reward":
+            raise error_at(
+                "stop", "over_optimized would save the model that it finds over-optimized; set keep=best(judge_reward)"
+            )
         for label, count in Counter(function.label for function in self.reward_functions).items():
             if count > 1:
                 raise error_at(
@@ -337,6 +353,11 @@ class PPOConfig(TrainingConfig):
             key = "kl_estimator" if self.kl_estimator else "kl_in"
             raise error_at(key, "k1 has no effect in the loss (its gradient has mean 0); set kl_estimator=k2 or k3")
         return self
+
+    @property
+    def ends_early(self) -> bool:
+        """See `TrainingConfig`."""
+        return self.stop == "over_optimized"
 
     @property
     def method(self) -> Estimator:

@@ -238,6 +238,7 @@ class RolesConfig(ConfigModel):
     actor: RoleConfig = Field(RoleConfig(), description="PPO's policy")
     critic: RoleConfig = Field(RoleConfig(), description="PPO's value model")
     reference: RoleConfig = Field(RoleConfig(), description="the initial policy of PPO or DPO, frozen")
+    judge: RoleConfig = Field(RoleConfig(), description="PPO's second reward model, frozen")
 
 
 class AlarmsConfig(ConfigModel):

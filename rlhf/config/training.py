@@ -76,6 +76,11 @@ class TrainingConfig(ConfigModel):
     """The metrics that `keep` may name, each with `min` or `max`, which picks the better of two values."""
 
     @property
+    def ends_early(self) -> bool:
+        """True if training ends at the first evaluation at which the model is over-optimized."""
+        return False
+
+    @property
     def selection_metric(self) -> str | None:
         """The metric whose best evaluation selects the saved model; None if the last model is saved."""
         return None if self.keep == "last" else self.keep.removeprefix("best(").removesuffix(")")

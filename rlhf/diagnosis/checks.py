@@ -6,9 +6,8 @@ checks are signals, which say `look here`: a person decides. docs/diagnosis.md e
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean, quantiles
 from typing import Any, NamedTuple
 
@@ -16,13 +15,12 @@ from rlhf.config.schema import EVERY_STAGE, Stage
 from rlhf.diagnosis.plumbing import PLUMBING
 from rlhf.diagnosis.records import Curve
 from rlhf.diagnosis.subject import Check, Outcome, Subject, tail
-from rlhf.utils.statistics import estimate, wilson
+from rlhf.utils.statistics import estimate, has_surely_fallen, wilson
 from rlhf.utils.units import format_number
 
 _FIRST_NATS = 0.3  # KL per sequence from which its first price is measured
 _LATE_NATS, _LATE_TOKEN_NATS = 1.0, 0.05  # growth of KL per sequence, and per token, below which KL has settled
 PRICE_FALL = 20  # times, from the early price to the late one
-_SURE = 3.0  # standard errors: a difference to the best of many evaluations
 _MIN_ROWS = 20
 
 _PPO: tuple[Stage, ...] = ("ppo",)
@@ -111,38 +109,34 @@ def _critic(subject: Subject) -> Outcome | None:
 # --- cheating
 
 
-def _second_judge(subject: Subject) -> Outcome | None:
-    judge, reward = subject.heldout("approved_share"), subject.heldout("reward")
-    if len(judge.steps) < 2:
-        return None
-    best, last = max(judge.values), judge.steps[-1]
-    step = judge.steps[judge.values.index(best)]
-    before, after = reward.at(step), reward.at(last)
-    is_sure = _has_fallen(subject.stage.heldout.get(step, []), subject.stage.heldout.get(last, []), best - judge.last)
-    if is_sure and before is not None and after is not None and after > before:
-        return Outcome(
-            "look here",
-            f"over-optimized since step {step:,}: reward rose from {before:.2f} to {after:.2f} while the second "
-            f"judge's approval fell from {best:.0%} to {judge.last:.0%}",
-            step,
-        )
-    return Outcome(
-        "fine", f"a second judge approves of {judge.last:.0%} of held-out completions (at first {judge.values[0]:.0%})"
-    )
+def _examine_opinion(name: str, key: str, what: str, style: str) -> Callable[[Subject], Outcome | None]:
+    """Return a check that an opinion which PPO does not optimize has not fallen while the reward rose.
 
-
-def _has_fallen(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]], fall: float) -> bool:
-    """Return whether approval has fallen by 5 points, and surely: McNemar's test over the same prompts.
-
-    Without rows, a fall by 20 points is one.
+    Args:
+        name: the held-out number, the mean of the rows' `key`.
+        what, style: how it is shown.
     """
-    changes = [
-        old["approved"] - new["approved"] for old, new in zip(before, after) if "approved" in old and "approved" in new
-    ]
-    if not changes:
-        return fall > 0.2
-    lost, won = changes.count(1), changes.count(-1)
-    return fall > 0.05 and lost - won > _SURE * math.sqrt(lost + won)
+
+    def examine(subject: Subject) -> Outcome | None:
+        opinion, reward = subject.heldout(name), subject.heldout("reward")
+        if len(opinion.steps) < 2:
+            return None
+        best, last = max(opinion.values), opinion.steps[-1]
+        step = opinion.steps[opinion.values.index(best)]
+        before, after = reward.at(step), reward.at(last)
+        rows = zip(subject.stage.heldout.get(step, []), subject.stage.heldout.get(last, []))
+        pairs = [(old[key], new[key]) for old, new in rows if key in old and key in new]
+        is_sure = pairs and has_surely_fallen(*zip(*pairs))
+        if is_sure and before is not None and after is not None and after > before:
+            return Outcome(
+                "look here",
+                f"over-optimized since step {step:,}: reward rose from {before:.2f} to {after:.2f} while {what} fell "
+                f"from {best:{style}} to {opinion.last:{style}}",
+                step,
+            )
+        return Outcome("fine", f"{what} went from {opinion.values[0]:{style}} to {opinion.last:{style}}")
+
+    return examine
 
 
 class KLPrice(NamedTuple):
@@ -314,7 +308,22 @@ CHECKS = (
         "raise {ppo.critic_optimizer.learning_rate} or set {ppo.normalize_scores}",
     ),
     Check("length bias", "cheating", ("reward",), (), _length_bias, "add pairs whose shorter reply is the better one"),
-    Check("second judge", "cheating", _PPO, ("heldout_approved_share",), _second_judge, _CLOSER),
+    Check(
+        "approval",
+        "cheating",
+        _PPO,
+        ("heldout_approved_share",),
+        _examine_opinion("approved_share", "approved", "the share of approved completions", ".0%"),
+        _CLOSER,
+    ),
+    Check(
+        "judge",
+        "cheating",
+        _PPO,
+        ("heldout_judge_reward",),
+        _examine_opinion("judge_reward", "judge", "the judge's score", ".2f"),
+        f"set {{ppo.keep}} to best(judge_reward); or {_CLOSER}",
+    ),
     Check("price of KL", "cheating", _PPO, ("heldout_kl", "heldout_reward"), _kl_price, _CLOSER),
     Check(
         "length", "cheating", _PPO, (), _length_share, "read the samples; correct the reward, or add pairs about length"

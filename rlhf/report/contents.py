@@ -70,7 +70,8 @@ _PLOTS: dict[Stage, tuple[_Plot, ...]] = {
     "ppo": (
         _Plot("plumbing", "gap between drawing and training", ("draw_gap", "draw_gap_max"), "nats per token", "log"),
         _Plot("learning", "reward", ("reward",), "mean score, with its 95 % interval"),
-        _Plot("learning", "approved by the second judge", ("heldout_approved_share",)),
+        _Plot("learning", "score by the judge", ("heldout_judge_reward",), "a second reward model, never trained on"),
+        _Plot("learning", "approved", ("heldout_approved_share",), "by the rule of the embedded data"),
         _Plot("learning", "explained variance", ("explained_variance",), "of the returns, by the critic"),
         _Plot("learning", "prompts without variance", ("equal_group_share",), "all completions have the same score"),
         _Plot("cheating", "KL to the reference", ("kl",), "nats per sequence"),

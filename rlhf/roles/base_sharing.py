@@ -147,7 +147,11 @@ def record_base(folder: Path, base: str | None, merged: str | None = None) -> No
 def _decide(
     config: Config, placements: Placements, compare: Callable[[], Obstacle | None], adapter: Path | None
 ) -> Sharing:
-    """Decide what is shared; `compare` returns the reason why the reward model cannot use the actor's base."""
+    """Decide what is shared; `compare` returns the reason why the reward model cannot use the actor's base.
+
+    The judge keeps its own base.
+    """
+    placements = {name: placement for name, placement in placements.items() if name != "judge"}
     ranks = {name: placement.lora.rank for name, placement in placements.items() if placement.role.trained}
     if config.lora.share_base is False:
         return Sharing()

@@ -69,20 +69,22 @@ REWARD_MODEL = BaseModelRef(
 )
 CRITIC = BaseModelRef("ppo.critic", "sft", scalar_head=True, new_head=True, fallback_key="ppo.actor")
 """The critic, if it does not start from the reward model."""
-ALL = (MODEL, REWARD, DPO, ACTOR, REWARD_MODEL, CRITIC)
+JUDGE = BaseModelRef("ppo.judge", scalar_head=True)
+ALL = (MODEL, REWARD, DPO, ACTOR, REWARD_MODEL, CRITIC, JUDGE)
 
 
 def base_models(config: Config, stage: Stage) -> tuple[BaseModelRef, ...]:
     """Return the models that `stage` starts from; the first is the one that it trains and saves.
 
-    PPO has a reward model only if its score has a weight, and a separate critic only if the estimator needs one that
-    does not start from the reward model.
+    PPO has a reward model only if its score has a weight, a separate critic only if the estimator needs one that does
+    not start from the reward model, and a judge only if the settings name one.
     """
     if stage != "ppo":
         return ({"sft": MODEL, "reward": REWARD, "dpo": DPO}[stage],)
     has_reward_model = config.ppo.reward_weight != 0
     has_own_critic = config.ppo.method.critic and (config.ppo.critic or not has_reward_model)
-    return (ACTOR, *([REWARD_MODEL] if has_reward_model else []), *([CRITIC] if has_own_critic else []))
+    others = {REWARD_MODEL: has_reward_model, CRITIC: has_own_critic, JUDGE: config.ppo.judge}
+    return (ACTOR, *(ref for ref, is_used in others.items() if is_used))
 
 
 def resolve_base_model(

@@ -12,7 +12,7 @@ from typing import Literal
 
 from rlhf.config.schema import Config, EngineConfig, LoraConfig, Stage
 from rlhf.errors import ConfigError
-from rlhf.roles.lineage import ACTOR, CRITIC, DPO, MODEL, REWARD, REWARD_MODEL, BaseModelRef, base_models
+from rlhf.roles.lineage import ACTOR, CRITIC, DPO, JUDGE, MODEL, REWARD, REWARD_MODEL, BaseModelRef, base_models
 
 REDUCE_BUCKET_SIZE = 500_000_000
 """DeepSpeed 0.19.8's default `reduce_bucket_size`, in elements."""
@@ -25,7 +25,7 @@ _ON_NUMBERS = (
 )
 """DeepSpeed's settings of ZeRO-3 that need weights of one type, as numbers."""
 
-RoleName = Literal["sft", "reward", "dpo", "actor", "critic", "reference"]
+RoleName = Literal["sft", "reward", "dpo", "actor", "critic", "reference", "judge"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ ROLES: Mapping[Stage, tuple[Role, ...]] = {
         Role("critic", REWARD_MODEL, scalar_head=True),
         Role("reference", ACTOR, trained=False),
         Role("reward", REWARD_MODEL, trained=False, scalar_head=True),
+        Role("judge", JUDGE, trained=False, scalar_head=True),
     ),
 }
 """The roles of each stage, in the order in which they are loaded."""
@@ -105,7 +106,7 @@ def model_placements(config: Config, stage: Stage) -> dict[RoleName, ModelPlacem
 
     There is no reference if the policy's adapters are all that is trained (the reference is then the policy without
     them), or if DPO computes the reference's log-probabilities before training. Not every estimator needs a critic, nor
-    every reward a model.
+    every reward a model; a judge is optional.
     """
     placements = {role.name: _place_model(config, stage, role) for role in ROLES[stage]}
     trains_only_adapters = placements[ROLES[stage][0].name].lora.rank and not config.lora.also_train
@@ -118,8 +119,10 @@ def model_placements(config: Config, stage: Stage) -> dict[RoleName, ModelPlacem
         del placements["critic"]
     elif CRITIC in bases:
         placements["critic"] = replace(placements["critic"], role=replace(placements["critic"].role, base=CRITIC))
-    if REWARD_MODEL not in bases:
-        del placements["reward"]
+    optional: dict[RoleName, BaseModelRef] = {"reward": REWARD_MODEL, "judge": JUDGE}
+    for name, base in optional.items():
+        if base not in bases:
+            del placements[name]
     return placements
 
 
@@ -169,7 +172,7 @@ def check_placements(config: Config, stages: Sequence[Stage]) -> None:
     Raises:
         ConfigError: with the closest valid setting.
     """
-    _check_reference(config, stages)
+    _check_frozen_roles(config, stages)
     placements = [placement for stage in stages for placement in model_placements(config, stage).values()]
     for placement in placements:
         _check_offload(config, placement, placements)
@@ -177,26 +180,33 @@ def check_placements(config: Config, stages: Sequence[Stage]) -> None:
     _check_nvme(config, placements)
 
 
-def _check_reference(config: Config, stages: Sequence[Stage]) -> None:
-    """Check the settings of `roles.reference`: the model is frozen, and with LoRA it is the policy's."""
-    overrides = config.roles.reference
-    settings = overrides.model_dump(exclude_none=True)
+def _check_frozen_roles(config: Config, stages: Sequence[Stage]) -> None:
+    """Check the settings of the reference and the judge: both are frozen, and a stage may have none of them."""
     with_reference = [
         stage for stage in stages if stage == "ppo" or (stage == "dpo" and config.dpo.reference == "beside")
     ]
-    if not with_reference or not settings:
-        return
     for stage in with_reference:
-        if "reference" not in model_placements(config, stage):
-            policy = ROLES[stage][0].name
-            name = "actor" if stage == "ppo" else "policy"
-            raise ConfigError(
-                f"roles.reference.{next(iter(settings))}: with LoRA the reference is the {name} without its adapters; "
-                f"remove this key, or set roles.{policy}.lora_rank=0"
-            )
+        policy, name = ROLES[stage][0].name, "actor" if stage == "ppo" else "policy"
+        _check_frozen_role(
+            config,
+            "reference",
+            stage,
+            f"with LoRA the reference is the {name} without its adapters; remove this key, or set "
+            f"roles.{policy}.lora_rank=0",
+        )
+    if "ppo" in stages:
+        _check_frozen_role(config, "judge", "ppo", "there is no judge; set ppo.judge, or remove this key")
+
+
+def _check_frozen_role(config: Config, name: RoleName, stage: Stage, absent: str) -> None:
+    """Check the settings of a model that is frozen in every stage; `absent` says why a stage has no such model."""
+    overrides = getattr(config.roles, name)
+    settings = overrides.model_dump(exclude_none=True)
+    if settings and name not in model_placements(config, stage):
+        raise ConfigError(f"roles.{name}.{next(iter(settings))}: {absent}")
     if overrides.zero_stage in (1, 2):
         raise ConfigError(
-            f"roles.reference.zero_stage: the reference is frozen and has no optimizer to shard, got "
+            f"roles.{name}.zero_stage: the {name} is frozen and has no optimizer to shard, got "
             f"{overrides.zero_stage}; set 0, or 3 to shard its weights"
         )
     only_trained = {"gradient_checkpointing": ", or set false", "lora_rank": ", or set 0"}
@@ -204,12 +214,12 @@ def _check_reference(config: Config, stages: Sequence[Stage]) -> None:
     for key, alternative in only_trained.items():
         if settings.get(key):
             raise ConfigError(
-                f"roles.reference.{key}: applies to trained models only, and the reference is frozen; "
+                f"roles.{name}.{key}: applies to trained models only, and the {name} is frozen; "
                 f"remove this key{alternative}"
             )
     if overrides.offload == "optimizer":
         raise ConfigError(
-            "roles.reference.offload: the reference is frozen and has no optimizer; set parameters, or remove this key"
+            f"roles.{name}.offload: the {name} is frozen and has no optimizer; set parameters, or remove this key"
         )
 
 

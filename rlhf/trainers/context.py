@@ -124,8 +124,10 @@ class StageContext:
     @cached_property
     def model_flops(self) -> dict[RoleName, ModelFlops] | None:
         """Counters of the models' operations, after all are loaded; None if a model's shape is not known."""
-        counters = {}
+        counters: dict[RoleName, ModelFlops] = {}
         for name, placement in self.placements.items():
+            if name == "judge":  # takes no part in steps
+                continue
             try:
                 shape = self.shape(name)
             except ConfigError:

@@ -26,16 +26,19 @@ from rlhf.runs.stage_directory import parse_step
 from rlhf.trainers.context import StageContext
 from rlhf.utils import signals
 from rlhf.utils.atomic_io import atomic_rename_dir, atomic_write_json, read_json
+from rlhf.utils.statistics import has_surely_fallen
 
 
 class EvalResult(NamedTuple):
     """Metrics of a model on held-out rows, and samples as `{"prompt", "completion"}`.
 
-    `rows` are numbers and texts of each row, in the same order at each evaluation; they are recorded, but not kept.
+    `judged` are the judge's scores of the rows, in the same order at each evaluation. `rows` are numbers and texts of
+    each row; they are recorded, but not kept.
     """
 
     numbers: Metrics
     samples: Sequence[dict[str, str]] = ()
+    judged: Sequence[float] = ()
     rows: Sequence[dict[str, Any]] = ()
 
 
@@ -108,6 +111,9 @@ def fit(trainer: Trainer, context: StageContext) -> dict[str, Any]:
         if 0 < first < total_steps and schedule.is_due(first):  # the process may have ended before the evaluation
             schedule.run(first)
         for index in range(first, total_steps):
+            if schedule.over_optimized_since(index) is not None:
+                total_steps = index
+                break
             with measure_step(trainer, context, index) as metrics:
                 metrics |= trainer.step(index)
             done = index + 1
@@ -125,10 +131,23 @@ def fit(trainer: Trainer, context: StageContext) -> dict[str, Any]:
                 raise KeyboardInterrupt
             if done < total_steps and schedule.is_due(done):
                 schedule.run(done)
+        if total_steps < trainer.total_steps:
+            end_early(trainer, context, total_steps)
         if any_rank_signalled(signals_seen, context):  # while the last checkpoint was written
             raise KeyboardInterrupt
-    schedule.run(total_steps)
-    return schedule.finish() | trainer.summarize()
+    if total_steps == trainer.total_steps:
+        schedule.run(total_steps)
+    return schedule.finish(total_steps) | trainer.summarize()
+
+
+def end_early(trainer: Trainer, context: StageContext, step: int) -> None:
+    """Do after `step` what is done after the last step."""
+    latest = context.directory.latest_checkpoint
+    if not latest or parse_step(latest) != step:
+        save_checkpoint(trainer, context, step)
+    comparison = context.weight_samples.compare()
+    context.recorder.log(step, comparison)
+    context.warn(step, context.health.judge_step(step, comparison))
 
 
 def resume_or_seed(trainer: Trainer, context: StageContext) -> int:
@@ -269,6 +288,14 @@ def record_evaluation(context: StageContext, step: int, result: EvalResult) -> N
     context.warn(step, context.health.judge_evaluation(step, result.numbers), "heldout_warning")
 
 
+_SECOND_OPINIONS = ("approved_share", "judge_reward")
+"""Numbers of an evaluation that PPO does not raise itself, the most reliable first."""
+
+
+def _judge_reward(result: EvalResult) -> float:
+    return result.numbers["judge_reward"]
+
+
 class EvaluationSchedule:
     """The evaluations of a stage; every rank takes part.
 
@@ -307,7 +334,7 @@ class EvaluationSchedule:
             with distributed.on_main(f"writing {self._path}") as main:
                 if main:
                     results = {
-                        str(done): {"numbers": result.numbers, "samples": result.samples}
+                        str(done): {"numbers": result.numbers, "samples": result.samples, "judged": result.judged}
                         for done, result in self._results.items()
                     }
                     atomic_write_json(self._path, results)
@@ -320,9 +347,30 @@ class EvaluationSchedule:
             best = ", the best so far" if self._best(step) == step else ""
             self.context.say(f"{name}: after step {step:,}: {self._format(self._results[step].numbers)}{best}")
 
-    def finish(self) -> dict[str, Any]:
-        """Save the model of the stage, and return the summary's entries about evaluations."""
-        directory, total_steps = self.context.directory, self.trainer.total_steps
+    def over_optimized_since(self, step: int) -> int | None:
+        """Return the evaluation since which the model that is evaluated after `step` is over-optimized.
+
+        Since then, the reward has risen, and the judge's score has surely fallen. None if it is not over-optimized, or
+        the settings do not end training early.
+        """
+        judged = sorted(done for done, result in self._results.items() if done <= step and result.judged)
+        if not self.settings.ends_early or step not in judged:
+            return None
+        best, now = max((self._results[done] for done in judged), key=_judge_reward), self._results[step]
+        rises = now.numbers["reward"] > best.numbers["reward"]
+        falls = has_surely_fallen(best.judged, now.judged)
+        return next(done for done in judged if self._results[done] is best) if rises and falls else None
+
+    def finish(self, total_steps: int) -> dict[str, Any]:
+        """Save the model of the stage, which took `total_steps`; return the summary's entries about evaluations."""
+        directory = self.context.directory
+        if (since := self.over_optimized_since(total_steps)) is not None:
+            best, now = self._results[since].numbers, self._results[total_steps].numbers
+            self.context.say(
+                f"{directory.name}: over-optimized since step {since:,}: at step {total_steps:,} reward is "
+                f"{best['reward']:.2f} -> {now['reward']:.2f}, the judge's score {best['judge_reward']:.2f} -> "
+                f"{now['judge_reward']:.2f}"
+            )
         step = self._best(total_steps)
         kept: dict[str, Any] = {"step": total_steps if step is None else step}
         if step is None:
@@ -353,19 +401,19 @@ class EvaluationSchedule:
         """Return what to know about a model that was chosen by the reward that PPO raises; empty if nothing."""
         if self._metric != "reward":
             return ""
-        judged = {
-            done: result.numbers["approved_share"]
-            for done, result in self._results.items()
-            if done and "approved_share" in result.numbers
-        }
-        if step not in judged:
-            return "; chosen by the reward alone, which over-optimization raises, too: read its samples"
-        best, here = max(judged, key=judged.__getitem__), judged[step]
-        if judged[best] <= here:
+        second = next((name for name in _SECOND_OPINIONS if name in self._results[step].numbers), None)
+        if second is None:
+            return (
+                "; chosen by the reward alone, which over-optimization raises, too: read its samples, or set ppo.judge"
+            )
+        values = {done: result.numbers[second] for done, result in self._results.items() if done}
+        best, here = max(values, key=values.__getitem__), values[step]
+        if values[best] <= here:
             return ""
+        what = second.replace("_", " ")
         return (
-            f"; a second judge prefers that of step {best:,}, and approves of {judged[best]:.0%} of its completions "
-            f"instead of {here:.0%} (ppo.keep=best(approved_share))"
+            f"; by {what} that of step {best:,} is better: {format_value(second, values[best])} instead of "
+            f"{format_value(second, here)} (ppo.keep=best({second}))"
         )
 
     def _move_model(self, folder: Path) -> None:

@@ -177,7 +177,7 @@ def build_trainer(context: StageContext) -> Trainer:
     data = stage_rows(context, models.tokenizer, models.generation_settings)
     if context.directory.name == "ppo":
         on_world = any(dataset.path == WORLD for dataset in context.config.data.datasets)
-        return PPOTrainer(context, models, models.tokenizer, data, judge=embedded.is_good_reply if on_world else None)
+        return PPOTrainer(context, models, models.tokenizer, data, rule=embedded.is_good_reply if on_world else None)
     supervised = {"sft": SFTTrainer, "reward": RewardTrainer, "dpo": DPOTrainer}[context.directory.name]
     return supervised(context, models, models.tokenizer, data)
 

@@ -22,6 +22,7 @@ from rlhf.rewards.process import check_reward_functions
 from rlhf.roles import base_sharing
 from rlhf.roles.lineage import (
     ACTOR,
+    JUDGE,
     MODEL,
     REWARD_MODEL,
     ResolvedBaseModel,
@@ -106,7 +107,7 @@ def check(
             config.ppo.minibatch(ranks)
         else:
             config.supervised(stage).micro_batch(ranks, section=stage)
-    _check_judge(config, pending)
+    _check_rule(config, pending)
     check_placements(config, pending)
     if "ppo" in pending:
         check_rollouts(config, ranks)
@@ -270,7 +271,7 @@ class BaseModels:
             raise ConfigError(
                 "model.eos_token: the embedded model has its own; remove this key, or set model.path to another model"
             )
-        if base.ref == REWARD_MODEL and not base.through:  # the model is already trained, so it cannot know a new token
+        if base.ref in (JUDGE, REWARD_MODEL) and not base.through:  # already trained, so it cannot know a new token
             config = config.model_copy(update={"eos_token": None})
         key = path, config.eos_token
         if key not in self._tokenizers:
@@ -354,11 +355,12 @@ class BaseModels:
         return [outline for outline in outlines if outline is not None]
 
 
-def _check_judge(config: Config, stages: Sequence[Stage]) -> None:
-    judged = any(dataset.path == WORLD for dataset in config.data.datasets)
-    if "ppo" in stages and config.ppo.selection_metric == "approved_share" and not judged:
+def _check_rule(config: Config, stages: Sequence[Stage]) -> None:
+    has_rule = any(dataset.path == WORLD for dataset in config.data.datasets)
+    if "ppo" in stages and config.ppo.selection_metric == "approved_share" and not has_rule:
         raise ConfigError(
-            "ppo.keep: best(approved_share) needs a judge, which only the embedded data have; use best(reward), or last"
+            "ppo.keep: best(approved_share) needs a rule that approves, which only the embedded data have; use "
+            "best(judge_reward) with ppo.judge, best(reward), or last"
         )
 
 

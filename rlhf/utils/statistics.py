@@ -11,6 +11,7 @@ from statistics import NormalDist, fmean, stdev
 from typing import NamedTuple
 
 CONFIDENCE = 0.95
+_SURE = 3.0  # standard errors: the best of many evaluations is above its true value
 _MAX_LOSS = 700.0  # exp(710) is beyond a float
 
 
@@ -62,6 +63,15 @@ def student_quantile(degrees: int) -> float:
     while (angle := (low + high) / 2) not in (low, high):
         low, high = (angle, high) if _within(angle, degrees) < CONFIDENCE else (low, angle)
     return math.sqrt(degrees) * math.tan(angle)
+
+
+def has_surely_fallen(before: Sequence[float], after: Sequence[float]) -> bool:
+    """Return whether paired values have fallen, by more than three standard errors under no change.
+
+    Of values 0 and 1 it is McNemar's test. Fewer than ten pairs are never sure.
+    """
+    falls = [old - new for old, new in zip(before, after, strict=True)]
+    return sum(falls) > _SURE * math.sqrt(sum(fall**2 for fall in falls))
 
 
 def win_share(own: Sequence[float], other: Sequence[float]) -> float:

@@ -152,7 +152,12 @@ STEPS = "expected a number of steps, at least 0, or epoch, got"
         ("sft.keep=best(loss)", "cannot be selected by 'loss' in this stage; use best(perplexity), or last"),
         ("reward.keep=best(margin)", "by 'margin' in this stage; use best(accuracy) or best(loss), or last"),
         ("dpo.keep=best(margin)", "by 'margin' in this stage; use best(loss) or best(accuracy), or last"),
-        ("ppo.keep=best(kl)", "by 'kl' in this stage; use best(reward) or best(approved_share), or last"),
+        (
+            "ppo.keep=best(kl)",
+            "by 'kl' in this stage; use best(reward) or best(judge_reward) or best(approved_share), or last",
+        ),
+        ("ppo.keep=best(judge_reward) ppo.eval_every=1", "best(judge_reward) needs ppo.judge, a second reward model"),
+        ("ppo.stop=over_optimized", "ppo.stop=over_optimized: over_optimized would save the model that it finds"),
         ("ppo.keep=best(reward)", "best(reward) needs evaluations during training; set eval_every"),
         ("reward.reset_final_norm=never", "reset_final_norm=never: expected 'auto', true or false, got 'never'"),
         # DPO

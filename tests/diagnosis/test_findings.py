@@ -44,27 +44,37 @@ def examine(folder: Path, stage: str, numbers: dict[str, Any], **options: Any) -
 
 
 def truth(kl_coef: float) -> dict[str, Any]:
+    """The numbers of a run in `TRUTH`; the judge's score is the percentage."""
     reward, kl, approved = TRUTH[kl_coef]
     shares = [percent / 100 for percent in approved]
-    return {"heldout_reward": reward, "heldout_kl": kl, "heldout_approved_share": shares}
+    return {
+        "heldout_reward": reward,
+        "heldout_kl": kl,
+        "heldout_approved_share": shares,
+        "heldout_judge_reward": approved,
+    }
 
 
 @pytest.mark.parametrize("kl_coef", TRUTH)
 def test_over_optimized_runs_are_told_from_good_ones(tmp_path: Path, kl_coef: float) -> None:
-    names = ("heldout_reward", "heldout_kl", "heldout_approved_share")
-    found = examine(tmp_path, "ppo", truth(kl_coef), steps=dict.fromkeys(names, EVALUATED))
+    numbers, rows = truth(kl_coef), {}
+    for step, reward, percent in zip(EVALUATED, numbers["heldout_reward"], numbers["heldout_judge_reward"]):
+        approved = [place < percent for place in range(100)]
+        made = completions([float(reward)] * 100, [9.0] * 100)
+        rows[step] = [row | {"approved": good, "judge": 100.0 * good} for row, good in zip(made, approved)]
+    found = examine(tmp_path, "ppo", numbers, steps=dict.fromkeys(numbers, EVALUATED), heldout={"ppo": rows})
     expected = "fine" if kl_coef >= 0.1 else "look here"
-    assert {found["second judge"].state, found["price of KL"].state} == {expected}
-    if expected == "look here":
-        assert found["second judge"].step == {0.05: 50, 0.0: 20}[kl_coef], "the best model by the judge"
-        assert "ppo.kl_coef" in found["second judge"].remedy
+    assert {found[name].state for name in ("approval", "judge", "price of KL")} == {expected}
+    for name in ("approval", "judge") if expected == "look here" else ():
+        assert found[name].step == {0.05: 50, 0.0: 20}[kl_coef], "the best model by the judge"
+        assert "ppo.kl_coef" in found[name].remedy
 
 
 def test_price_of_kl_alone_is_enough_without_a_judge(tmp_path: Path) -> None:
     names = ("heldout_reward", "heldout_kl")
     numbers = {name: truth(0.05)[name] for name in names}
     found = examine(tmp_path, "ppo", numbers, steps=dict.fromkeys(names, EVALUATED))
-    assert found["price of KL"].state == "look here" and "second judge" not in found
+    assert found["price of KL"].state == "look here" and not {"approval", "judge"} & found.keys()
 
 
 START = {"kl": [1e-6, 0.4], "response_length": [12.0, 12.0]}
@@ -283,11 +293,11 @@ def test_fall_of_approval_must_be_sure(tmp_path: Path, approved: tuple[int, int]
         "heldout_approved_share": [5 / 20, *(count / 20 for count in approved)],
     }
     found = examine(tmp_path, "ppo", numbers, heldout={"ppo": dict(enumerate(rows))})
-    assert found["second judge"].state == "fine", "not sure"
+    assert found["approval"].state == "fine", "not sure"
     fewer = [row | {"approved": number < 8} for number, row in enumerate(rows[2])]
     numbers["heldout_approved_share"][2] = 8 / 20
     found = examine(tmp_path / "b", "ppo", numbers, heldout={"ppo": {0: rows[0], 1: rows[1], 2: fewer}})
-    assert found["second judge"].state == "look here", "12 of 20 have lost it"
+    assert found["approval"].state == "look here", "12 of 20 have lost it"
 
 
 NOTHING = {"prompt": "p", "completion": "", "reward": None, "kl": None, "tokens": 1.0, "ended": 1.0}

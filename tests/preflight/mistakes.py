@@ -177,9 +177,9 @@ MISTAKES: dict[str, tuple[Arguments | Callable[[Bench], Arguments], list[str]]] 
         ],
         ["ppo.batch_size: 6 completions cannot be divided into 2", "make it a multiple of 4"],
     ),
-    "the_best_by_a_judge_that_is_not_there": (
+    "the_best_by_a_rule_that_is_not_there": (
         {"ppo.eval_every": 1, "ppo.keep": "best(approved_share)"},
-        ["ppo.keep: best(approved_share) needs a judge", "use best(reward), or last"],
+        ["ppo.keep: best(approved_share) needs a rule that approves", "best(judge_reward) with ppo.judge"],
     ),
     "a_kernel_that_is_not_there": (
         {"engine.kernels": "{adamw: torch-foreach, clip_grad_norm: quick}"},
@@ -322,6 +322,10 @@ MISTAKES: dict[str, tuple[Arguments | Callable[[Bench], Arguments], list[str]]] 
     "too_few_positions_for_raw_text": (
         lambda bench: {"ppo.actor": bench.model} | texts({"text": "cow " * 50}, **{"ppo.ptx_length": 129})(bench),
         ["has 128 positions, fewer than ppo.ptx_length = 129"],
+    ),
+    "a_language_model_as_judge": (
+        lambda bench: {"ppo.judge": bench.model},
+        ["its weights lack score.weight"],
     ),
     "a_language_model_as_reward_model": (
         lambda bench: {"ppo.reward_model": bench.model},

@@ -61,6 +61,9 @@ def configure(settings: str) -> Config:
             "roles.reference.offload",
             "roles.actor.lora_rank=0",
         ),
+        (["ppo"], "ppo.judge=j roles.judge.zero_stage=2", "roles.judge.zero_stage", "judge 0 3"),
+        (["ppo"], "ppo.judge=j roles.judge.lora_rank=4", "roles.judge.lora_rank", "judge 0"),
+        (STAGES, "roles.judge.offload=parameters", "roles.judge.offload", "ppo.judge remove"),
         (
             ["dpo"],
             "lora.rank=4 roles.reference.offload=parameters dpo.reference=beside",
@@ -115,6 +118,8 @@ def test_invalid_placement_is_refused_with_key_and_remedies(stages, settings, ke
             "roles.reference.gradient_checkpointing=false roles.reference.lora_rank=0 roles.reference.zero_stage=3",
         ),
         (["ppo"], "engine.offload=parameters engine.nvme=/tmp roles.reward.zero_stage=3"),
+        (["ppo"], "ppo.judge=j roles.judge.offload=parameters"),
+        (["sft"], "roles.judge.offload=parameters"),  # not run
     ],
 )
 def test_setting_that_some_model_uses_passes(stages, settings):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf.reporting.recorder import read_heldout
 from rlhf.reporting.timers import is_machine_dependent
 from rlhf.runs.directory import RunDirectory
 from rlhf.trainers.loop import EvalResult, EvaluationSchedule, fit
@@ -135,7 +137,7 @@ def test_best_reward_is_not_that_of_a_policy_that_left_its_reference(accelerator
     [
         (
             [0.4, 0.9, 0.5],
-            "a second judge prefers that of step 1, and approves of 90% of its completions instead of 50%",
+            "by approved share that of step 1 is better: 90.0% instead of 50.0% (ppo.keep=best(approved_share))",
         ),
         ([0.9, 0.4, 0.5], ""),  # that before training is no choice
         ([None] * 3, "by the reward alone"),
@@ -159,6 +161,69 @@ def test_model_chosen_by_its_reward_is_doubted_unless_a_judge_agrees(accelerator
     assert fit(trainer, context)["kept"]["step"] == 2
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "keeps the model of step 2" in line]
     assert said in line and (";" in line) == bool(said)
+
+
+JUDGED = {0: [0.0] * 12, 1: [2.0] * 12, 2: [3.0] * 12, 3: [2.9] * 8 + [3.1] * 4, 4: [2.0] * 12, 5: [1.0] * 12}
+"""The judge's scores of twelve completions: best after step 2; that of step 3 is lower, but not surely."""
+
+
+def judged_ppo(accelerator: Any, folder: Path, rewards: dict[int, float], **settings: Any) -> Any:
+    """PPO of five steps whose evaluations give these rewards, and the scores of `JUDGED`; and the steps that it took.
+
+    Each step takes the next reward, so a run that resumes needs those of later steps only.
+    """
+    values = {"judge": "j", "eval_every": 1, "keep": "best(judge_reward)", "stop": "over_optimized", **settings}
+    context = stage_context(accelerator, folder, "ppo", {"ppo": values})
+    taken: list[int] = []
+
+    def evaluate(when: str) -> EvalResult:
+        step = {"before": 0, "after": 5}.get(when) if " " not in when else int(when.split()[-1])
+        numbers = {"reward": rewards[step], "kl": 0.1, "response_length": 10.0}
+        return EvalResult(numbers | {"judge_reward": sum(JUDGED[step]) / 12}, judged=JUDGED[step])
+
+    trainer = StubTrainer(
+        context.config.ppo,
+        lambda index: taken.append(index + 1) or {"rows": 1.0},
+        total_steps=5,
+        evaluate=evaluate,
+        save=lambda place: (place / "model").mkdir(parents=True, exist_ok=True),
+    )
+    return fit(trainer, context), taken
+
+
+RISING = dict(enumerate([0.0, 1.0, 2.0, 3.0, 4.0, 5.0]))
+
+
+def test_training_ends_where_the_judge_surely_falls_while_reward_rises(accelerator, tmp_path, capsys):
+    summary, taken = judged_ppo(accelerator, tmp_path, RISING)
+    assert taken == [1, 2, 3, 4] and summary["steps"] == 4
+    assert summary["kept"] == {"step": 2, "metric": "judge_reward", "value": 3.0}
+    said = capsys.readouterr().out
+    assert "over-optimized since step 2: at step 4 reward is 2.00 -> 4.00, the judge's score 3.00 -> 2.00" in said
+    assert RunDirectory(tmp_path).stage("ppo").latest_checkpoint.name == "step-00000004"
+
+
+def test_training_does_not_end_if_reward_falls_too_or_nothing_asks_for_it(accelerator, tmp_path):
+    falling = dict(RISING) | {4: 1.5, 5: 1.5}
+    assert judged_ppo(accelerator, tmp_path / "falls", falling)[1] == [1, 2, 3, 4, 5]
+    summary, taken = judged_ppo(accelerator, tmp_path / "never", RISING, stop="never")
+    assert taken == [1, 2, 3, 4, 5] and summary["kept"]["step"] == 2
+
+
+def test_resumed_stage_ends_where_it_would_have_ended(accelerator, tmp_path):
+    """One was killed after the evaluation of step 4 and its checkpoint, the other after the checkpoint of step 3."""
+    whole, _ = judged_ppo(accelerator, tmp_path / "whole", RISING, checkpoint_every=1)
+    for kept, again in ((4, []), (3, [4])):
+        folder = tmp_path / f"after {kept}"
+        judged_ppo(accelerator, folder, RISING, checkpoint_every=1)
+        place = RunDirectory(folder).stage("ppo")
+        for checkpoint in place.all_checkpoints:
+            if int(checkpoint.name.removeprefix("step-")) > kept:
+                shutil.rmtree(checkpoint)
+        (place.best / "step-00000002" / "model").mkdir(parents=True)
+        shutil.rmtree(place.model)
+        summary, taken = judged_ppo(accelerator, folder, RISING, checkpoint_every=1)
+        assert taken == again and summary == whole
 
 
 def test_stage_without_a_sound_model_keeps_the_last(accelerator, tmp_path, capsys):
@@ -255,6 +320,21 @@ def test_evaluation_changes_no_bit_of_any_stage(rlhf, finished_run, tmp_path):
     assert any(f"kept: the model of step {best}, best reward" in line for line in lines)
 
 
+def test_judge_scores_as_a_reward_model_and_changes_no_bit_of_training(rlhf, finished_run, tmp_path):
+    """The judge is the reward model itself, so both scores of a completion are equal."""
+    models = {"actor": "sft", "reward_model": "reward", "judge": "reward"}
+    named = [f"ppo.{key}={finished_run / stage / 'model'}" for key, stage in models.items()]
+    rlhf("ppo", "--output", tmp_path, *sets(*named, "ppo.eval_every=1", "ppo.keep=best(judge_reward)"))
+    judged, rewards = (measured(tmp_path, f"heldout_{name}", "ppo") for name in ("judge_reward", "reward"))
+    assert sorted(judged) == [0, 1, 2, 3] and judged == pytest.approx(rewards, rel=1e-4)
+    rows = [row for rows in read_heldout(tmp_path / "ppo" / "heldout.jsonl", 3).values() for row in rows]
+    assert len(rows) > 8 and all(row["judge"] == row["reward"] for row in rows)
+    assert len({row["judge"] for row in rows}) > 4, "all scores are equal, so nothing is tested"
+    summary = json.loads((tmp_path / "ppo" / "stage.json").read_text())
+    assert summary["kept"]["metric"] == "judge_reward" and summary["kept"]["value"] == max(list(judged.values())[1:])
+    same_training(finished_run, tmp_path, "ppo")
+
+
 @pytest.fixture(scope="module")
 def killed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("killed")
@@ -322,8 +402,6 @@ def test_the_earlier_checkpoint_has_its_best_model_too(whole, accelerator, tmp_p
 
 
 def test_a_kept_model_that_is_gone_is_named(accelerator, tmp_path, monkeypatch):
-    import shutil
-
     from rlhf.errors import RunError
 
     evaluate = SFTTrainer.evaluate

@@ -366,7 +366,7 @@ def test_samples_are_texts_with_their_score_and_kl(build_ppo):
 
 def test_heldout_numbers_are_those_counted_by_hand(build_ppo):
     built = build_ppo()
-    built._judge = lambda prompt, completion: completion.endswith("c")
+    built._rule = lambda prompt, completion: completion.endswith("c")
     result = built.evaluate("now")
     assert result.numbers == {
         **{key: pytest.approx(value, rel=1e-5) for key, value in ROLLOUT.items()},
@@ -375,9 +375,20 @@ def test_heldout_numbers_are_those_counted_by_hand(build_ppo):
     }
 
 
-def test_without_a_judge_no_share_is_approved_or_not(build_ppo):
+def test_without_a_rule_and_a_judge_there_are_no_such_numbers(build_ppo):
+    result = build_ppo().evaluate("now")
+    assert not {"approved_share", "judge_reward"} & result.numbers.keys()
+    assert not result.judged and not any("judge" in row for row in result.rows)
+
+
+def test_judge_scores_heldout_completions_at_their_last_token(build_ppo):
     built = build_ppo()
-    assert "approved_share" not in built.evaluate("now").numbers
+    built.judge = LastToken()
+    built.judge.model = None
+    result = built.evaluate("now")
+    assert result.judged == [3.0, 2.0, 0.0] == [row["judge"] for row in result.rows]  # of IDS where DRAWN is 1
+    assert result.numbers["judge_reward"] == pytest.approx(5 / 3)
+    assert result.numbers["reward"] == pytest.approx(ROLLOUT["reward"]), "the judge takes no part in the reward"
 
 
 @pytest.mark.parametrize(

@@ -66,15 +66,17 @@ def rollout_sums(rollout: Rollout, scores: Scores, center: Tensor) -> Batch:
     }
 
 
-def row_numbers(rollout: Rollout, scores: Scores) -> list[Metrics]:
+def row_numbers(rollout: Rollout, scores: Scores, judged: Tensor | None = None) -> list[Metrics]:
     """Return the score, the KL, the number of tokens and whether it ended (1 or 0) of each row, filler rows included.
 
-    The numbers are rounded to six digits, which is what their records need.
+    If there is a judge, its scores are `judged`, [B]. The numbers are rounded to six digits, which is what their
+    records need.
     """
     kl = masked(scores.log_probs - scores.ref_log_probs, rollout.action_mask).sum(1)
-    columns = torch.stack([scores.reward, kl, rollout.action_mask.sum(1), rollout.ended], 1)
-    names = ("reward", "kl", "tokens", "ended")
-    return [{name: float(f"{number:.6g}") for name, number in zip(names, row)} for row in columns.tolist()]
+    columns = {"reward": scores.reward, "kl": kl, "tokens": rollout.action_mask.sum(1), "ended": rollout.ended}
+    columns |= {} if judged is None else {"judge": judged}
+    rows = torch.stack(list(columns.values()), 1).tolist()
+    return [{name: float(f"{number:.6g}") for name, number in zip(columns, row)} for row in rows]
 
 
 def length_sums(rollout: Rollout, rows: Tensor) -> Batch:

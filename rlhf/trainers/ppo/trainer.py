@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -67,8 +68,8 @@ from rlhf.trainers.ppo.rewards import RewardFunction, RewardShaping, WeightedRew
 from rlhf.trainers.stage_models import ModelFactory, log_outputs, save_outputs
 from rlhf.utils.statistics import distinct
 
-Judge = Callable[[str, str], bool]
-"""(prompt, completion) -> approved; it judges results and is never part of training."""
+Rule = Callable[[str, str], bool]
+"""(prompt, completion) -> approved; it is used in evaluations alone."""
 
 # Of each update; the mean over a step's updates is recorded.
 _UPDATE_METRICS = (
@@ -85,6 +86,7 @@ class PPOTrainer:
         actor, critic: the models that are trained; critic is None if the estimator needs none.
         reference, reward: the models that only score. With LoRA, reference is None: the actor without its adapters
             replaces it. If only functions compute the reward, `reward` is None.
+        judge: a second reward model, which only evaluations use (`ppo.judge`); None without one.
         experience: that of the latest step, without its passes; None before the first step.
     """
 
@@ -98,10 +100,10 @@ class PPOTrainer:
         models: ModelFactory,
         tokenizer: Any,
         data: StageData,
-        judge: Judge | None = None,
+        rule: Rule | None = None,
     ) -> None:
-        """Load the models and prepare the batches; `judge` is used in evaluation only."""
-        self.context, self.tokenizer, self.data, self._judge = context, tokenizer, data, judge
+        """Load the models and prepare the batches; `rule` is used in evaluations only."""
+        self.context, self.tokenizer, self.data, self._rule = context, tokenizer, data, rule
         self.accelerator = context.accelerator
         self.settings = settings = context.config.ppo
         self.reward_fn: RewardFunction = WeightedRewards(settings, tokenizer)  # before the models, which load slowly
@@ -133,6 +135,7 @@ class PPOTrainer:
             self.actor.ema = EMA(self.actor.optimizer, settings.ema, self.accelerator, on_host=settings.ema_on_host)
         self.reference = context.frozen("reference", models.causal_lm) if "reference" in roles else None
         self.reward = context.frozen("reward", models.scalar_head) if "reward" in roles else None
+        self.judge = context.frozen("judge", models.scalar_head) if "judge" in roles else None
         choices = choose_by_memory(context)
         obstacle = explain_separate_passes(context, self.engines, choices)
         if obstacle:
@@ -488,7 +491,7 @@ class PPOTrainer:
             center = mean_score(rollout, scores) if center is None else center
             sums.add(**rollout_sums(rollout, scores, center))
             ids += completion_ids(rollout.input_ids, rollout.action_mask)
-            measured += row_numbers(rollout, scores)
+            measured += row_numbers(rollout, scores, self._score_by_judge(rollout))
         context.accelerator.set_rng_state(state)
 
         numbers = rollout_means(sums.read())
@@ -504,12 +507,28 @@ class PPOTrainer:
             {"prompt": example.row.text, "completion": text, **row}
             for example, text, (_, row) in zip(examples, texts, in_order, strict=True)
         ]
-        if self._judge is not None:
+        judged = [row["judge"] for row in rows if self.judge]
+        if judged:
+            numbers["judge_reward"] = fmean(judged)
+        if self._rule is not None:
             for row in rows:
-                row["approved"] = self._judge(row["prompt"], row["completion"])
+                row["approved"] = self._rule(row["prompt"], row["completion"])
             numbers["approved_share"] = sum(row["approved"] for row in rows) / len(rows)
         samples = [{key: row[key] for key in ("prompt", "completion")} for row in rows[:_SUMMARY_SAMPLES]]
-        return EvalResult(numbers, samples, rows)
+        return EvalResult(numbers, samples, judged, rows)
+
+    @torch.no_grad()
+    def _score_by_judge(self, rollout: Rollout) -> Tensor | None:
+        """Return the judge's scores of completions, [B]; None without a judge."""
+        if self.judge is None:
+            return None
+        scores, length = [], rollout.completion_length
+        with self.context.phases.running("scoring"), on_device(self.judge), self.context.precision.autocast():
+            for cut in rollout.micro_batches:
+                ids, mask = (cut.select(part, length) for part in (rollout.input_ids, rollout.attention_mask))
+                scores.append(sequence_scores(self.judge, ids, mask))
+                self.accelerator.step_boundary("evaluate/judge")
+        return join_rows(rollout.micro_batches, scores, length)
 
     def save(self, folder: Path) -> None:
         """Save the policy, and the critic if `ppo.save_critic` is set."""
