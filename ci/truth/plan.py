@@ -44,8 +44,9 @@ class Run:
 
 
 def list_runs() -> list[Run]:
-    """Return all runs, in the order in which they are trained."""
-    return [*_sizes(), *_coefficients(), *_estimators(), *_rates(), *_rewards()]
+    """Return all runs, in the order in which they are trained: those of the first seeds are of every group."""
+    runs = [*_sizes(), *_coefficients(), *_estimators(), *_rates(), *_rewards()]
+    return sorted(runs, key=lambda run: run.seed)
 
 
 def _sizes() -> Iterator[Run]:

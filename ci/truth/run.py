@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -19,6 +22,7 @@ from plan import Run, list_runs
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RESULTS = HERE / "results"
+_JUDGE_SEED = 1000  # added to the run's
 WORK = ROOT / "runs" / "truth"
 
 TRAINING = (
@@ -64,7 +68,9 @@ def train(run: Run) -> None:
         "data.datasets": f"{{path: world, limit: {run.pairs * 20 // 19}, stages: [reward]}}",  # a twentieth is held out
     }
     reward = _train_stage(f"reward-{run.seed}-{run.pairs}", "reward", run.seed, settings)
-    models = {"ppo.actor": sft}
+    # Another seed draws other pairs.
+    judge = _train_stage(f"judge-{run.seed}-{run.pairs}", "reward", run.seed + _JUDGE_SEED, settings)
+    models = {"ppo.actor": sft, "ppo.judge": judge}
     if run.settings.get("ppo.reward_weight") != 0:
         models["ppo.reward_model"] = reward
     name = f"ppo-{run.name}"
@@ -102,6 +108,7 @@ def read_numbers(run: Run, folder: Path, seconds: float) -> dict[str, Any]:
 
     (stage,) = read_run(folder).stages
     held_out = {name: curve for name, curve in stage.curves.items() if name.startswith("heldout_")}
+    judged = [[row["judge"] for row in rows] for _, rows in sorted(stage.heldout.items())]
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     return {
         "name": run.name,
@@ -112,7 +119,8 @@ def read_numbers(run: Run, folder: Path, seconds: float) -> dict[str, Any]:
         "commit": commit.strip(),
         "seconds": round(seconds),
         "steps": next(iter(held_out.values())).steps,
-        "heldout": {name: [_shorten(value) for value in curve.values] for name, curve in held_out.items()},
+        "heldout": {name: [_shorten(value) for value in curve.values] for name, curve in held_out.items()}
+        | {"heldout_judge_fall": [_shorten(value) for value in measure_falls(judged)]},
         "training": {
             name: [_shorten(value) for value in stage.curve(name).values] for name in TRAINING if stage.curve(name)
         },
@@ -122,6 +130,19 @@ def read_numbers(run: Run, folder: Path, seconds: float) -> dict[str, Any]:
             for step in (min(stage.heldout), max(stage.heldout))
         },
     }
+
+
+def measure_falls(judged: Sequence[Sequence[float]]) -> list[float]:
+    """Return for each evaluation the fall of the judge's scores since the best one so far, in standard errors.
+
+    It is the statistic of `rlhf.utils.statistics.has_surely_fallen`.
+    """
+    falls = []
+    for now, scores in enumerate(judged):
+        best = max(judged[: now + 1], key=fmean)
+        changes = [old - new for old, new in zip(best, scores, strict=True)]
+        falls.append(sum(changes) / max(math.sqrt(sum(change**2 for change in changes)), 1e-9))
+    return falls
 
 
 def _shorten(value: float) -> float:

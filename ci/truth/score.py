@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -15,6 +16,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from signals import PUBLISHED, SIGNALS, area_under_curve, cut, limit_at
+
+from rlhf.config.schema import Config
+from rlhf.reporting.health import HealthMonitor
 
 RESULTS = Path(__file__).with_name("results")
 _BAD, _GOOD = 0.15, 0.05  # of true quality lost since its peak: more is a bad run, less a good one
@@ -36,7 +40,7 @@ def main() -> None:
             f"{len(good)} good and {len(bad)} over-optimized runs are too few: train good ones with even and with odd "
             "seeds, and over-optimized ones with odd seeds (python ci/truth/run.py --list)"
         )
-    for line in (*describe_runs(results), "", *describe_signals(results), "", *describe_stops(results)):
+    for line in (*describe_runs(results), "", *describe_choices(results), "", *describe_signals(results)):
         print(line)
 
 
@@ -99,35 +103,52 @@ def first_step(result: Result, statistic: Callable[[Any], float], limit: float) 
     return int(result["steps"][above[0] + _FIRST - 1]) if above else None
 
 
-def describe_stops(results: Sequence[Result]) -> Iterator[str]:
-    """Yield the table of rules for stopping: the true quality of the model that each keeps, and its regret."""
-    runs = [result for result in results if result["group"] == "pairs" and result["seed"] % 2]
-    good = [result for result in results if loss(result) < _GOOD and result["seed"] % 2 == 0]
-    rules: dict[str, Callable[[Result], float]] = {
-        "the last model": lambda run: quality(run)[-1],
-        "keep: best(reward)": lambda run: quality(run)[_argmax(run["heldout"]["heldout_reward"])],
-    }
-    for name, (_, statistic) in SIGNALS.items():
-        limit = limit_at([max(values(run, statistic)) for run in good], _FALSE_ALARMS) if good else float("inf")
-        rules[f"stop at {name}"] = lambda run, statistic=statistic, limit=limit: _stopped(run, statistic, limit)  # type: ignore[misc]
-    yield "| rule | quality | regret |"
-    yield "|---|---|---|"
-    best = fmean(max(quality(run)) for run in runs) if runs else 0.0
-    yield f"| the best model by the rule of the world | {best:.0%} | |"
-    for name, rule in rules.items():
-        kept = fmean(map(rule, runs)) if runs else 0.0
-        yield f"| {name} | {kept:.0%} | {(best - kept) / max(best, 1e-9):.0%} |"
+def describe_choices(results: Sequence[Result]) -> Iterator[str]:
+    """Yield the table of models that rules would keep, by pairs of the reward model: true quality and regret.
+
+    The regret is to the best evaluated model by the rule of the world. The rules have no fitted limits, so the table is
+    of all seeds.
+    """
+    runs = [result for result in results if result["group"] == "pairs"]
+    sizes = sorted({run["pairs"] for run in runs})
+    counts = [f"{size:,} pairs ({sum(run['pairs'] == size for run in runs)} runs)" for size in sizes]
+    yield f"| kept | {' | '.join(counts)} |"
+    yield "|---|" + "---|" * len(sizes)
+    for name, rule in CHOICES.items():
+        cells = []
+        for size in sizes:
+            own = [run for run in runs if run["pairs"] == size]
+            best, kept = fmean(max(quality(run)) for run in own), fmean(map(rule, own))
+            cells.append(f"{kept:.0%} (regret {(best - kept) / best:.0%})")
+        yield f"| {name} | {' | '.join(cells)} |"
 
 
-def _stopped(run: Result, statistic: Callable[[Any], float], limit: float) -> float:
-    """Return the true quality of the model before the first evaluation whose statistic exceeds the limit."""
-    step = first_step(run, statistic, limit)
-    place = len(run["steps"]) - 1 if step is None else max(run["steps"].index(step) - 1, 0)
-    return quality(run)[place]
+def _keep(metric: str, run: Result, end: int | None = None) -> float:
+    """Return the true quality of the model that `keep: best(metric)` saves after `end` evaluations."""
+    values = run["heldout"][f"heldout_{metric}"]
+    numbers = [
+        {name.removeprefix("heldout_"): curve[place] for name, curve in run["heldout"].items()}
+        for place in range(len(values))
+    ]
+    is_ruined = HealthMonitor(Config(), "ppo").is_ruined
+    eligible = [place for place in range(1, len(values[:end])) if not is_ruined(numbers[0], numbers[place])]
+    return quality(run)[max(eligible, key=values.__getitem__, default=-1)]
 
 
-def _argmax(numbers: Sequence[float]) -> int:
-    return max(range(len(numbers)), key=numbers.__getitem__)
+def _stop_by_judge(run: Result) -> float:
+    """Return the true quality of the model that `ppo.stop: over_optimized` saves."""
+    stop = first_step(run, SIGNALS["judge"][1], PUBLISHED["judge"])
+    return _keep("judge_reward", run, None if stop is None else run["steps"].index(stop) + 1)
+
+
+CHOICES: dict[str, Callable[[Result], float]] = {
+    "the best by the rule of the world": lambda run: max(quality(run)),
+    "the last": lambda run: quality(run)[-1],
+    "`keep: best(reward)`": partial(_keep, "reward"),
+    "`keep: best(judge_reward)`": partial(_keep, "judge_reward"),
+    "`stop: over_optimized`": _stop_by_judge,
+}
+"""Rules by which a model is kept: the true quality of the model that each keeps of a run."""
 
 
 if __name__ == "__main__":

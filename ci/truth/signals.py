@@ -81,7 +81,15 @@ def _unexplained(run: Prefix) -> float:
     return -fmean(values[-10:]) if values else 0.0
 
 
+def _judge_fall(run: Prefix) -> float:
+    """Return the fall of the judge's score since its best, in standard errors; 0 if the reward fell, too."""
+    judged, reward = run.heldout["judge_reward"], run.heldout["reward"]
+    rises = reward[-1] > reward[judged.index(max(judged))]
+    return run.heldout["judge_fall"][-1] if rises else 0.0
+
+
 SIGNALS: dict[str, tuple[str, Callable[[Prefix], float]]] = {
+    "judge": ("rlhf", _judge_fall),
     "price of KL": ("rlhf", _price_of_kl),
     "KL per token": ("rlhf", _kl_per_token),
     "entropy, relative to its start": ("post-training-toolkit", _entropy_fall),
@@ -108,6 +116,7 @@ PUBLISHED = {
     "clip share": 0.3,
     "explained variance": 0.0,
     "price of KL": PRICE_FALL,
+    "judge": 3.0,
 }
 """The limits that their sources state, and ours."""
 
