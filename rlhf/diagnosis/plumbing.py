@@ -87,10 +87,16 @@ def _describe_updates(subject: Subject) -> str:
     return f"a rollout's first update computes the probabilities of scoring; largest mean gap {largest:.1g} nats"
 
 
+def _describe_scoring(subject: Subject) -> str:
+    gap = subject.stage.curve("score_gap").values[0]
+    return f"numbers of the first step are those of its rows, scored again; gap {gap:.1g}"
+
+
 PLUMBING = (
     _replay("first KL", _describe_start, first="the KL"),
     _replay("drawing", _describe_rollouts, first="the gap"),
     _replay("first update", _describe_updates),
+    _replay("scoring", _describe_scoring),
     _replay("targets", lambda _: "each row learns the tokens of its example, and no others"),
     _replay("trained weights", lambda _: "the first step has changed the weights that are trained"),
     _replay("frozen weights", lambda _: "the weights that are not trained have not changed"),

@@ -36,6 +36,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 _MAX_FIRST_KL = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
 _MAX_GAP = {"fp32": 1e-3, "bf16": 1e-1, "fp16": 1e-1}
 _MIN_GAP_LIMIT = {"fp32": 1e-5, "bf16": 3e-2, "fp16": 3e-2}
+_MIN_DIRECTION = -0.2  # in 16 bits, a small update is rounding, whose correlation is near 0
 _GAP_GROWTH = 5  # times the gap of the first step, in which no weight has changed yet
 
 
@@ -139,6 +140,26 @@ def _first_update(reading: Reading) -> str | None:
     return (
         f"scoring and training compute different probabilities: in a rollout's first update the gap is {gap:.2g} nats "
         f"per token (rounding in {reading.precision}: below {limit:g})"
+    )
+
+
+def _scoring(reading: Reading) -> str | None:
+    gap, limit = reading.now["score_gap"], _MAX_GAP[reading.precision]
+    if gap <= limit:
+        return None
+    return (
+        f"numbers of the first step are not those of its rows, scored again: the gap is {gap:.2g} (rounding in "
+        f"{reading.precision}: below {limit:g})"
+    )
+
+
+def _direction(reading: Reading) -> str | None:
+    correlation = reading.now["direction"]
+    if correlation >= _MIN_DIRECTION:
+        return None
+    return (
+        "the first update made tokens with high advantages less likely: advantages and changes of log-probability have "
+        f"the correlation {correlation:.2f}"
     )
 
 
@@ -314,6 +335,8 @@ RULES = (
     Rule("drawing", "plumbing", _PPO, ("step",), ("draw_gap",), _drawing, _REPORT, is_invariant=True),
     Rule("reference", "plumbing", _PPO, ("step",), ("kl", "grad_norm"), _reference, _REPORT),
     Rule("first update", "plumbing", _PPO, ("step",), ("update_gap",), _first_update, _REPORT, is_invariant=True),
+    Rule("scoring", "plumbing", EVERY_STAGE, ("step",), ("score_gap",), _scoring, _REPORT, is_invariant=True),
+    Rule("direction", "plumbing", _PPO, ("step",), ("direction",), _direction, _REPORT),
     Rule(
         "frozen weights",
         "plumbing",

@@ -88,6 +88,13 @@ class DPOTrainer(SupervisedTrainer):
         """Return the means of `preference_sums`."""
         return preference_means(sums)
 
+    def rescore(self, model: nn.Module, batch: Batch, total: Tensor) -> Batch:
+        """Return parts of the mean log-probabilities of replies."""
+        chosen, rejected = (
+            masked(part, batch["pair_mask"]).sum() / total for part in reply_log_probs(model, batch).chunk(2)
+        )
+        return {"chosen_log_prob": chosen, "rejected_log_prob": rejected}
+
     def evaluate(self, when: str) -> EvalResult:
         """Return the mean loss of the held-out pairs, the means of `MEANS`, and greedy completions as in SFT."""
 

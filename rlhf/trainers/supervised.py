@@ -22,7 +22,8 @@ from rlhf.engine import distributed
 from rlhf.engine.engine import Batch, Metrics, MetricSums, TrainingEngine, padding_share
 from rlhf.losses.log_probs import masked
 from rlhf.losses.reward_model import PairwiseLoss, pairwise_reward_loss
-from rlhf.models.forward import completion_log_probs, compute_log_probs, model_inputs
+from rlhf.models.dropout import trains_at_random
+from rlhf.models.forward import completion_log_probs, compute_log_probs, model_inputs, sequence_scores
 from rlhf.models.scalar_head import describe_loading
 from rlhf.models.shape import TextLengths
 from rlhf.trainers.context import ModelLoader, StageContext
@@ -35,7 +36,8 @@ from rlhf.utils.statistics import perplexity
 class SupervisedTrainer:
     """A model that learns from rows; a `rlhf.trainers.loop.Trainer`.
 
-    Subclasses define `count`, `count_wrong_targets`, `loss` and `evaluate`, and if necessary `average` and `prepare`.
+    Subclasses define `count`, `count_wrong_targets`, `loss`, `rescore` and `evaluate`, and if necessary `average` and
+    `prepare`.
     """
 
     unit: str
@@ -85,6 +87,10 @@ class SupervisedTrainer:
         """Return a step's metrics, given the sums of `loss` over all ranks."""
         return sums
 
+    def rescore(self, model: nn.Module, batch: Batch, total: Tensor) -> Batch:
+        """Return a micro-batch's part of some metrics, computed by the functions with which PPO scores."""
+        raise NotImplementedError
+
     def prepare(self, batches: Sequence[Batch]) -> Sequence[Batch]:
         """Add the outputs of other models that `loss` needs to a step's micro-batches, on the device."""
         return batches
@@ -104,6 +110,7 @@ class SupervisedTrainer:
             batches = self.prepare(batches)
             # Of the whole global batch: the loss is a mean over it, however rows are split.
             total = distributed.all_sum(torch.stack([self.count(batch) for batch in batches]).sum().float())
+            rescored = self._rescore_batch(batches, total) if index == 0 else {}
             rates = engine.rates
             sums = engine.step(batches, lambda model, batch: self.loss(model, batch, total))
         for batch in batches:
@@ -114,7 +121,24 @@ class SupervisedTrainer:
         texts = TextLengths(*(totals.pop(f"read_{name}") for name in TextLengths._fields))
         context.phases.count_work("training", tokens=texts.tokens, flops=self._flops(texts))
         share = padding_share({key: totals.pop(key) for key in ("present", "positions")})
-        return self.average(totals) | targets | rates | {"padding_share": share, "grad_norm": engine.grad_norm()}
+        metrics = self.average(totals)
+        if rescored:
+            gaps = [abs(metrics[name] - value) / max(abs(value), 1.0) for name, value in rescored.items()]
+            metrics["score_gap"] = max(gaps)
+        return metrics | targets | rates | {"padding_share": share, "grad_norm": engine.grad_norm()}
+
+    @torch.no_grad()
+    def _rescore_batch(self, batches: Sequence[Batch], total: Tensor) -> Metrics:
+        """Return metrics of a batch, computed as PPO scores; none if training passes draw at random."""
+        if trains_at_random(self.engine.module):
+            return {}
+        self.engine.engine.eval()
+        sums = MetricSums()
+        for batch in batches:
+            with self.context.precision.autocast():
+                sums.add(**self.rescore(self.engine.engine, batch, total.clamp_min(1)))
+            self.context.accelerator.step_boundary(f"{self.context.directory.name}/rescore")
+        return sums.read()
 
     @torch.no_grad()
     def sum_over_heldout(
@@ -200,6 +224,12 @@ class SFTTrainer(SupervisedTrainer):
         tokens = (batch["attention_mask"] * batch["loss_mask"].any(-1, keepdim=True)).sum()
         return negative_log_likelihood(model, batch) / total.clamp_min(1), {"tokens": tokens}
 
+    def rescore(self, model: nn.Module, batch: Batch, total: Tensor) -> Batch:
+        """Return a part of the loss."""
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        log_probs = completion_log_probs(model, ids, mask, ids.shape[1] - 1).log_probs
+        return {"loss": -masked(log_probs, batch["loss_mask"][:, 1:]).sum() / total}
+
     def evaluate(self, when: str) -> EvalResult:
         """Return the perplexity: exp of the mean negative log-likelihood per target token of the held-out rows.
 
@@ -260,6 +290,12 @@ class RewardTrainer(SupervisedTrainer):
     def average(self, sums: Metrics) -> Metrics:
         """Return the means of `pair_sums`, and the margin."""
         return pair_means(sums)
+
+    def rescore(self, model: nn.Module, batch: Batch, total: Tensor) -> Batch:
+        """Return parts of the mean scores."""
+        scores = sequence_scores(model, batch["input_ids"], batch["attention_mask"])
+        chosen, rejected = (masked(part, batch["pair_mask"]).sum() / total for part in scores.chunk(2))
+        return {"chosen_score": chosen, "rejected_score": rejected}
 
     def evaluate(self, when: str) -> EvalResult:
         """Return loss, accuracy and mean scores on the held-out pairs."""

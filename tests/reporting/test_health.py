@@ -19,6 +19,8 @@ PPO = {
     "kl": -1e-6,
     "draw_gap": 4e-7,
     "update_gap": 0.0,
+    "score_gap": 0.0,
+    "direction": 0.5,
     "entropy": 2.0,
     "truncated_share": 0.1,
     "score_clip_fraction": 0.0,
@@ -30,9 +32,9 @@ DPO = {"loss": 0.69, "grad_norm": 1.0, "chosen_log_prob": -20.0, "chosen_reward"
 WEIGHTS = {"changed_frozen_weights": 0.0, "unchanged_weights": 0.5, "unequal_weights": 0.0}
 HEALTHY: dict[str, Any] = {
     "ppo": PPO | WEIGHTS,
-    "sft": SFT | WEIGHTS | {"wrong_targets": 0.0},
-    "reward": SFT | WEIGHTS | {"wrong_targets": 0.0},
-    "dpo": DPO | WEIGHTS | {"wrong_targets": 0.0},
+    "sft": SFT | WEIGHTS | {"wrong_targets": 0.0, "score_gap": 0.0},
+    "reward": SFT | WEIGHTS | {"wrong_targets": 0.0, "score_gap": 0.0},
+    "dpo": DPO | WEIGHTS | {"wrong_targets": 0.0, "score_gap": 0.0},
 }
 # rule: (stage, numbers within the limit, numbers beyond it, steps until it is said, a key with its value)
 STEPS: dict[str, Any] = {
@@ -49,6 +51,8 @@ STEPS: dict[str, Any] = {
     "drawing": ("ppo", {"draw_gap": 9e-6}, {"draw_gap": 1.1e-5}, 1, "please report this as a bug"),
     "reference": ("ppo", {"kl": 1e-9}, {"kl": 0.0}, 2, "compared with itself"),
     "first update": ("ppo", {"update_gap": 9e-4}, {"update_gap": 1.1e-3}, 1, "please report this as a bug"),
+    "scoring": ("reward", {"score_gap": 9e-4}, {"score_gap": 1.1e-3}, 1, "please report this as a bug"),
+    "direction": ("ppo", {"direction": -0.19}, {"direction": -0.21}, 1, "have the correlation -0.21"),
     "targets": ("sft", {}, {"wrong_targets": 1.0}, 1, "please report this as a bug"),
     "frozen weights": ("ppo", {}, {"changed_frozen_weights": 1.0}, 1, "please report this as a bug"),
     "trained weights": ("reward", {"unchanged_weights": 0.99}, {"unchanged_weights": 1.0}, 1, "although there are"),

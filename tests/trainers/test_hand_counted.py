@@ -24,6 +24,7 @@ from rlhf.trainers import supervised
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.loop import fit
 from rlhf.trainers.ppo.experience import Scores
+from rlhf.trainers.ppo.first_step import measure_direction
 from rlhf.trainers.ppo.metrics import select_samples
 from rlhf.trainers.ppo.trainer import PPOTrainer
 from rlhf.utils.statistics import distinct
@@ -58,6 +59,13 @@ class LastToken(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         return input_ids.float()
+
+
+def last_token_scorer() -> Any:
+    """A reward model whose score of a row is its last token."""
+    scorer = LastToken()
+    scorer.model = None
+    return scorer
 
 
 COUNTED = [
@@ -211,6 +219,7 @@ def test_the_numbers_of_a_ppo_step_are_those_counted_by_hand(build_ppo):
     built.actor.step = step_of([KnownLogits(0.25, 0.25, 0.25, 0.25), KnownLogits(1 / 6, 1 / 2, 1 / 6, 1 / 6)])
     built.critic.step = step_of([lambda ids, mask: torch.full(ids.shape, 0.4)] * 2)
     built.actor.grad_norm, built.critic.grad_norm = (lambda: 3.0), (lambda: 4.0)
+    built.reward = last_token_scorer()
     # Rewards: -0.5 of the log-ratio, and the score, clipped to 5, on the last token. With gamma = lambda = 1 a return
     # is the sum of the rewards from its token on: [0, .5, .5], [3.5, 4], [5]; the values are 0, so is the advantage.
     # Policy, first update, ratios [1, 1.5, 1], [.5, 1], [1]; the lesser of ratio and clipped ratio times advantage:
@@ -230,6 +239,7 @@ def test_the_numbers_of_a_ppo_step_are_those_counted_by_hand(build_ppo):
         "clip_fraction": pytest.approx((2 / 6 + 4 / 6) / 2),  # 1.5 and .5; then 2 and three of 2/3
         "approx_kl": pytest.approx(2 * math.log(1.5) / 6 / 2, rel=1e-5),
         "update_gap": pytest.approx((math.log(1.5) + math.log(2)) / 6, rel=1e-5),  # of the first update alone
+        "score_gap": pytest.approx(2 / math.sqrt(8.5)),  # first micro-batch: rewards 1 and 4, last tokens 3 and 2
         "value_clip_fraction": pytest.approx(5 / 6),
         "updates": 2,
         "score_clip_fraction": pytest.approx(1 / 3),  # 7 of 1, 4 and 7; the fourth row only fills up the batch
@@ -240,6 +250,19 @@ def test_the_numbers_of_a_ppo_step_are_those_counted_by_hand(build_ppo):
         "grad_norm": 3.0,
         "critic_grad_norm": 4.0,
     }
+
+
+@pytest.mark.parametrize(("size", "expected"), [(0.01, 0.09 / math.sqrt(53.75 * 8e-4)), (0.1, None), (0.0, None)])
+def test_direction_of_an_update_is_counted_by_hand(build_ppo, size, expected):
+    """Advantages are [0, .5, .5], [3.5, 4], [5], as above; changes are `size` times [1, -1, 2], [1, 0], [1]."""
+    built = build_ppo(ppo_epochs=2, kl_coef=0.5, lam=1.0, whiten_advantages=False, micro_batch_size=2)
+    give_scores(built, replace(SCORES, values=torch.zeros(4, 3)))
+    (prompts,) = built.batches.step(0)
+    experience = built.collect(prompts, MetricSums())
+    now = experience.log_probs + size * torch.tensor([[1, -1, 2], [1, 0, JUNK], [1, JUNK, JUNK], [JUNK] * 3])
+    parts = [cut.select(now, 3) for cut in experience.micro_batches]
+    built.score_policy = lambda ids, mask, length: SimpleNamespace(log_probs=parts.pop(0))
+    assert measure_direction(built, experience) == ({} if expected is None else {"direction": pytest.approx(expected)})
 
 
 def test_gap_between_drawing_and_scoring_is_counted_by_hand(build_ppo, monkeypatch):
@@ -383,8 +406,7 @@ def test_without_a_rule_and_a_judge_there_are_no_such_numbers(build_ppo):
 
 def test_judge_scores_heldout_completions_at_their_last_token(build_ppo):
     built = build_ppo()
-    built.judge = LastToken()
-    built.judge.model = None
+    built.judge = last_token_scorer()
     result = built.evaluate("now")
     assert result.judged == [3.0, 2.0, 0.0] == [row["judge"] for row in result.rows]  # of IDS where DRAWN is 1
     assert result.numbers["judge_reward"] == pytest.approx(5 / 3)

@@ -47,6 +47,7 @@ from rlhf.models.tokenizers import find_end_tokens
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.loop import EvalResult
 from rlhf.trainers.ppo.experience import Experience, ForwardPass, MicroBatcher, Rollout, Scores, join_rows
+from rlhf.trainers.ppo.first_step import measure_direction, rescore_rows
 from rlhf.trainers.ppo.forward_reuse import explain_separate_passes
 from rlhf.trainers.ppo.memory_choices import choose_by_memory
 from rlhf.trainers.ppo.metrics import (
@@ -185,8 +186,10 @@ class PPOTrainer:
         prompts = self.accelerator.to_device(self.prompts(index))
         experience = self.collect(prompts, sums, self.examples(index), reward_fn)
         self.experience = replace(experience, passes=())
+        checks = rescore_rows(self, experience) if index == 0 and not reward_fn else {}
         with self.context.phases("training"):
             updates, rates = self.update(experience, index, sums)
+        checks |= measure_direction(self, self.experience) if index == 0 else {}
         totals = sums.read()
         raw_text = self.pretraining.texts if self.pretraining else None
         record_arithmetic(self.context, totals, updates, raw_text, reused=self._reuses_passes)
@@ -198,6 +201,7 @@ class PPOTrainer:
             "padding_share": padding_share(totals),
             "updates": float(updates),
             **rates,
+            **checks,
             "grad_norm": self.actor.grad_norm(),
         }
         if self.critic:
@@ -321,7 +325,7 @@ class PPOTrainer:
             # it has no logits.
             with torch.set_grad_enabled(for_update):
                 values = [self._score_values(*part) if self.critic else None for part in inputs]
-                passes = [ForwardPass(self._score_policy(*part), value) for part, value in zip(inputs, values)]
+                passes = [ForwardPass(self.score_policy(*part), value) for part, value in zip(inputs, values)]
 
             join = partial(join_rows, rollout.micro_batches, completion_length=length)
             model_scores = join([score for _, score in frozen if score is not None]) if self.reward else None
@@ -355,7 +359,8 @@ class PPOTrainer:
         self.accelerator.step_boundary("score/critic")
         return values
 
-    def _score_policy(self, input_ids: Tensor, attention_mask: Tensor, length: int) -> LogProbs:
+    def score_policy(self, input_ids: Tensor, attention_mask: Tensor, length: int) -> LogProbs:
+        """Return log-probabilities and entropies of the last `length` tokens of a micro-batch."""
         with self.context.precision.autocast():
             outputs = self._log_probs(self.actor.engine, input_ids, attention_mask, length, entropy=True)
         self.accelerator.step_boundary("score/actor")
