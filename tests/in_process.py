@@ -71,8 +71,9 @@ class GivenModels:
         self.causal_lm = self.scalar_head = load
 
 
-def ppo_models(actor: Any, reference: Any, critic: Any, reward: Any) -> Any:
-    return GivenModels({"actor": actor, "reference": reference, "critic": critic, "reward": reward}.__getitem__)
+def ppo_models(actor: Any, reference: Any, critic: Any, reward: Any, judge: Any = None) -> Any:
+    models = {"actor": actor, "reference": reference, "critic": critic, "reward": reward, "judge": judge}
+    return GivenModels(models.__getitem__)
 
 
 def one_model(model: Any) -> Any:

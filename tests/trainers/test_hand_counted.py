@@ -261,8 +261,8 @@ def test_direction_of_an_update_is_counted_by_hand(build_ppo, size, expected):
     experience = built.collect(prompts, MetricSums())
     now = experience.log_probs + size * torch.tensor([[1, -1, 2], [1, 0, JUNK], [1, JUNK, JUNK], [JUNK] * 3])
     parts = [cut.select(now, 3) for cut in experience.micro_batches]
-    built.score_policy = lambda ids, mask, length: SimpleNamespace(log_probs=parts.pop(0))
-    assert measure_direction(built, experience) == ({} if expected is None else {"direction": pytest.approx(expected)})
+    found = measure_direction(built.settings, experience, lambda *_: SimpleNamespace(log_probs=parts.pop(0)))
+    assert found == ({} if expected is None else {"direction": pytest.approx(expected)})
 
 
 def test_gap_between_drawing_and_scoring_is_counted_by_hand(build_ppo, monkeypatch):
@@ -389,7 +389,7 @@ def test_samples_are_texts_with_their_score_and_kl(build_ppo):
 
 def test_heldout_numbers_are_those_counted_by_hand(build_ppo):
     built = build_ppo()
-    built._rule = lambda prompt, completion: completion.endswith("c")
+    built.held_out = replace(built.held_out, rule=lambda prompt, completion: completion.endswith("c"))
     result = built.evaluate("now")
     assert result.numbers == {
         **{key: pytest.approx(value, rel=1e-5) for key, value in ROLLOUT.items()},
@@ -406,7 +406,7 @@ def test_without_a_rule_and_a_judge_there_are_no_such_numbers(build_ppo):
 
 def test_judge_scores_heldout_completions_at_their_last_token(build_ppo):
     built = build_ppo()
-    built.judge = last_token_scorer()
+    built.held_out = replace(built.held_out, judge=last_token_scorer())
     result = built.evaluate("now")
     assert result.judged == [3.0, 2.0, 0.0] == [row["judge"] for row in result.rows]  # of IDS where DRAWN is 1
     assert result.numbers["judge_reward"] == pytest.approx(5 / 3)

@@ -2,63 +2,63 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from rlhf.config.schema import PPOConfig
 from rlhf.engine import distributed
 from rlhf.engine.cpu_offload import on_device
 from rlhf.engine.engine import Metrics
 from rlhf.losses.log_probs import masked
-from rlhf.models.forward import sequence_scores
+from rlhf.models.forward import LogProbs, sequence_scores
+from rlhf.trainers.context import StageContext
 from rlhf.trainers.ppo.experience import Experience, join_rows
-
-if TYPE_CHECKING:
-    from rlhf.trainers.ppo.trainer import PPOTrainer
 
 _FIRST_ORDER = 0.05  # nats: root mean square of the change of a token's log-probability
 
 
 @torch.no_grad()
-def rescore_rows(trainer: PPOTrainer, experience: Experience) -> Metrics:
-    """Score the rollout's first rows again, in their order and without cutting columns; every rank calls it.
+def rescore_rows(context: StageContext, reward: nn.Module | None, experience: Experience, count: int) -> Metrics:
+    """Score the rollout's first `count` rows again, in their order and without cutting columns; every rank calls it.
 
     Returns:
         score_gap: the mean difference to the rewards, relative to their root mean square if that is above 1. Nothing if
         the reward is not that of the reward model alone.
     """
-    settings = trainer.settings
-    if trainer.reward is None or settings.reward_functions:
+    settings = context.config.ppo
+    if reward is None or settings.reward_functions:
         return {}
-    rows = slice(0, trainer.micro_batcher.size)
+    rows = slice(0, count)
     ids, mask, rewards = experience.input_ids[rows], experience.attention_mask[rows], experience.reward[rows]
-    with on_device(trainer.reward), trainer.context.precision.autocast():
-        scores = settings.reward_weight * sequence_scores(trainer.reward, ids, mask)
-    trainer.accelerator.step_boundary("first-step/reward")
+    with on_device(reward), context.precision.autocast():
+        scores = settings.reward_weight * sequence_scores(reward, ids, mask)
+    context.accelerator.step_boundary("first-step/reward")
     real = experience.action_mask[rows].any(1)
     gaps, squares = masked((scores - rewards).abs(), real), masked(rewards**2, real)
-    gap, square, count = distributed.all_sum(torch.stack([gaps.sum(), squares.sum(), real.sum()])).tolist()
-    return {"score_gap": gap / max(count, 1) / max((square / max(count, 1)) ** 0.5, 1.0)}
+    gap, square, number = distributed.all_sum(torch.stack([gaps.sum(), squares.sum(), real.sum()])).tolist()
+    return {"score_gap": gap / max(number, 1) / max((square / max(number, 1)) ** 0.5, 1.0)}
 
 
 @torch.no_grad()
-def measure_direction(trainer: PPOTrainer, experience: Experience) -> Metrics:
-    """Score a rollout after its updates; every rank calls it.
+def measure_direction(
+    settings: PPOConfig, experience: Experience, score: Callable[[Tensor, Tensor, int], LogProbs]
+) -> Metrics:
+    """Score a rollout again, after its updates, with `score` (ids, mask, completion length); every rank calls it.
 
     Returns:
         direction: the correlation, without subtracting means, of tokens' advantages and of the change of their
         log-probabilities. To first order the loss of arXiv:1707.06347 makes it positive. Nothing if the loss has other
         parts, or changes are 0 or beyond first order.
     """
-    settings, length = trainer.settings, experience.completion_length
+    length = experience.completion_length
     if settings.entropy_coef or settings.ptx_coef:
         return {}
-    trainer.actor.engine.eval()
     now: list[Tensor] = []
     for cut in experience.micro_batches:
         ids, mask = (cut.select(part, length) for part in (experience.input_ids, experience.attention_mask))
-        now.append(trainer.score_policy(ids, mask, cut.completion).log_probs)
+        now.append(score(ids, mask, cut.completion).log_probs)
     change = masked(join_rows(experience.micro_batches, now, length) - experience.log_probs, experience.action_mask)
     advantages = experience.advantages
     sums = [(advantages * change).sum(), (advantages**2).sum(), (change**2).sum(), experience.action_mask.sum()]

@@ -7,18 +7,17 @@ steps; `rlhf.losses` has the equations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rlhf.data.batches import collate_ppo, completion_ids, completion_texts
+from rlhf.data.batches import collate_ppo
 from rlhf.data.examples import Prompt
 from rlhf.data.stage_dataset import StageData
 from rlhf.engine import distributed
@@ -46,6 +45,7 @@ from rlhf.models.lora import without_adapters
 from rlhf.models.tokenizers import find_end_tokens
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.loop import EvalResult
+from rlhf.trainers.ppo.evaluation import HeldoutPrompts, Rule
 from rlhf.trainers.ppo.experience import Experience, ForwardPass, MicroBatcher, Rollout, Scores, join_rows
 from rlhf.trainers.ppo.first_step import measure_direction, rescore_rows
 from rlhf.trainers.ppo.forward_reuse import explain_separate_passes
@@ -61,23 +61,17 @@ from rlhf.trainers.ppo.metrics import (
     record_arithmetic,
     rollout_means,
     rollout_sums,
-    row_numbers,
     show_samples,
 )
 from rlhf.trainers.ppo.pretraining_loss import PretrainingLoss
 from rlhf.trainers.ppo.rewards import RewardFunction, RewardShaping, WeightedRewards
 from rlhf.trainers.stage_models import ModelFactory, log_outputs, save_outputs
-from rlhf.utils.statistics import distinct
-
-Rule = Callable[[str, str], bool]
-"""(prompt, completion) -> approved; it is used in evaluations alone."""
 
 # Of each update; the mean over a step's updates is recorded.
 _UPDATE_METRICS = (
     *("policy_loss", "value_loss", "clip_fraction", "approx_kl"),
     *("kl_loss", "value_clip_fraction", "ptx_loss"),
 )
-_SUMMARY_SAMPLES = 3
 
 
 class PPOTrainer:
@@ -87,7 +81,6 @@ class PPOTrainer:
         actor, critic: the models that are trained; critic is None if the estimator needs none.
         reference, reward: the models that only score. With LoRA, reference is None: the actor without its adapters
             replaces it. If only functions compute the reward, `reward` is None.
-        judge: a second reward model, which only evaluations use (`ppo.judge`); None without one.
         experience: that of the latest step, without its passes; None before the first step.
     """
 
@@ -104,7 +97,7 @@ class PPOTrainer:
         rule: Rule | None = None,
     ) -> None:
         """Load the models and prepare the batches; `rule` is used in evaluations only."""
-        self.context, self.tokenizer, self.data, self._rule = context, tokenizer, data, rule
+        self.context, self.tokenizer, self.data = context, tokenizer, data
         self.accelerator = context.accelerator
         self.settings = settings = context.config.ppo
         self.reward_fn: RewardFunction = WeightedRewards(settings, tokenizer)  # before the models, which load slowly
@@ -136,7 +129,7 @@ class PPOTrainer:
             self.actor.ema = EMA(self.actor.optimizer, settings.ema, self.accelerator, on_host=settings.ema_on_host)
         self.reference = context.frozen("reference", models.causal_lm) if "reference" in roles else None
         self.reward = context.frozen("reward", models.scalar_head) if "reward" in roles else None
-        self.judge = context.frozen("judge", models.scalar_head) if "judge" in roles else None
+        judge = context.frozen("judge", models.scalar_head) if "judge" in roles else None
         choices = choose_by_memory(context)
         obstacle = explain_separate_passes(context, self.engines, choices)
         if obstacle:
@@ -158,7 +151,9 @@ class PPOTrainer:
             data.train, self.collate, batch_size=prompts * ranks, micro_batch_size=prompts, endless=True
         )
         # As many rows at a time as in training, so that evaluation adds no shapes.
-        self.held_out = context.evaluation_batches(data.heldout, self.collate, settings, rows=self.batch_rows)
+        batches = context.evaluation_batches(data.heldout, self.collate, settings, rows=self.batch_rows)
+        examples = [example for example in data.heldout if isinstance(example, Prompt)][: settings.eval_rows]
+        self.held_out = HeldoutPrompts(context, tokenizer, examples, batches, self.batch_rows, judge, rule)
         self.decoder = Decoder(
             self.accelerator,
             eos_ids=find_end_tokens(tokenizer, self.actor.module.generation_config),
@@ -186,10 +181,14 @@ class PPOTrainer:
         prompts = self.accelerator.to_device(self.prompts(index))
         experience = self.collect(prompts, sums, self.examples(index), reward_fn)
         self.experience = replace(experience, passes=())
-        checks = rescore_rows(self, experience) if index == 0 and not reward_fn else {}
+        checks: Metrics = {}
+        if index == 0 and not reward_fn:
+            checks |= rescore_rows(self.context, self.reward, experience, self.micro_batcher.size)
         with self.context.phases("training"):
             updates, rates = self.update(experience, index, sums)
-        checks |= measure_direction(self, self.experience) if index == 0 else {}
+        if index == 0:
+            self.actor.engine.eval()
+            checks |= measure_direction(self.settings, self.experience, self.score_policy)
         totals = sums.read()
         raw_text = self.pretraining.texts if self.pretraining else None
         record_arithmetic(self.context, totals, updates, raw_text, reused=self._reuses_passes)
@@ -474,66 +473,12 @@ class PPOTrainer:
 
     def evaluate(self, when: str) -> EvalResult:
         """Evaluate the policy on the held-out prompts, then the moving average of its weights if there is one."""
-        result = self._evaluate_policy(when)
+        result = self.held_out.evaluate(when, self.generate, self.score)
         if not self.actor.ema or when == "before":  # the average starts at the same weights
             return result
         with self.actor.ema.in_place():
-            average = self._evaluate_policy(f"{when}, by the average")
+            average = self.held_out.evaluate(f"{when}, by the average", self.generate, self.score)
         return result._replace(numbers=result.numbers | {f"ema_{key}": value for key, value in average.numbers.items()})
-
-    def _evaluate_policy(self, when: str) -> EvalResult:
-        """Evaluate completions of the held-out prompts, sampled with the same random numbers each time."""
-        context = self.context
-        examples = [example for example in self.data.heldout if isinstance(example, Prompt)][: self.settings.eval_rows]
-        state = context.accelerator.rng_state()
-        context.accelerator.seed(context.config.seed + context.world.rank)
-        sums, center = MetricSums(), None
-        ids: list[list[int]] = []
-        measured: list[Metrics] = []
-        for index, (prompts,) in context.evaluate_batches(self.held_out, f"held-out prompts {when}"):
-            rollout = self.generate(prompts)
-            scores = self.score(rollout, self.held_out.share(index))
-            center = mean_score(rollout, scores) if center is None else center
-            sums.add(**rollout_sums(rollout, scores, center))
-            ids += completion_ids(rollout.input_ids, rollout.action_mask)
-            measured += row_numbers(rollout, scores, self._score_by_judge(rollout))
-        context.accelerator.set_rng_state(state)
-
-        numbers = rollout_means(sums.read())
-        del numbers["tokens"]
-        # Rank r has the r-th share of each batch; restore the order of the examples.
-        shares, size = distributed.all_gather_objects(list(zip(ids, measured, strict=True))), self.batch_rows
-        in_order = [
-            row for start in range(0, len(ids), size) for share in shares for row in share[start : start + size]
-        ][: len(examples)]
-        numbers["distinct_2"] = distinct([completion for completion, _ in in_order], 2)
-        texts = completion_texts(self.tokenizer, [completion for completion, _ in in_order])
-        rows: list[dict[str, Any]] = [
-            {"prompt": example.row.text, "completion": text, **row}
-            for example, text, (_, row) in zip(examples, texts, in_order, strict=True)
-        ]
-        judged = [row["judge"] for row in rows if self.judge]
-        if judged:
-            numbers["judge_reward"] = fmean(judged)
-        if self._rule is not None:
-            for row in rows:
-                row["approved"] = self._rule(row["prompt"], row["completion"])
-            numbers["approved_share"] = sum(row["approved"] for row in rows) / len(rows)
-        samples = [{key: row[key] for key in ("prompt", "completion")} for row in rows[:_SUMMARY_SAMPLES]]
-        return EvalResult(numbers, samples, judged, rows)
-
-    @torch.no_grad()
-    def _score_by_judge(self, rollout: Rollout) -> Tensor | None:
-        """Return the judge's scores of completions, [B]; None without a judge."""
-        if self.judge is None:
-            return None
-        scores, length = [], rollout.completion_length
-        with self.context.phases.running("scoring"), on_device(self.judge), self.context.precision.autocast():
-            for cut in rollout.micro_batches:
-                ids, mask = (cut.select(part, length) for part in (rollout.input_ids, rollout.attention_mask))
-                scores.append(sequence_scores(self.judge, ids, mask))
-                self.accelerator.step_boundary("evaluate/judge")
-        return join_rows(rollout.micro_batches, scores, length)
 
     def save(self, folder: Path) -> None:
         """Save the policy, and the critic if `ppo.save_critic` is set."""
