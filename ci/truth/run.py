@@ -59,8 +59,12 @@ def result_file(run: Run) -> Path:
     return RESULTS / f"{run.name}.json"
 
 
-def train(run: Run) -> None:
-    """Train a run, and the models that it starts from if they do not exist yet; keep its numbers."""
+def train(run: Run, *, keep: bool = False) -> Path:
+    """Train a run, and the models that it starts from if they do not exist yet; keep its numbers.
+
+    Returns:
+        The run's folder, which is deleted unless `keep` is true.
+    """
     sft = _train_stage(f"sft-{run.seed}", "sft", run.seed, {})
     settings = {
         "reward.model": sft,
@@ -80,7 +84,9 @@ def train(run: Run) -> None:
     partial = result_file(run).with_suffix(".partial")
     partial.write_text(json.dumps(read_numbers(run, WORK / name, time.time() - started), indent=None) + "\n")
     partial.rename(result_file(run))
-    shutil.rmtree(WORK / name)
+    if not keep:
+        shutil.rmtree(WORK / name)
+    return WORK / name
 
 
 def _train_stage(name: str, stage: str, seed: int, settings: dict[str, Any]) -> Path:
