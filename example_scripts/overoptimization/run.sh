@@ -3,7 +3,7 @@
 #
 #   bash example_scripts/overoptimization/run.sh [FOLDER]      default: runs/overoptimization
 #
-# Less than a quarter of an hour on two cores, without a download. A later call goes on where an earlier one ended.
+# It needs no download. A later call goes on where an earlier one ended.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 command -v rlhf >/dev/null || {

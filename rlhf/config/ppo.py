@@ -103,6 +103,12 @@ class PPOConfig(TrainingConfig):
         description="folder or hub name of a second reward model, trained on other pairs: it scores held-out "
         "completions, and never trains the policy, so its score falls if the policy is over-optimized; empty: none",
     )
+    best_of: int = Field(
+        1,
+        ge=1,
+        description="completions of each held-out prompt that are drawn before training, to show what the best of n by "
+        "the reward would earn without training (rlhf report); 1: no more than are evaluated",
+    )
     stop: Literal["never", "over_optimized"] = Field(
         "never",
         description="over_optimized: end training at the first evaluation at which the judge's score has surely fallen "

@@ -15,7 +15,7 @@ from rlhf.config.schema import EVERY_STAGE, Stage
 from rlhf.diagnosis.plumbing import PLUMBING
 from rlhf.diagnosis.records import Curve
 from rlhf.diagnosis.subject import Check, Outcome, Subject, tail
-from rlhf.utils.statistics import estimate, has_surely_fallen, wilson
+from rlhf.utils.statistics import best_of_at, best_of_kl, estimate, expected_best, has_surely_fallen, wilson
 from rlhf.utils.units import format_number
 
 _FIRST_NATS = 0.3  # KL per sequence from which its first price is measured
@@ -118,7 +118,9 @@ def _examine_opinion(name: str, key: str, what: str, style: str) -> Callable[[Su
     """
 
     def examine(subject: Subject) -> Outcome | None:
-        opinion, reward = subject.heldout(name), subject.heldout("reward")
+        whole, reward = subject.heldout(name), subject.heldout("reward")
+        count = sum(step <= subject.stage.final_step for step in whole.steps)
+        opinion = Curve(whole.steps[:count], whole.values[:count])
         if len(opinion.steps) < 2:
             return None
         best, last = max(opinion.values), opinion.steps[-1]
@@ -175,6 +177,29 @@ def _kl_price(subject: Subject) -> Outcome | None:
     text = f"a nat of KL bought up to {price.early:.2f} of reward at first, and {late}"
     if price.late < price.early / PRICE_FALL:
         return Outcome("look here", f"{text}: the policy still moves away, for hardly any reward", price.step)
+    return Outcome("fine", text)
+
+
+def _best_of_n(subject: Subject) -> Outcome | None:
+    """Compare with the best of n completions before training, by the largest n whose KL is at most the policy's."""
+    stage, kl = subject.stage, subject.final("kl")
+    before = [row.get("rewards") for row in stage.first_rows]
+    pairs = [
+        (rewards, row["reward"])
+        for rewards, row in zip(before, stage.final_rows)
+        if rewards and _with_numbers([row], "reward")
+    ]
+    if not pairs:
+        return None
+    number = min(best_of_at(max(kl, 0.0)), len(pairs[0][0]))
+    best = [expected_best(rewards, number) for rewards, _ in pairs]
+    earned = [reward for _, reward in pairs]
+    text = (
+        f"at KL {kl:.2f} the reward is {fmean(earned):.2f}; the best of {number} completions before training earns "
+        f"{fmean(best):.2f} at a KL of at most {best_of_kl(number):.2f}"
+    )
+    if has_surely_fallen(best, earned):
+        return Outcome("look here", f"{text}: training has wasted KL", stage.final_step)
     return Outcome("fine", text)
 
 
@@ -324,6 +349,7 @@ CHECKS = (
         _examine_opinion("judge_reward", "judge", "the judge's score", ".2f"),
         f"set {{ppo.keep}} to best(judge_reward); or {_CLOSER}",
     ),
+    Check("best of n", "cheating", _PPO, ("heldout_kl",), _best_of_n, f"read the samples; train longer, or {_CLOSER}"),
     Check("price of KL", "cheating", _PPO, ("heldout_kl", "heldout_reward"), _kl_price, _CLOSER),
     Check(
         "length", "cheating", _PPO, (), _length_share, "read the samples; correct the reward, or add pairs about length"

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from rlhf.config.schema import EVERY_STAGE, Stage
@@ -18,6 +19,7 @@ from rlhf.diagnosis.records import Curve, RunRecords, StageRecords, read_run
 from rlhf.diagnosis.subject import State
 from rlhf.report.charts import COLORS, Chart, Point, Series, histogram, plane, stacked_bar
 from rlhf.reporting.rules import Topic
+from rlhf.utils.statistics import best_of_kl, expected_best
 from rlhf.utils.units import format_bytes, format_seconds
 
 STATES: dict[State, str] = {"fine": "✓", "look here": "▲", "wrong": "✕", "cannot tell": "?"}
@@ -30,6 +32,9 @@ _QUESTIONS: dict[Topic, str] = {
     "exploring": "Is it still exploring?",
     "updates": "Are the updates sane?",
 }
+
+
+_GREY = COLORS - 1
 
 
 class _Plot(NamedTuple):
@@ -270,6 +275,8 @@ def _draw_tradeoff(reports: Sequence[RunReport]) -> Iterator[dict[str, Any]]:
             points = [Point(x, y, f"step {step:,}") for step, x, y in zip(kl.steps, kl.values, reward.values)]
             if len(points) > 1:
                 paths.append((report.records.name, report.color, points))
+            if frontier := _best_of_n(stage):
+                paths.append((f"best of n, {report.records.name}", _GREY, frontier))
     if paths:
         yield {
             "title": "reward against KL",
@@ -277,6 +284,18 @@ def _draw_tradeoff(reports: Sequence[RunReport]) -> Iterator[dict[str, Any]]:
             "svg": plane("reward against KL", paths, "KL, nats per sequence", "reward"),
             "legend": [(label, color) for label, color, _ in paths] if len(paths) > 1 else [],
         }
+
+
+def _best_of_n(stage: StageRecords) -> list[Point]:
+    """Return the expected reward of the best of n completions before training, at the bound of its KL."""
+    drawn = [row["rewards"] for row in stage.first_rows if row.get("rewards")]
+    if not drawn:
+        return []
+    sizes = [2**power for power in range(len(drawn[0]).bit_length()) if 2**power <= len(drawn[0])]
+    return [
+        Point(best_of_kl(size), fmean(expected_best(rewards, size) for rewards in drawn), f"best of {size}")
+        for size in sizes
+    ]
 
 
 def _draw_scores(report: RunReport) -> Iterator[dict[str, Any]]:

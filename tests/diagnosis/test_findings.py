@@ -224,6 +224,43 @@ def completions(rewards: list[float], tokens: list[float], texts: list[str] | No
     ]
 
 
+@pytest.mark.parametrize(
+    ("kl", "drawn", "earned", "state", "text"),
+    [
+        # KL of the best of 4: log 4 - 3 / 4 = 0.64. Of rewards 0, 1, 2, 3 the best of 4 is 3, and of 2 the mean of the
+        # higher of two: (1 + 2 + 2 + 3 + 3 + 3) / 6 = 2.33, at log 2 - 1 / 2 = 0.19.
+        (0.7, [0.0, 1.0, 2.0, 3.0], 2.0, "look here", "the best of 4 completions before training earns 3.00"),
+        (0.7, [0.0, 1.0, 2.0, 3.0], 3.5, "fine", "at a KL of at most 0.64"),
+        (0.2, [0.0, 1.0, 2.0, 3.0], 2.0, "look here", "the best of 2 completions before training earns 2.33"),
+        (0.2, [0.0, 1.0, 2.0, 3.0], 2.5, "fine", "at a KL of at most 0.19"),
+        (9.0, [0.0, 1.0], 0.5, "look here", "the best of 2 completions before training earns 1.00"),
+    ],
+)
+def test_reward_is_compared_with_the_best_of_n(
+    tmp_path: Path, kl: float, drawn: list[float], earned: float, state: str, text: str
+) -> None:
+    before = [row | {"rewards": drawn} for row in completions([drawn[0]] * 12, [9.0] * 12)]
+    rows = {0: before, 1: completions([earned] * 12, [9.0] * 12)}
+    numbers = {"heldout_kl": [0.0, kl], "heldout_reward": [drawn[0], earned]}
+    found = examine(tmp_path, "ppo", numbers, heldout={"ppo": rows})["best of n"]
+    assert found.state == state and text in found.text
+    without = examine(tmp_path / "b", "ppo", numbers, heldout={"ppo": {0: rows[1], 1: rows[1]}})
+    assert "best of n" not in without
+
+
+def test_kept_model_is_judged_not_the_last(tmp_path: Path) -> None:
+    """The judge's score has fallen since step 1, whose model is kept."""
+    rows = {
+        step: [row | {"judge": score} for row in completions([float(step)] * 12, [9.0] * 12)]
+        for step, score in enumerate([0.0, 2.0, 1.0])
+    }
+    numbers = {"heldout_judge_reward": [0.0, 2.0, 1.0], "heldout_reward": [0.0, 1.0, 2.0]}
+    for kept, state in ((1, "fine"), (2, "look here")):
+        folder = tmp_path / str(kept)
+        found = examine(folder, "ppo", numbers, heldout={"ppo": rows}, summaries={"ppo": {"kept": {"step": kept}}})
+        assert found["judge"].state == state
+
+
 def test_gain_that_length_explains_is_found(tmp_path: Path) -> None:
     """Before, a token more was worth 0.1; 30 tokens more explain a gain of 3, and a tenth of one of 30."""
     tokens = [float(count) for count in range(10, 40)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from functools import partial
@@ -402,6 +403,17 @@ def test_without_a_rule_and_a_judge_there_are_no_such_numbers(build_ppo):
     result = build_ppo().evaluate("now")
     assert not {"approved_share", "judge_reward"} & result.numbers.keys()
     assert not result.judged and not any("judge" in row for row in result.rows)
+
+
+def test_more_completions_are_drawn_before_training_alone(build_ppo):
+    """Rewards of three draws: 1, 4, 7, then each by 10 and by 20 more; the first draw is the one that is evaluated."""
+    built = build_ppo(best_of=3)
+    drawn = itertools.cycle([0.0, 10.0, 20.0])
+    built.score = lambda rollout, examples: replace(SCORES, reward=SCORES.reward + next(drawn))
+    rows = built.evaluate("before").rows
+    assert [row["rewards"] for row in rows] == [[1, 11, 21], [4, 14, 24], [7, 17, 27]]
+    assert [row["reward"] for row in rows] == [1, 4, 7]
+    assert not any("rewards" in row for row in built.evaluate("after step 3").rows)
 
 
 def test_judge_scores_heldout_completions_at_their_last_token(build_ppo):

@@ -14,7 +14,7 @@ from rlhf.data.batches import Batch, Batches, completion_ids, completion_texts
 from rlhf.data.examples import Prompt
 from rlhf.engine import distributed
 from rlhf.engine.cpu_offload import on_device
-from rlhf.engine.engine import Metrics, MetricSums
+from rlhf.engine.engine import MetricSums
 from rlhf.models.forward import sequence_scores
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.loop import EvalResult
@@ -24,6 +24,8 @@ from rlhf.utils.statistics import distinct
 
 Rule = Callable[[str, str], bool]
 """(prompt, completion) -> approved."""
+Generate = Callable[[Batch], Rollout]
+Score = Callable[[Rollout, Sequence[Prompt]], Scores]
 
 _SUMMARY_SAMPLES = 3
 
@@ -46,16 +48,17 @@ class HeldoutPrompts:
     judge: nn.Module | None
     rule: Rule | None
 
-    def evaluate(
-        self, when: str, generate: Callable[[Batch], Rollout], score: Callable[[Rollout, Sequence[Prompt]], Scores]
-    ) -> EvalResult:
-        """Evaluate completions by `generate` and `score`, sampled with the same random numbers each time."""
+    def evaluate(self, when: str, generate: Generate, score: Score, *, draws: int = 1) -> EvalResult:
+        """Evaluate completions by `generate` and `score`, sampled with the same random numbers each time.
+
+        With several `draws`, rows also have the rewards of as many completions, the first one's among them.
+        """
         context, examples = self.context, self.examples
         state = context.accelerator.rng_state()
         context.accelerator.seed(context.config.seed + context.world.rank)
         sums, center = MetricSums(), None
         ids: list[list[int]] = []
-        measured: list[Metrics] = []
+        measured: list[dict[str, Any]] = []
         for index, (prompts,) in context.evaluate_batches(self.batches, f"held-out prompts {when}"):
             rollout = generate(prompts)
             scores = score(rollout, self.batches.share(index))
@@ -63,6 +66,9 @@ class HeldoutPrompts:
             sums.add(**rollout_sums(rollout, scores, center))
             ids += completion_ids(rollout.input_ids, rollout.action_mask)
             measured += row_numbers(rollout, scores, self._score_by_judge(rollout))
+        if draws > 1:
+            for row, rewards in zip(measured, self._draw_more(generate, score, draws - 1), strict=True):
+                row["rewards"] = [row["reward"], *rewards]
         context.accelerator.set_rng_state(state)
 
         numbers = rollout_means(sums.read())
@@ -88,6 +94,16 @@ class HeldoutPrompts:
             numbers["approved_share"] = sum(row["approved"] for row in rows) / len(rows)
         samples = [{key: row[key] for key in ("prompt", "completion")} for row in rows[:_SUMMARY_SAMPLES]]
         return EvalResult(numbers, samples, judged, rows)
+
+    def _draw_more(self, generate: Generate, score: Score, count: int) -> list[tuple[float, ...]]:
+        """Return the rewards of `count` more completions for each of this rank's rows, fillers included."""
+        draws = []
+        for draw in range(count):
+            rewards: list[float] = []
+            for index, (prompts,) in self.context.evaluate_batches(self.batches, f"completion {draw + 2}, best of n"):
+                rewards += score(generate(prompts), self.batches.share(index)).reward.tolist()
+            draws.append([float(f"{reward:.6g}") for reward in rewards])
+        return list(zip(*draws, strict=True))
 
     @torch.no_grad()
     def _score_by_judge(self, rollout: Rollout) -> Tensor | None:

@@ -473,7 +473,8 @@ class PPOTrainer:
 
     def evaluate(self, when: str) -> EvalResult:
         """Evaluate the policy on the held-out prompts, then the moving average of its weights if there is one."""
-        result = self.held_out.evaluate(when, self.generate, self.score)
+        draws = self.settings.best_of if when == "before" else 1
+        result = self.held_out.evaluate(when, self.generate, self.score, draws=draws)
         if not self.actor.ema or when == "before":  # the average starts at the same weights
             return result
         with self.actor.ema.in_place():
