@@ -99,7 +99,7 @@ class Chart:
 
 
 class Point(NamedTuple):
-    """A point of a plane, with the text that is shown next to it."""
+    """A point of a plane, with the text that tells what it is."""
 
     x: float
     y: float
@@ -107,7 +107,10 @@ class Point(NamedTuple):
 
 
 def plane(title: str, paths: Sequence[tuple[str, int, Sequence[Point]]], x_title: str, y_title: str) -> str:
-    """Return paths in the plane as SVG: each has a label, a colour and its points in order; its ends are labelled."""
+    """Return paths in the plane as SVG: each has a label, a colour and its points in order.
+
+    Points with a label are dots. The ends of a path are labelled, unless it has company: labels would overlap.
+    """
     points = [point for _, _, path in paths for point in path]
     x = _Axis.of([point.x for point in points], _LEFT, _WIDTH - _RIGHT - 12)
     y = _Axis.of([point.y for point in points], _HEIGHT + 60 - _BOTTOM - 14, _TOP)
@@ -116,11 +119,13 @@ def plane(title: str, paths: Sequence[tuple[str, int, Sequence[Point]]], x_title
         places = [(x(point.x), y(point.y)) for point in path]
         parts.append(f'<path class="line s{color}" d="{_path(places)}"/>')
         for point, (a, b) in zip(path, places):
+            if not point.label:
+                continue
             hint = f"{label} {point.label}: {x_title} {format_number(point.x)}, {y_title} {format_number(point.y)}"
             dot = f'<circle class="dot s{color}" cx="{a:g}" cy="{b:g}" r="3">'
             parts.append(f"{dot}<title>{escape(hint.strip())}</title></circle>")
         for point, (a, b) in zip(path, places):
-            if point in (path[0], path[-1]):
+            if point in (path[0], path[-1]) and len(paths) == 1:
                 anchor, shift = ("end", -6) if a > _WIDTH - 90 else ("start", 6)
                 parts.append(
                     f'<text class="name" x="{a + shift:g}" y="{b + 3:g}" text-anchor="{anchor}">'

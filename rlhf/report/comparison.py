@@ -16,7 +16,7 @@ HEADLINES: dict[Stage, tuple[str, ...]] = {
     "sft": ("perplexity",),
     "reward": ("accuracy",),
     "dpo": ("accuracy",),
-    "ppo": ("reward", "kl", "approved_share"),
+    "ppo": ("reward", "kl", "judge_reward", "approved_share"),
 }
 """The held-out metrics by which runs are compared, by stage; the first one ranks them."""
 

@@ -70,6 +70,14 @@ def test_plane_marks_each_point_with_its_numbers() -> None:
     ]
 
 
+def test_points_without_a_label_are_a_line_and_only_a_path_alone_names_its_ends() -> None:
+    path = [Point(0, 0, "first"), Point(1, 1, "last")]
+    alone = plane("p", [("run", 0, path)], "x", "y")
+    assert alone.count("<circle") == 2 and alone.count('class="name"') == 2
+    two = plane("p", [("run", 0, path), ("fit", 1, [Point(0, 1), Point(1, 0)])], "x", "y")
+    assert two.count("<circle") == 2 and 'class="name"' not in two and two.count('class="line') == 2
+
+
 def test_histogram_shows_shares_of_each_group() -> None:
     """Nine numbers in the first bin and one in the last: heights 9 to 1."""
     svg = histogram("scores", [("scores", 0, [0.0] * 9 + [1.0])])

@@ -32,6 +32,7 @@ VALUES: dict[str, Any] = {
     "ppo.actor": "trained",
     "ppo.critic": "trained",
     "ppo.estimator": "grpo",
+    "ppo.judge": "trained",
     "ppo.reward_functions": [{"function": "rewards.py:score"}],
     "ppo.reward_model": "trained",
 }
@@ -45,6 +46,12 @@ NEEDS: dict[str, dict[str, Any]] = {
     "ppo.kl_stop": {"ppo.kl_stop": 5.0, "ppo.ppo_epochs": 2},
     "ppo.ptx_batch_size": {"ppo.ptx_coef": 1.0},
     "ppo.ptx_length": {"ppo.ptx_coef": 1.0},
+    "ppo.stop": {
+        "ppo.stop": "over_optimized",
+        "ppo.judge": "trained",
+        "ppo.eval_every": 1,
+        "ppo.keep": "best(judge_reward)",
+    },
 }
 """Other keys without which a key is refused."""
 
