@@ -1,4 +1,4 @@
-"""Do heads on one trained base see over-optimization, or does it take another model? About six minutes on one core.
+"""Do heads on one trained base see over-optimization, or does it take another model?
 
 Trains a run that is over-optimized slowly, and scores its held-out completions again: by linear heads on the features
 of its reward model, each fitted to its own part of the pairs, and by a reward model of other pairs (the judge). Prints
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,18 +22,17 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 sys.path.insert(0, str(Path(__file__).parent))
 
 from plan import list_runs
-from run import WORK, train
+from run import WORK, describe_pairs, train
 
-from rlhf.data.toy_world import generate_records
+from rlhf.config.schema import load_config
+from rlhf.data.examples import Pair
+from rlhf.data.stage_dataset import load_stage
 from rlhf.diagnosis.records import read_run
 
 RUN = "pairs-2048-seed-0"
 HEADS = 4
 _OTHER_SEED = 500  # of pairs that the reward model has not seen
 _STEPS, _DECAY = 300, 1e-3
-
-Text = tuple[str, str]
-"""A prompt and a reply."""
 
 
 def main() -> None:
@@ -41,40 +41,44 @@ def main() -> None:
     (run,) = (run for run in list_runs() if run.name == RUN)
     (stage,) = read_run(train(run, keep=True)).stages
     model = WORK / f"reward-{run.seed}-{run.pairs}" / "reward" / "model"
+    tokenizer = AutoTokenizer.from_pretrained(model)
     heads = {}
     for kind, seed in (("own", run.seed), ("other", run.seed + _OTHER_SEED)):
-        records = list(islice(generate_records(seed), run.pairs))
+        pairs = read_pairs(run.pairs, seed, tokenizer)
         chosen, rejected = (
-            read_features(model, [(record["prompt"], record[reply]) for record in records])
-            for reply in ("chosen", "rejected")
+            read_features(model, [pair.prompt_ids + reply(pair) for pair in pairs])
+            for reply in (attrgetter("chosen_ids"), attrgetter("rejected_ids"))
         )
         for part in range(HEADS):
             heads[f"{kind} {part + 1}"] = fit_head((chosen - rejected)[part::HEADS], part)
     print(" | ".join(["step", "approved", "reward", "judge", *heads]))
     for step, rows in sorted(stage.heldout.items()):
-        features = read_features(model, [(row["prompt"], row["completion"]) for row in rows])
+        features = read_features(model, [encode(tokenizer, row["prompt"], row["completion"]) for row in rows])
         numbers = [fmean(row[key] for row in rows) for key in ("approved", "reward", "judge")]
         numbers += [(features @ head).mean().item() for head in heads.values()]
         print(" | ".join([str(step), *(f"{number:.2f}" for number in numbers)]), flush=True)
 
 
+def read_pairs(count: int, seed: int, tokenizer: Any) -> list[Pair]:
+    """Return the pairs from which the reward stage of this seed learns."""
+    settings = load_config(None, [f"data.datasets={describe_pairs(count)}"])
+    return list(load_stage(settings.data, "reward", tokenizer, seed=seed).train)
+
+
+def encode(tokenizer: Any, prompt: str, reply: str) -> list[int]:
+    """Return the tokens of a prompt and a complete reply."""
+    conversation = [{"role": "user", "content": prompt}]
+    before = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
+    return [*before, *tokenizer(reply, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+
+
 @torch.no_grad()
-def read_features(folder: Path, texts: Sequence[Text], rows: int = 256) -> Tensor:
+def read_features(folder: Path, texts: Sequence[list[int]], rows: int = 256) -> Tensor:
     """Return what the head of a reward model reads at the end of each text: [texts, hidden size]."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
     backbone = AutoModelForSequenceClassification.from_pretrained(folder).eval().model
     found = []
     for start in range(0, len(texts), rows):
-        ids = [
-            [
-                *tokenizer.apply_chat_template(
-                    [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=False
-                ),
-                *tokenizer(reply, add_special_tokens=False).input_ids,
-                tokenizer.eos_token_id,
-            ]
-            for prompt, reply in texts[start : start + rows]
-        ]
+        ids = texts[start : start + rows]
         lengths = torch.tensor([len(row) for row in ids])
         padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in ids], batch_first=True)
         mask = (torch.arange(padded.shape[1]) < lengths[:, None]).long()

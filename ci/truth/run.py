@@ -69,7 +69,7 @@ def train(run: Run, *, keep: bool = False) -> Path:
     settings = {
         "reward.model": sft,
         "reward.epochs": 20,  # at most: reward.max_steps of the recipe ends larger ones earlier
-        "data.datasets": f"{{path: world, limit: {run.pairs * 20 // 19}, stages: [reward]}}",  # a twentieth is held out
+        "data.datasets": describe_pairs(run.pairs),
     }
     reward = _train_stage(f"reward-{run.seed}-{run.pairs}", "reward", run.seed, settings)
     # Another seed draws other pairs.
@@ -87,6 +87,11 @@ def train(run: Run, *, keep: bool = False) -> Path:
     if not keep:
         shutil.rmtree(WORK / name)
     return WORK / name
+
+
+def describe_pairs(count: int) -> str:
+    """Return the setting of a source of `count` pairs for training."""
+    return f"{{path: world, limit: {count * 20 // 19}, stages: [reward]}}"  # a twentieth is held out
 
 
 def _train_stage(name: str, stage: str, seed: int, settings: dict[str, Any]) -> Path:
@@ -141,11 +146,12 @@ def read_numbers(run: Run, folder: Path, seconds: float) -> dict[str, Any]:
 def measure_falls(judged: Sequence[Sequence[float]]) -> list[float]:
     """Return for each evaluation the fall of the judge's scores since the best one so far, in standard errors.
 
-    It is the statistic of `rlhf.utils.statistics.has_surely_fallen`.
+    It is the statistic of `rlhf.utils.statistics.has_surely_fallen`. As in `ppo.stop`, the first evaluation, before
+    training, does not count.
     """
-    falls = []
-    for now, scores in enumerate(judged):
-        best = max(judged[: now + 1], key=fmean)
+    falls = [0.0]
+    for now, scores in enumerate(judged[1:], 1):
+        best = max(judged[1 : now + 1], key=fmean)
         changes = [old - new for old, new in zip(best, scores, strict=True)]
         falls.append(sum(changes) / max(math.sqrt(sum(change**2 for change in changes)), 1e-9))
     return falls

@@ -15,7 +15,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from signals import PUBLISHED, SIGNALS, area_under_curve, cut, limit_at
+from signals import PUBLISHED, SIGNALS, area_under_curve, cut, judge_fall, limit_at
 
 from rlhf.config.schema import Config
 from rlhf.reporting.health import HealthMonitor
@@ -98,7 +98,7 @@ def values(result: Result, statistic: Callable[[Any], float]) -> list[float]:
 
 
 def first_step(result: Result, statistic: Callable[[Any], float], limit: float) -> int | None:
-    """Return the step of the first evaluation whose statistic exceeds `limit`; None if none does."""
+    """Return the step of the first evaluation, from the third on, whose statistic exceeds `limit`; None: no one's."""
     above = [place for place, value in enumerate(values(result, statistic)) if value > limit]
     return int(result["steps"][above[0] + _FIRST - 1]) if above else None
 
@@ -131,14 +131,15 @@ def _keep(metric: str, run: Result, end: int | None = None) -> float:
         for place in range(len(values))
     ]
     is_ruined = HealthMonitor(Config(), "ppo").is_ruined
-    eligible = [place for place in range(1, len(values[:end])) if not is_ruined(numbers[0], numbers[place])]
-    return quality(run)[max(eligible, key=values.__getitem__, default=-1)]
+    evaluated = range(1, len(values[:end]))
+    eligible = [place for place in evaluated if not is_ruined(numbers[0], numbers[place])]
+    return quality(run)[max(eligible, key=values.__getitem__, default=evaluated[-1])]
 
 
 def _stop_by_judge(run: Result) -> float:
     """Return the true quality of the model that `ppo.stop: over_optimized` saves."""
-    stop = first_step(run, SIGNALS["judge"][1], PUBLISHED["judge"])
-    return _keep("judge_reward", run, None if stop is None else run["steps"].index(stop) + 1)
+    ends = (count for count in range(2, len(run["steps"]) + 1) if judge_fall(cut(run, count)) > PUBLISHED["judge"])
+    return _keep("judge_reward", run, next(ends, None))
 
 
 CHOICES: dict[str, Callable[[Result], float]] = {

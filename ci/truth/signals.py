@@ -81,15 +81,18 @@ def _unexplained(run: Prefix) -> float:
     return -fmean(values[-10:]) if values else 0.0
 
 
-def _judge_fall(run: Prefix) -> float:
-    """Return the fall of the judge's score since its best, in standard errors; 0 if the reward fell, too."""
-    judged, reward = run.heldout["judge_reward"], run.heldout["reward"]
+def judge_fall(run: Prefix) -> float:
+    """Return the fall of the judge's score since its best after training began; 0 if the reward fell, too.
+
+    It is in standard errors. `ppo.stop: over_optimized` ends a run if it is above 3.
+    """
+    judged, reward = run.heldout["judge_reward"][1:], run.heldout["reward"][1:]
     rises = reward[-1] > reward[judged.index(max(judged))]
     return run.heldout["judge_fall"][-1] if rises else 0.0
 
 
 SIGNALS: dict[str, tuple[str, Callable[[Prefix], float]]] = {
-    "judge": ("rlhf", _judge_fall),
+    "judge": ("rlhf", judge_fall),
     "price of KL": ("rlhf", _price_of_kl),
     "KL per token": ("rlhf", _kl_per_token),
     "entropy, relative to its start": ("post-training-toolkit", _entropy_fall),

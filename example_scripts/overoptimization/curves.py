@@ -120,7 +120,8 @@ def fit(curve: Curve) -> Fit:
     alpha, beta = (bb * ay - ab * by) / determinant, (aa * by - ab * ay) / determinant
     errors = sum((alpha * first + beta * second - gain) ** 2 for first, second, gain in rows)
     mean = fmean(gain for _, _, gain in rows)
-    return Fit(start, alpha, beta, 1 - errors / sum((gain - mean) ** 2 for _, _, gain in rows))
+    spread = sum((gain - mean) ** 2 for _, _, gain in rows)
+    return Fit(start, alpha, beta, 1 - errors / spread if spread else math.nan)
 
 
 def _bend(distance: float, is_sampling: bool) -> float:

@@ -3,7 +3,7 @@
 #
 #   bash example_scripts/overoptimization/run.sh [FOLDER]      default: runs/overoptimization
 #
-# It needs no download. A later call goes on where an earlier one ended.
+# It needs no download. A later call trains only what is not complete.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 command -v rlhf >/dev/null || {
@@ -14,9 +14,10 @@ folder=${1:-runs/overoptimization}
 
 # Runs that are complete are not trained again.
 run() {
-    local output=$1
+    local output=$1 options=()
     shift
-    [ -f "$output/$1/stage.json" ] || rlhf "$@" --output "$output" --overwrite
+    if [ -d "$output" ]; then options=(--resume); fi
+    [ -f "$output/$1/stage.json" ] || rlhf "$@" --output "$output" ${options[@]+"${options[@]}"}
 }
 
 pairs="{path: world, limit: 269, stages: [reward]}" # 256 and those held out: few, so that the reward model is easily fooled

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlhf.config.dump import format_scalar
 from rlhf.config.schema import STAGES, Config, Stage, load_config
-from rlhf.errors import RunError
+from rlhf.errors import ConfigError, RunError
 from rlhf.utils.process_info import current_process
 
 if TYPE_CHECKING:
@@ -134,6 +134,11 @@ class Session:
         from rlhf.trainers import run as launch
 
         self._ready()
+        if self.config.ppo.ends_early:
+            raise ConfigError(
+                "ppo.stop: over_optimized applies to `rlhf ppo`; a Python loop decides when to stop: remove this key, and "
+                "compare judge_reward of evaluate()"
+            )
         directory = RunDirectory(self.output)
         resume = not overwrite and directory.stage("ppo").started
         with ExitStack() as resources:

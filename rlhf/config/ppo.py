@@ -101,7 +101,7 @@ class PPOConfig(TrainingConfig):
     judge: OptionalPathOrHubId = Field(
         None,
         description="folder or hub name of a second reward model, trained on other pairs: it scores held-out "
-        "completions, and never trains the policy, so its score falls if the policy is over-optimized; empty: none",
+        "completions and never trains the policy, so its score may fall if the policy is over-optimized; empty: none",
     )
     best_of: int = Field(
         1,

@@ -110,7 +110,7 @@ def _critic(subject: Subject) -> Outcome | None:
 
 
 def _examine_opinion(name: str, key: str, what: str, style: str) -> Callable[[Subject], Outcome | None]:
-    """Return a check that an opinion which PPO does not optimize has not fallen while the reward rose.
+    """Return a check that looks if an opinion has fallen while the reward rose; PPO does not optimize it.
 
     Args:
         name: the held-out number, the mean of the rows' `key`.

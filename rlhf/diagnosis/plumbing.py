@@ -89,7 +89,7 @@ def _describe_updates(subject: Subject) -> str:
 
 def _describe_scoring(subject: Subject) -> str:
     gap = subject.stage.curve("score_gap").values[0]
-    return f"numbers of the first step are those of its rows, scored again; gap {gap:.1g}"
+    return f"numbers of the first step are those computed again from the same rows; gap {gap:.1g}"
 
 
 PLUMBING = (

@@ -245,6 +245,13 @@ class ModelMemory:
         stepping = 0 if offloads else (width + (4 if width < 4 else 0)) * trained // part
         return [[flat, adding], [flat, block_item(self.role, "communication", stepping)]]
 
+    def copied(self) -> list[MemoryItem]:
+        """Return the copy on the device of a frozen model's weights, which wait on the host between its passes."""
+        placement = self.placement
+        if placement.role.trained or placement.zero_stage == 3 or not self._on_host(placement.offloads_parameters):
+            return []
+        return [self._item("weights", self.weights(), self.environment.width)]
+
     def gathered(self) -> list[MemoryItem]:
         """Return the layers that are temporarily gathered at ZeRO-3."""
         width = self.environment.width

@@ -247,7 +247,7 @@ def _dpo(config: Config, stage: Stage, environment: Environment, models: Models)
     columns = config.data.max_completion_length
     moments = [("training", items) for items in _update(models["dpo"], batch, columns)]
     if reference := models.get("reference"):  # before the policy's passes
-        moments.append(("scoring", _scoring(reference, batch, columns)))
+        moments.append(("scoring", [*reference.copied(), *_scoring(reference, batch, columns)]))
     return [*moments, ("evaluation", _generation(config, models["dpo"], GREEDY_SAMPLES))]
 
 
@@ -260,8 +260,12 @@ def _ppo(config: Config, stage: Stage, environment: Environment, models: Models)
     actor = models["actor"]
     generation = [*_generation(config, actor, settings.generation_rows(ranks)), *actor.merged(config)]
     moments = [("generation", generation)]
-    for model in models.values():
-        moments.append(("scoring", [*rollout, *_scoring(model, batch, 0 if model.scalar_head else completion)]))
+    # Frozen models that wait on the host are copied to the device together; the judge scores without the others.
+    together = [item for name in ("reference", "reward") if name in models for item in models[name].copied()]
+    for name, model in models.items():
+        copies = model.copied() if name == "judge" else [] if model.placement.role.trained else together
+        passes = _scoring(model, batch, 0 if model.scalar_head else completion)
+        moments.append(("scoring", [*rollout, *copies, *passes]))
     trained = [models[name] for name in _TRAINED if name in models]
     placements = [(model.role, bool(model.placement.dropout), model.placement.zero_stage) for model in trained]
     reused = 0 if find_reuse_obstacle(settings, share // micro, placements) else share // micro

@@ -62,6 +62,9 @@ def summary_table(summaries: Sequence[dict[str, Any]]) -> Table:
         if best := summary.get("kept", {}).get("metric"):
             saved = f"  kept: the model of step {summary['kept']['step']:,}, best {best.replace('_', ' ')}"
             table.add_row(Text(saved, style="dim"), "", "")
+        if (since := summary.get("over_optimized_since")) is not None:
+            reason = f"  ended at step {summary['steps']:,}: over-optimized since step {since:,}"
+            table.add_row(Text(reason, style="dim"), "", "")
         costs = _costs(summary)
         for line in costs:
             last = line is costs[-1] and position < len(summaries) - 1

@@ -89,10 +89,11 @@ class DPOTrainer(SupervisedTrainer):
         return preference_means(sums)
 
     def rescore(self, model: nn.Module, batch: Batch, total: Tensor) -> Batch:
-        """Return parts of the mean log-probabilities of replies."""
-        chosen, rejected = (
-            masked(part, batch["pair_mask"]).sum() / total for part in reply_log_probs(model, batch).chunk(2)
-        )
+        """Return parts of the mean log-probabilities of replies, from those of whole rows."""
+        ids, mask = batch["input_ids"], batch["completion_mask"]
+        tokens = completion_log_probs(model, ids, batch["attention_mask"], ids.shape[1] - 1).log_probs
+        replies = masked(tokens[:, -mask.shape[1] :], mask).sum(1)
+        chosen, rejected = (masked(part, batch["pair_mask"]).sum() / total for part in replies.chunk(2))
         return {"chosen_log_prob": chosen, "rejected_log_prob": rejected}
 
     def evaluate(self, when: str) -> EvalResult:

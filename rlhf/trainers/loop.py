@@ -110,10 +110,9 @@ def fit(trainer: Trainer, context: StageContext) -> dict[str, Any]:
             raise KeyboardInterrupt
         if 0 < first < total_steps and schedule.is_due(first):  # the process may have ended before the evaluation
             schedule.run(first)
+        if schedule.over_optimized_since(first) is not None:
+            total_steps = first
         for index in range(first, total_steps):
-            if schedule.over_optimized_since(index) is not None:
-                total_steps = index
-                break
             with measure_step(trainer, context, index) as metrics:
                 metrics |= trainer.step(index)
             done = index + 1
@@ -131,8 +130,10 @@ def fit(trainer: Trainer, context: StageContext) -> dict[str, Any]:
                 raise KeyboardInterrupt
             if done < total_steps and schedule.is_due(done):
                 schedule.run(done)
-        if total_steps < trainer.total_steps:
-            end_early(trainer, context, total_steps)
+                if schedule.over_optimized_since(done) is not None:
+                    end_early(trainer, context, done, metrics)
+                    total_steps = done
+                    break
         if any_rank_signalled(signals_seen, context):  # while the last checkpoint was written
             raise KeyboardInterrupt
     if total_steps == trainer.total_steps:
@@ -140,14 +141,27 @@ def fit(trainer: Trainer, context: StageContext) -> dict[str, Any]:
     return schedule.finish(total_steps) | trainer.summarize()
 
 
-def end_early(trainer: Trainer, context: StageContext, step: int) -> None:
-    """Do after `step` what is done after the last step."""
+def end_early(trainer: Trainer, context: StageContext, step: int, metrics: Metrics) -> None:
+    """Do after `step`, which had these metrics, what is done after the last step."""
+    comparison = context.weight_samples.compare()
+    judge_metrics(context, step, comparison)
+    context.recorder.log(step, comparison if step % trainer.settings.log_every == 0 else metrics | comparison)
     latest = context.directory.latest_checkpoint
     if not latest or parse_step(latest) != step:
         save_checkpoint(trainer, context, step)
-    comparison = context.weight_samples.compare()
-    context.recorder.log(step, comparison)
-    context.warn(step, context.health.judge_step(step, comparison))
+
+
+def judge_metrics(context: StageContext, step: int, metrics: Metrics) -> None:
+    """Warn if rules hold.
+
+    Raises:
+        DivergedError: an invariant does not hold, and `alarms.stop` is set.
+    """
+    lines = context.health.judge_step(step, metrics)
+    context.warn(step, lines)
+    if context.config.alarms.stop and (broken := context.health.find_invariant(lines)):
+        context.recorder.log(step, metrics)  # they show why
+        raise DivergedError(f"{context.directory.name}: ended by alarms.stop: {broken}; {_last_checkpoint(context)}")
 
 
 def resume_or_seed(trainer: Trainer, context: StageContext) -> int:
@@ -197,11 +211,7 @@ def measure_step(trainer: Trainer, context: StageContext, index: int) -> Iterato
         metrics |= {f"{name}_loss_scale": engine.loss_scale() for name, engine in engines.items()}
         metrics["skipped_steps"] = float(_skipped_steps(trainer) - skipped_before)
     _check_finite(metrics, context, index + 1)
-    lines = context.health.judge_step(index + 1, metrics)
-    context.warn(index + 1, lines)
-    if context.config.alarms.stop and (broken := context.health.find_invariant(lines)):
-        context.recorder.log(index + 1, metrics)  # they show why
-        raise DivergedError(f"{context.directory.name}: ended by alarms.stop: {broken}; {_last_checkpoint(context)}")
+    judge_metrics(context, index + 1, metrics)
     for name in (name for name, engine in engines.items() if engine.overflows_always):
         raise DivergedError(
             f"{context.directory.name}: gradients of the {name} overflow fp16 at the lowest loss scale at step "
@@ -351,9 +361,9 @@ class EvaluationSchedule:
         """Return the evaluation since which the model that is evaluated after `step` is over-optimized.
 
         Since then, the reward has risen, and the judge's score has surely fallen. None if it is not over-optimized, or
-        the settings do not end training early.
+        the settings do not end training early. As in `_best`, the model before training does not count.
         """
-        judged = sorted(done for done, result in self._results.items() if done <= step and result.judged)
+        judged = sorted(done for done, result in self._results.items() if 0 < done <= step and result.judged)
         if not self.settings.ends_early or step not in judged:
             return None
         best, now = max((self._results[done] for done in judged), key=_judge_reward), self._results[step]
@@ -364,7 +374,8 @@ class EvaluationSchedule:
     def finish(self, total_steps: int) -> dict[str, Any]:
         """Save the model of the stage, which took `total_steps`; return the summary's entries about evaluations."""
         directory = self.context.directory
-        if (since := self.over_optimized_since(total_steps)) is not None:
+        since = self.over_optimized_since(total_steps)
+        if since is not None:
             best, now = self._results[since].numbers, self._results[total_steps].numbers
             self.context.say(
                 f"{directory.name}: over-optimized since step {since:,}: at step {total_steps:,} reward is "
@@ -390,6 +401,7 @@ class EvaluationSchedule:
             )
         before, after = self._results[0], self._results[kept["step"]]
         summary = {"before": before.numbers, "after": after.numbers, "steps": total_steps, "kept": kept}
+        summary |= {} if since is None else {"over_optimized_since": since}
         if after.samples:
             summary["samples"] = [
                 {"prompt": old["prompt"], "before": old["completion"], "after": new["completion"]}

@@ -11,6 +11,8 @@ from statistics import NormalDist, fmean, stdev
 from typing import NamedTuple
 
 CONFIDENCE = 0.95
+LEAST_ROWS = 10
+"""Rows from which `has_surely_fallen` can be true."""
 _SURE = 3.0  # standard errors: the best of many evaluations is above its true value
 _MAX_LOSS = 700.0  # exp(710) is beyond a float
 

@@ -132,6 +132,20 @@ def test_plan_reuses_passes_only_if_they_fit() -> None:
         assert plan_stages(config, ["ppo"], limited) == [expected]
 
 
+@pytest.mark.parametrize("role", ["reward", "judge"])
+def test_frozen_model_that_waits_on_the_host_is_on_the_device_while_it_scores(role: str) -> None:
+    """Its bf16 weights, two bytes each, leave all phases but scoring."""
+    values = {"model": {"path": "llama-2-7b"}, "ppo": {"batch_size": 8, "micro_batch_size": 2, "judge": "llama-2-7b"}}
+    (kept,) = plan_stages(build_config(values), ["ppo"], Environment(1, "bf16"))
+    (waits,) = plan_stages(
+        build_config(values | {"roles": {role: {"offload": "parameters"}}}), ["ppo"], Environment(1, "bf16")
+    )
+    before, after = ({phase.name: phase.device for phase in plan.phases} for plan in (kept, waits))
+    weights = 2 * build_models(build_config(values), "ppo", Environment(1, "bf16"))[role].parameters
+    assert after["scoring"] == pytest.approx(before["scoring"], rel=0.01)
+    assert before["generation"] - after["generation"] == pytest.approx(weights, rel=0.05)
+
+
 # DPO
 
 ENVIRONMENT = Environment(1, "bf16")

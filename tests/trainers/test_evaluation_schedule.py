@@ -8,12 +8,13 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 import torch
 
-from rlhf.reporting.recorder import read_heldout
+from rlhf.reporting.recorder import Recorder, read_heldout
 from rlhf.reporting.timers import is_machine_dependent
 from rlhf.runs.directory import RunDirectory
 from rlhf.trainers.loop import EvalResult, EvaluationSchedule, fit
@@ -167,23 +168,32 @@ JUDGED = {0: [0.0] * 12, 1: [2.0] * 12, 2: [3.0] * 12, 3: [2.9] * 8 + [3.1] * 4,
 """The judge's scores of twelve completions: best after step 2; that of step 3 is lower, but not surely."""
 
 
-def judged_ppo(accelerator: Any, folder: Path, rewards: dict[int, float], **settings: Any) -> Any:
-    """PPO of five steps whose evaluations give these rewards, and the scores of `JUDGED`; and the steps that it took.
-
-    Each step takes the next reward, so a run that resumes needs those of later steps only.
-    """
+def judged_ppo(
+    accelerator: Any,
+    folder: Path,
+    rewards: dict[int, float],
+    judged: dict[int, list[float]] = JUDGED,
+    **settings: Any,
+) -> Any:
+    """The summary of five steps of PPO whose evaluations give these numbers, and the steps that were taken."""
     values = {"judge": "j", "eval_every": 1, "keep": "best(judge_reward)", "stop": "over_optimized", **settings}
-    context = stage_context(accelerator, folder, "ppo", {"ppo": values})
+    with Recorder(RunDirectory(folder).stage("ppo")) as recorder:
+        context = stage_context(accelerator, folder, "ppo", {"ppo": values}, recorder=recorder)
+        return fit_judged(context, rewards, judged)
+
+
+def fit_judged(context: Any, rewards: dict[int, float], judged: dict[int, list[float]]) -> Any:
+    """See `judged_ppo`."""
     taken: list[int] = []
 
     def evaluate(when: str) -> EvalResult:
         step = {"before": 0, "after": 5}.get(when) if " " not in when else int(when.split()[-1])
         numbers = {"reward": rewards[step], "kl": 0.1, "response_length": 10.0}
-        return EvalResult(numbers | {"judge_reward": sum(JUDGED[step]) / 12}, judged=JUDGED[step])
+        return EvalResult(numbers | {"judge_reward": fmean(judged[step])}, judged=judged[step])
 
     trainer = StubTrainer(
         context.config.ppo,
-        lambda index: taken.append(index + 1) or {"rows": 1.0},
+        lambda index: taken.append(index + 1) or {"rows": 1.0, "lr": float(index)},
         total_steps=5,
         evaluate=evaluate,
         save=lambda place: (place / "model").mkdir(parents=True, exist_ok=True),
@@ -196,11 +206,27 @@ RISING = dict(enumerate([0.0, 1.0, 2.0, 3.0, 4.0, 5.0]))
 
 def test_training_ends_where_the_judge_surely_falls_while_reward_rises(accelerator, tmp_path, capsys):
     summary, taken = judged_ppo(accelerator, tmp_path, RISING)
-    assert taken == [1, 2, 3, 4] and summary["steps"] == 4
+    assert taken == [1, 2, 3, 4] and summary["steps"] == 4 and summary["over_optimized_since"] == 2
     assert summary["kept"] == {"step": 2, "metric": "judge_reward", "value": 3.0}
     said = capsys.readouterr().out
     assert "over-optimized since step 2: at step 4 reward is 2.00 -> 4.00, the judge's score 3.00 -> 2.00" in said
     assert RunDirectory(tmp_path).stage("ppo").latest_checkpoint.name == "step-00000004"
+    rewards = measured(tmp_path, "heldout_reward", "ppo")
+    assert rewards == {step: float(step) for step in range(5)}, "an evaluation is missing or recorded twice"
+
+
+def test_last_step_of_a_stage_that_ends_early_is_recorded_with_its_comparison(accelerator, tmp_path):
+    judged_ppo(accelerator, tmp_path, RISING, log_every=3)
+    steps = {record["step"]: record for record in records(tmp_path, "ppo") if "changed_frozen_weights" in record}
+    assert sorted(steps) == [4]
+    assert steps[4]["lr"] == 3.0
+
+
+def test_model_before_training_is_no_reason_to_end(accelerator, tmp_path):
+    """The judge likes it best, as it cannot be kept; of the trained models, the score does not fall."""
+    better_before = JUDGED | {0: [9.0] * 12, 3: [3.0] * 12, 4: [3.0] * 12, 5: [3.0] * 12}
+    summary, taken = judged_ppo(accelerator, tmp_path, RISING, better_before)
+    assert taken == [1, 2, 3, 4, 5] and summary["kept"]["step"] == 2 and "over_optimized_since" not in summary
 
 
 def test_training_does_not_end_if_reward_falls_too_or_nothing_asks_for_it(accelerator, tmp_path):

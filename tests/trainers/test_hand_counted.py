@@ -262,7 +262,7 @@ def test_direction_of_an_update_is_counted_by_hand(build_ppo, size, expected):
     experience = built.collect(prompts, MetricSums())
     now = experience.log_probs + size * torch.tensor([[1, -1, 2], [1, 0, JUNK], [1, JUNK, JUNK], [JUNK] * 3])
     parts = [cut.select(now, 3) for cut in experience.micro_batches]
-    found = measure_direction(built.settings, experience, lambda *_: SimpleNamespace(log_probs=parts.pop(0)))
+    found = measure_direction(built.context, experience, lambda *_: SimpleNamespace(log_probs=parts.pop(0)))
     assert found == ({} if expected is None else {"direction": pytest.approx(expected)})
 
 

@@ -107,10 +107,16 @@ def read_records(folder: Path, stage: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-@pytest.mark.parametrize("settings", [{}, LORA, SMALL_STEPS], ids=["all weights", "LoRA", "small steps"])
+@pytest.mark.parametrize("settings", [{}, LORA, {"precision": "bf16"}], ids=["all weights", "LoRA", "bf16"])
 @pytest.mark.parametrize("stage", ["sft", "reward", "dpo", "ppo"])
 def test_correct_run_breaks_no_rule(broken: Any, stage: str, settings: dict[str, Any]) -> None:
     assert broken(stage, settings) == []
+
+
+def test_small_steps_go_in_the_direction_of_the_advantages(broken: Any, tmp_path: Path) -> None:
+    assert broken("ppo", SMALL_STEPS) == []
+    (direction,) = (record["direction"] for record in read_records(tmp_path, "ppo") if "direction" in record)
+    assert direction > 0.3, "the fault of the other sign would not be seen"
 
 
 # --- faults
@@ -425,7 +431,7 @@ def test_page_states_how_many_faults_are_found() -> None:
     page = Path(__file__).parents[2].joinpath("docs/diagnosis.md").read_text(encoding="utf-8")
     found = len(FAULTS) + 1  # that of test_ranks_with_different_weights_are_found
     assert f"find {found} of {found + len(BLIND)} faults by the second step" in page.replace("\n", " ")
-    section = page.partition("This they cannot see:")[2].partition("The same checks")[0]
+    section = page.partition("They cannot see:")[2].partition("The same checks")[0]
     assert section.count("\n- ") == len(BLIND)
 
 

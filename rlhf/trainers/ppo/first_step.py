@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from rlhf.config.schema import PPOConfig
 from rlhf.engine import distributed
 from rlhf.engine.cpu_offload import on_device
 from rlhf.engine.engine import Metrics
@@ -32,28 +31,29 @@ def rescore_rows(context: StageContext, reward: nn.Module | None, experience: Ex
         return {}
     rows = slice(0, count)
     ids, mask, rewards = experience.input_ids[rows], experience.attention_mask[rows], experience.reward[rows]
+    context.accelerator.step_boundary("first-step/rows")  # so that the model's graph is that of scoring
     with on_device(reward), context.precision.autocast():
-        scores = settings.reward_weight * sequence_scores(reward, ids, mask)
-    context.accelerator.step_boundary("first-step/reward")
+        scores = sequence_scores(reward, ids, mask)
+        context.accelerator.step_boundary("first-step/reward")
     real = experience.action_mask[rows].any(1)
-    gaps, squares = masked((scores - rewards).abs(), real), masked(rewards**2, real)
+    gaps, squares = masked((settings.reward_weight * scores - rewards).abs(), real), masked(rewards**2, real)
     gap, square, number = distributed.all_sum(torch.stack([gaps.sum(), squares.sum(), real.sum()])).tolist()
     return {"score_gap": gap / max(number, 1) / max((square / max(number, 1)) ** 0.5, 1.0)}
 
 
 @torch.no_grad()
 def measure_direction(
-    settings: PPOConfig, experience: Experience, score: Callable[[Tensor, Tensor, int], LogProbs]
+    context: StageContext, experience: Experience, score: Callable[[Tensor, Tensor, int], LogProbs]
 ) -> Metrics:
     """Score a rollout again, after its updates, with `score` (ids, mask, completion length); every rank calls it.
 
     Returns:
         direction: the correlation, without subtracting means, of tokens' advantages and of the change of their
-        log-probabilities. To first order the loss of arXiv:1707.06347 makes it positive. Nothing if the loss has other
-        parts, or changes are 0 or beyond first order.
+        log-probabilities. To first order the loss of arXiv:1707.06347 makes it positive. Nothing in 16 bits, whose
+        rounding changes all tokens alike, if the loss has other parts, or if changes are 0 or beyond first order.
     """
-    length = experience.completion_length
-    if settings.entropy_coef or settings.ptx_coef:
+    settings, length = context.config.ppo, experience.completion_length
+    if context.precision.name != "fp32" or settings.entropy_coef or settings.ptx_coef:
         return {}
     now: list[Tensor] = []
     for cut in experience.micro_batches:

@@ -33,6 +33,7 @@ from rlhf.engine.engine import (
     synchronized_step,
 )
 from rlhf.engine.fp32_weights import EMA
+from rlhf.errors import ConfigError
 from rlhf.generation.decoder import Decoder
 from rlhf.generation.hybrid_engine import WeightLayout, choose_rank_group, count_step_bytes, generation_mode
 from rlhf.losses import advantages as estimators
@@ -66,6 +67,7 @@ from rlhf.trainers.ppo.metrics import (
 from rlhf.trainers.ppo.pretraining_loss import PretrainingLoss
 from rlhf.trainers.ppo.rewards import RewardFunction, RewardShaping, WeightedRewards
 from rlhf.trainers.stage_models import ModelFactory, log_outputs, save_outputs
+from rlhf.utils.statistics import LEAST_ROWS
 
 # Of each update; the mean over a step's updates is recorded.
 _UPDATE_METRICS = (
@@ -154,6 +156,11 @@ class PPOTrainer:
         batches = context.evaluation_batches(data.heldout, self.collate, settings, rows=self.batch_rows)
         examples = [example for example in data.heldout if isinstance(example, Prompt)][: settings.eval_rows]
         self.held_out = HeldoutPrompts(context, tokenizer, examples, batches, self.batch_rows, judge, rule)
+        if settings.ends_early and len(examples) < LEAST_ROWS:
+            raise ConfigError(
+                f"ppo.stop: over_optimized needs at least {LEAST_ROWS} held-out prompts to be sure, and there are "
+                f"{len(examples)}; raise data.heldout_fraction or ppo.eval_rows, or set never"
+            )
         self.decoder = Decoder(
             self.accelerator,
             eos_ids=find_end_tokens(tokenizer, self.actor.module.generation_config),
@@ -181,14 +188,10 @@ class PPOTrainer:
         prompts = self.accelerator.to_device(self.prompts(index))
         experience = self.collect(prompts, sums, self.examples(index), reward_fn)
         self.experience = replace(experience, passes=())
-        checks: Metrics = {}
-        if index == 0 and not reward_fn:
-            checks |= rescore_rows(self.context, self.reward, experience, self.micro_batcher.size)
         with self.context.phases("training"):
             updates, rates = self.update(experience, index, sums)
-        if index == 0:
-            self.actor.engine.eval()
-            checks |= measure_direction(self.settings, self.experience, self.score_policy)
+        # After the update, whose passes are no longer in memory then.
+        checks = self._check_first_step(reward_fn is None) if index == 0 else {}
         totals = sums.read()
         raw_text = self.pretraining.texts if self.pretraining else None
         record_arithmetic(self.context, totals, updates, raw_text, reused=self._reuses_passes)
@@ -210,6 +213,16 @@ class PPOTrainer:
         if self.settings.shows_samples(index + 1, self.total_steps):
             show_samples(self.context, self.tokenizer, self.experience, index + 1)
         return metrics
+
+    def _check_first_step(self, by_settings: bool) -> Metrics:
+        """Check the rewards of the latest rollout, if the settings' model gave them, and the sense of its updates."""
+        assert self.experience
+        with self.context.phases.running("scoring"):
+            self.actor.engine.eval()
+            checks = measure_direction(self.context, self.experience, self.score_policy)
+            if by_settings:
+                checks |= rescore_rows(self.context, self.reward, self.experience, self.micro_batcher.size)
+        return checks
 
     def prompts(self, index: int) -> Batch:
         """Return this rank's prompts of rollout `index`, each repeated for its completions, one row after the other."""
