@@ -133,12 +133,12 @@ class Session:
         from rlhf.runs.directory import RunDirectory
         from rlhf.trainers import run as launch
 
-        self._ready()
         if self.config.ppo.ends_early:
             raise ConfigError(
-                "ppo.stop: over_optimized applies to `rlhf ppo`; a Python loop decides when to stop: remove this key, and "
-                "compare judge_reward of evaluate()"
+                "ppo.stop: over_optimized applies to `rlhf ppo`; in a Python loop, remove this key, and compare "
+                "judge_reward of evaluate()"
             )
+        self._ready()
         directory = RunDirectory(self.output)
         resume = not overwrite and directory.stage("ppo").started
         with ExitStack() as resources:

@@ -288,6 +288,14 @@ def test_wrong_setting_is_an_error_at_once() -> None:
         package.session(["ppo.stepz=1"])
 
 
+def test_ending_early_is_no_setting_of_a_python_loop(tmp_path: Path) -> None:
+    ppo = {"judge": "j", "eval_every": 1, "keep": "best(judge_reward)", "stop": "over_optimized"}
+    with package.session({"ppo": ppo}, output=tmp_path / "run") as session:
+        with pytest.raises(ConfigError, match="over_optimized applies to `rlhf ppo`"):
+            session.ppo()
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_session_begins_without_a_heavy_library() -> None:
     code = "import rlhf, sys; rlhf.session(['ppo.steps=3']).close(); print({'torch', 'deepspeed'} & set(sys.modules))"
     environment = user_environment() | {"PYTHONPATH": str(ROOT)}

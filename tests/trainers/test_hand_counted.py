@@ -19,6 +19,7 @@ from rlhf.data.batches import collate_reward
 from rlhf.data.examples import Pair
 from rlhf.data.stage_dataset import StageData
 from rlhf.engine.engine import MetricSums
+from rlhf.errors import ConfigError
 from rlhf.generation.decoder import Completions, Decoder
 from rlhf.reporting import timers
 from rlhf.trainers import supervised
@@ -403,6 +404,12 @@ def test_without_a_rule_and_a_judge_there_are_no_such_numbers(build_ppo):
     result = build_ppo().evaluate("now")
     assert not {"approved_share", "judge_reward"} & result.numbers.keys()
     assert not result.judged and not any("judge" in row for row in result.rows)
+
+
+def test_few_prompts_cannot_end_training_early(build_ppo):
+    keys = {"judge": "j", "eval_every": 1, "keep": "best(judge_reward)", "stop": "over_optimized"}
+    with pytest.raises(ConfigError, match="at least 10 held-out prompts to be sure, and there are 3"):
+        build_ppo(**keys)
 
 
 def test_more_completions_are_drawn_before_training_alone(build_ppo):

@@ -102,6 +102,12 @@ class PPOTrainer:
         self.context, self.tokenizer, self.data = context, tokenizer, data
         self.accelerator = context.accelerator
         self.settings = settings = context.config.ppo
+        examples = [example for example in data.heldout if isinstance(example, Prompt)][: settings.eval_rows]
+        if settings.ends_early and len(examples) < LEAST_ROWS:
+            raise ConfigError(
+                f"ppo.stop: over_optimized needs at least {LEAST_ROWS} held-out prompts to be sure, and there are "
+                f"{len(examples)}; raise data.heldout_fraction or ppo.eval_rows, or set never"
+            )
         self.reward_fn: RewardFunction = WeightedRewards(settings, tokenizer)  # before the models, which load slowly
         self.shaping = RewardShaping(settings)
         self._estimate: estimators.Estimate = getattr(estimators, settings.method.function)
@@ -154,13 +160,7 @@ class PPOTrainer:
         )
         # As many rows at a time as in training, so that evaluation adds no shapes.
         batches = context.evaluation_batches(data.heldout, self.collate, settings, rows=self.batch_rows)
-        examples = [example for example in data.heldout if isinstance(example, Prompt)][: settings.eval_rows]
         self.held_out = HeldoutPrompts(context, tokenizer, examples, batches, self.batch_rows, judge, rule)
-        if settings.ends_early and len(examples) < LEAST_ROWS:
-            raise ConfigError(
-                f"ppo.stop: over_optimized needs at least {LEAST_ROWS} held-out prompts to be sure, and there are "
-                f"{len(examples)}; raise data.heldout_fraction or ppo.eval_rows, or set never"
-            )
         self.decoder = Decoder(
             self.accelerator,
             eos_ids=find_end_tokens(tokenizer, self.actor.module.generation_config),
