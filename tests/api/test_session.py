@@ -290,9 +290,9 @@ def test_wrong_setting_is_an_error_at_once() -> None:
 
 def test_ending_early_is_no_setting_of_a_python_loop(tmp_path: Path) -> None:
     ppo = {"judge": "j", "eval_every": 1, "keep": "best(judge_reward)", "stop": "over_optimized"}
-    with package.session({"ppo": ppo}, output=tmp_path / "run") as session:
-        with pytest.raises(ConfigError, match="over_optimized applies to `rlhf ppo`"):
-            session.ppo()
+    session = package.session({"ppo": ppo}, output=tmp_path / "run")
+    with session, pytest.raises(ConfigError, match="over_optimized applies to `rlhf ppo`"):
+        session.ppo()
     assert not (tmp_path / "run").exists()
 
 
