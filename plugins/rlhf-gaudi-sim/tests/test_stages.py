@@ -111,9 +111,9 @@ def test_four_ranks_learn_what_one_does(finished: Runs) -> None:
 
 
 def assert_all_numbers_are_close(run: proof.Run, other: proof.Run, stage: str) -> None:
-    """Compare every number of every step, but for times and memory."""
+    """Compare every number of every step, but for times and memory, and for a quotient of changes near rounding."""
     for actual, expected in zip(run.steps(stage), other.steps(stage), strict=True):
-        keys = [key for key in expected if key not in ("stage", "time") and not is_machine_dependent(key)]
+        keys = [key for key in expected if key not in ("stage", "time", "direction") and not is_machine_dependent(key)]
         numbers = {key: expected[key] for key in keys}
         assert {key: actual[key] for key in keys} == pytest.approx(numbers, rel=1e-3, abs=1e-3)
 
