@@ -44,6 +44,12 @@ def dropping(vocabulary: int, seed: int = 0) -> Any:
 
 
 def passes(ppo: PPOTrainer, index: int) -> dict[str, int]:
+    """Forward passes of the policy and of the critic in a step, but for those that draw and those of `first_step`."""
+    ppo._check_first_step = lambda by_settings: {}
+    return all_passes(ppo, index)
+
+
+def all_passes(ppo: PPOTrainer, index: int) -> dict[str, int]:
     """Forward passes of the policy and of the critic in a step, but for those that draw."""
     counts = dict.fromkeys(ppo.engines, 0)
 
@@ -73,6 +79,11 @@ def passes(ppo: PPOTrainer, index: int) -> dict[str, int]:
 def test_a_row_passes_once_through_policy_and_critic(build, changes, count):
     ppo, _ = build(**changes)
     assert [passes(ppo, index) for index in range(2)] == 2 * [{"actor": count, "critic": count}]
+
+
+def test_first_rollout_is_scored_once_more_after_its_update(build):
+    ppo, _ = build()
+    assert [all_passes(ppo, index) for index in range(2)] == [{"actor": 3 + 3, "critic": 3}, {"actor": 3, "critic": 3}]
 
 
 @pytest.mark.parametrize(
