@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -18,6 +17,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from plan import Run, list_runs
+
+from rlhf.utils.statistics import measure_fall
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -146,14 +147,11 @@ def read_numbers(run: Run, folder: Path, seconds: float) -> dict[str, Any]:
 def measure_falls(judged: Sequence[Sequence[float]]) -> list[float]:
     """Return for each evaluation the fall of the judge's scores since the best one so far, in standard errors.
 
-    It is the statistic of `rlhf.utils.statistics.has_surely_fallen`. As in `ppo.stop`, the first evaluation, before
-    training, does not count.
+    As in `ppo.stop`, the first evaluation, before training, does not count.
     """
     falls = [0.0]
     for now, scores in enumerate(judged[1:], 1):
-        best = max(judged[1 : now + 1], key=fmean)
-        changes = [old - new for old, new in zip(best, scores, strict=True)]
-        falls.append(sum(changes) / max(math.sqrt(sum(change**2 for change in changes)), 1e-9))
+        falls.append(measure_fall(max(judged[1 : now + 1], key=fmean), scores))
     return falls
 
 

@@ -15,11 +15,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
+import numpy as np
+
 import rlhf
 from rlhf.data.toy_world import is_good_reply
 from rlhf.diagnosis.records import read_run
 from rlhf.report.charts import Point, plane
-from rlhf.utils.statistics import best_of_kl
+from rlhf.utils.statistics import best_of_kl, expected_best
 
 ASSETS = Path(rlhf.__file__).parent / "report" / "assets"
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -94,7 +96,7 @@ def read_best_of_n(path: Path, number: str) -> Curve:
         ((texts,), (scores,)) = (list(prompt[key].values()) for key in ("completions", "scores"))
         measured = scores if number == "reward" else [float(is_good_reply(prompt["prompt"], text)) for text in texts]
         for size in SIZES:
-            values[size].append(expected_of_best(scores, measured, size))
+            values[size].append(expected_best(scores, size, measured))
     return Curve(
         "best of n",
         [math.sqrt(best_of_kl(size)) for size in SIZES],
@@ -104,24 +106,14 @@ def read_best_of_n(path: Path, number: str) -> Curve:
     )
 
 
-def expected_of_best(scores: Sequence[float], values: Sequence[float], size: int) -> float:
-    """Return the mean, over all subsets of `size` samples, of the value of the one with the highest score."""
-    ordered = [value for _, value in sorted(zip(scores, values), key=lambda pair: pair[0])]
-    subsets = math.comb(len(ordered), size)
-    return sum(value * math.comb(place, size - 1) / subsets for place, value in enumerate(ordered))
-
-
 def fit(curve: Curve) -> Fit:
     """Return the least-squares fit of a curve, from its first value on."""
-    start = curve.values[0]
-    rows = [(d, -_bend(d, curve.is_sampling), value - start) for d, value in zip(curve.distances, curve.values)]
-    aa, ab, bb, ay, by = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1), (0, 2), (1, 2)))
-    determinant = aa * bb - ab * ab
-    alpha, beta = (bb * ay - ab * by) / determinant, (aa * by - ab * ay) / determinant
-    errors = sum((alpha * first + beta * second - gain) ** 2 for first, second, gain in rows)
-    mean = fmean(gain for _, _, gain in rows)
-    spread = sum((gain - mean) ** 2 for _, _, gain in rows)
-    return Fit(start, alpha, beta, 1 - errors / spread if spread else math.nan)
+    features = np.array([(distance, -_bend(distance, curve.is_sampling)) for distance in curve.distances])
+    gains = np.array(curve.values) - curve.values[0]
+    (alpha, beta), *_ = np.linalg.lstsq(features, gains, rcond=None)
+    spread = gains.var() * len(gains)
+    errors = ((features @ (alpha, beta) - gains) ** 2).sum()
+    return Fit(curve.values[0], float(alpha), float(beta), float(1 - errors / spread) if spread else math.nan)
 
 
 def _bend(distance: float, is_sampling: bool) -> float:

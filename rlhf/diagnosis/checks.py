@@ -118,9 +118,7 @@ def _examine_opinion(name: str, key: str, what: str, style: str) -> Callable[[Su
     """
 
     def examine(subject: Subject) -> Outcome | None:
-        whole, reward = subject.heldout(name), subject.heldout("reward")
-        count = sum(step <= subject.stage.final_step for step in whole.steps)
-        opinion = Curve(whole.steps[:count], whole.values[:count])
+        opinion, reward = subject.heldout(name), subject.heldout("reward")
         if len(opinion.steps) < 2:
             return None
         best, last = max(opinion.values), opinion.steps[-1]

@@ -38,8 +38,10 @@ class Subject(NamedTuple):
         return str(recorded.get("precision") or "")
 
     def heldout(self, name: str) -> Curve:
-        """Return the curve of a held-out number."""
-        return self.stage.curve(f"heldout_{name}")
+        """Return the curve of a held-out number, up to the model that the stage saves."""
+        steps, values = self.stage.curve(f"heldout_{name}")
+        count = sum(step <= self.stage.final_step for step in steps)
+        return Curve(steps[:count], values[:count])
 
     def final(self, name: str) -> float:
         """Return a held-out number, which is recorded, of the model that the stage saves."""

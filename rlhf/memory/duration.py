@@ -122,7 +122,7 @@ def count_operations(config: Config, stage: Stage, models: Models) -> Operations
         if stage == "dpo":  # the reference's forward pass: in every step, or once for all epochs
             operations += 2 * model.parameters / (1 if config.dpo.reference == "beside" else config.dpo.epochs)
         return Operations(0, rows * config.data.max_length * operations)
-    models = {name: model for name, model in models.items() if name != "judge"}  # which scores in evaluations only
+    models = {name: model for name, model in models.items() if model.placement.role.in_steps}
     tokens, actor = config.ppo.batch_size * config.data.max_length, models["actor"]
     scored = sum(2 * model.parameters for model in models.values())
     scored += 0 if "reference" in models else 2 * actor.parameters  # the actor once more

@@ -260,11 +260,11 @@ def _ppo(config: Config, stage: Stage, environment: Environment, models: Models)
     actor = models["actor"]
     generation = [*_generation(config, actor, settings.generation_rows(ranks)), *actor.merged(config)]
     moments = [("generation", generation)]
-    # Frozen models that wait on the host are copied to the device together; the judge scores without the others.
-    together = [item for name in ("reference", "reward") if name in models for item in models[name].copied()]
-    for name, model in models.items():
-        copies = model.copied() if name == "judge" else [] if model.placement.role.trained else together
-        passes = _scoring(model, batch, 0 if model.scalar_head else completion)
+    # Frozen models of a step that wait on the host are copied to the device together.
+    together = [item for model in models.values() if model.placement.role.in_steps for item in model.copied()]
+    for model in models.values():
+        role, passes = model.placement.role, _scoring(model, batch, 0 if model.scalar_head else completion)
+        copies = [] if role.trained else together if role.in_steps else model.copied()
         moments.append(("scoring", [*rollout, *copies, *passes]))
     trained = [models[name] for name in _TRAINED if name in models]
     placements = [(model.role, bool(model.placement.dropout), model.placement.zero_stage) for model in trained]

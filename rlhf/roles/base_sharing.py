@@ -149,9 +149,9 @@ def _decide(
 ) -> Sharing:
     """Decide what is shared; `compare` returns the reason why the reward model cannot use the actor's base.
 
-    The judge keeps its own base.
+    Models that only evaluations use keep their own base.
     """
-    placements = {name: placement for name, placement in placements.items() if name != "judge"}
+    placements = {name: placement for name, placement in placements.items() if placement.role.in_steps}
     ranks = {name: placement.lora.rank for name, placement in placements.items() if placement.role.trained}
     if config.lora.share_base is False:
         return Sharing()

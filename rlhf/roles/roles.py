@@ -30,12 +30,13 @@ RoleName = Literal["sft", "reward", "dpo", "actor", "critic", "reference", "judg
 
 @dataclass(frozen=True)
 class Role:
-    """One model of a stage, loaded from `base`."""
+    """One model of a stage, loaded from `base`; if it is not `in_steps`, only evaluations use it."""
 
     name: RoleName
     base: BaseModelRef
     trained: bool = True
     scalar_head: bool = False
+    in_steps: bool = True
 
 
 ROLES: Mapping[Stage, tuple[Role, ...]] = {
@@ -47,7 +48,7 @@ ROLES: Mapping[Stage, tuple[Role, ...]] = {
         Role("critic", REWARD_MODEL, scalar_head=True),
         Role("reference", ACTOR, trained=False),
         Role("reward", REWARD_MODEL, trained=False, scalar_head=True),
-        Role("judge", JUDGE, trained=False, scalar_head=True),
+        Role("judge", JUDGE, trained=False, scalar_head=True, in_steps=False),
     ),
 }
 """The roles of each stage, in the order in which they are loaded."""

@@ -123,10 +123,10 @@ class StageContext:
 
     @cached_property
     def model_flops(self) -> dict[RoleName, ModelFlops] | None:
-        """Counters of the models' operations, after all are loaded; None if a model's shape is not known."""
+        """Counters of the operations of models in steps, after all are loaded; None if a model's shape is not known."""
         counters: dict[RoleName, ModelFlops] = {}
         for name, placement in self.placements.items():
-            if name == "judge":  # takes no part in steps
+            if not placement.role.in_steps:
                 continue
             try:
                 shape = self.shape(name)

@@ -35,7 +35,7 @@ from rlhf.trainers.context import StageContext
 from rlhf.trainers.greedy_samples import GreedySamples
 from rlhf.trainers.loop import EvalResult
 from rlhf.trainers.stage_models import ModelFactory
-from rlhf.trainers.supervised import SupervisedTrainer, count_different_rows
+from rlhf.trainers.supervised import SupervisedTrainer, count_different_rows, mean_by_reply
 from rlhf.utils.atomic_io import atomic_file
 
 MEANS = ("accuracy", "margin", "drift", "chosen_reward", "rejected_reward", "chosen_log_prob", "rejected_log_prob")
@@ -92,9 +92,7 @@ class DPOTrainer(SupervisedTrainer):
         """Return parts of the mean log-probabilities of replies, from those of whole rows."""
         ids, mask = batch["input_ids"], batch["completion_mask"]
         tokens = completion_log_probs(model, ids, batch["attention_mask"], ids.shape[1] - 1).log_probs
-        replies = masked(tokens[:, -mask.shape[1] :], mask).sum(1)
-        chosen, rejected = (masked(part, batch["pair_mask"]).sum() / total for part in replies.chunk(2))
-        return {"chosen_log_prob": chosen, "rejected_log_prob": rejected}
+        return mean_by_reply(masked(tokens[:, -mask.shape[1] :], mask).sum(1), batch, total, "log_prob")
 
     def evaluate(self, when: str) -> EvalResult:
         """Return the mean loss of the held-out pairs, the means of `MEANS`, and greedy completions as in SFT."""

@@ -294,8 +294,7 @@ class RewardTrainer(SupervisedTrainer):
     def rescore(self, model: nn.Module, batch: Batch, total: Tensor) -> Batch:
         """Return parts of the mean scores."""
         scores = sequence_scores(model, batch["input_ids"], batch["attention_mask"])
-        chosen, rejected = (masked(part, batch["pair_mask"]).sum() / total for part in scores.chunk(2))
-        return {"chosen_score": chosen, "rejected_score": rejected}
+        return mean_by_reply(scores, batch, total, "score")
 
     def evaluate(self, when: str) -> EvalResult:
         """Return loss, accuracy and mean scores on the held-out pairs."""
@@ -319,6 +318,12 @@ class RewardTrainer(SupervisedTrainer):
         if line := describe_loading(self.engine.module.model, self.context.directory.model):
             self.context.say(f"note: {line}")
         return summary
+
+
+def mean_by_reply(values: Tensor, batch: Batch, total: Tensor, name: str) -> Batch:
+    """Return sums of `values` [2B] over the chosen and the rejected replies of the real pairs, divided by `total`."""
+    sums = (masked(part, batch["pair_mask"]).sum() / total for part in values.chunk(2))
+    return dict(zip((f"chosen_{name}", f"rejected_{name}"), sums))
 
 
 def pair_loss(model: nn.Module, batch: Batch, settings: RewardConfig, total: Tensor | None = None) -> PairwiseLoss:

@@ -11,9 +11,10 @@ from statistics import NormalDist, fmean, stdev
 from typing import NamedTuple
 
 CONFIDENCE = 0.95
-LEAST_ROWS = 10
-"""Rows from which `has_surely_fallen` can be true."""
-_SURE = 3.0  # standard errors: the best of many evaluations is above its true value
+SURE = 3
+"""Standard errors of a sure fall; more than usual, since the best of many evaluations is above its true value."""
+LEAST_ROWS = SURE**2 + 1
+"""Rows from which a fall can be sure."""
 _MAX_LOSS = 700.0  # exp(710) is beyond a float
 
 
@@ -67,13 +68,19 @@ def student_quantile(degrees: int) -> float:
     return math.sqrt(degrees) * math.tan(angle)
 
 
-def has_surely_fallen(before: Sequence[float], after: Sequence[float]) -> bool:
-    """Return whether paired values have fallen, by more than three standard errors under no change.
+def measure_fall(before: Sequence[float], after: Sequence[float]) -> float:
+    """Return by how many standard errors, under no change, paired values have fallen; 0 if none has changed.
 
-    Of values 0 and 1 it is McNemar's test. Fewer than ten pairs are never sure.
+    Of values 0 and 1 it is McNemar's statistic. It is at most the square root of the number of pairs.
     """
     falls = [old - new for old, new in zip(before, after, strict=True)]
-    return sum(falls) > _SURE * math.sqrt(sum(fall**2 for fall in falls))
+    error = math.sqrt(sum(fall**2 for fall in falls))
+    return sum(falls) / error if error else 0.0
+
+
+def has_surely_fallen(before: Sequence[float], after: Sequence[float]) -> bool:
+    """Return whether paired values have fallen by more than `SURE` standard errors."""
+    return measure_fall(before, after) > SURE
 
 
 def win_share(own: Sequence[float], other: Sequence[float]) -> float:
@@ -81,14 +88,15 @@ def win_share(own: Sequence[float], other: Sequence[float]) -> float:
     return fmean((mine > theirs) + (mine == theirs) / 2 for mine in own for theirs in other)
 
 
-def expected_best(scores: Sequence[float], best_of: int) -> float:
-    """Return the mean, over all subsets of `best_of` scores, of the highest in each.
+def expected_best(scores: Sequence[float], best_of: int, values: Sequence[float] | None = None) -> float:
+    """Return the mean, over all subsets of `best_of` scores, of the highest in each, or of its value in `values`.
 
     Unbiased for the best of `best_of` fresh samples. With the scores in order, the i-th is the highest of
     C(i - 1, k - 1) of the C(n, k) subsets.
     """
-    ordered, subsets = sorted(scores), math.comb(len(scores), best_of)
-    return sum(score * (math.comb(place, best_of - 1) / subsets) for place, score in enumerate(ordered))
+    pairs = sorted(zip(scores, scores if values is None else values, strict=True), key=lambda pair: pair[0])
+    subsets = math.comb(len(scores), best_of)
+    return sum(value * (math.comb(place, best_of - 1) / subsets) for place, (_, value) in enumerate(pairs))
 
 
 def best_of_kl(best_of: int) -> float:

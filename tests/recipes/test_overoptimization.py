@@ -8,7 +8,6 @@ import json
 import math
 import sys
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import pytest
@@ -39,14 +38,6 @@ def test_fit_finds_the_curve_that_made_the_numbers(curves: Any, is_sampling: boo
     assert [fit.at(d, is_sampling) for d in distances] == pytest.approx(values)
     noisy = curves.fit(curve._replace(values=[0.3, 1.0, 0.0, 4.0, 1.0]))
     assert noisy.r2 < 0.9
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_value_of_the_best_is_the_mean_over_all_subsets(curves: Any, size: int) -> None:
-    scores, values = [0.3, -1.0, 2.0, 0.9, 1.5], [1.0, 0.0, 0.0, 1.0, 1.0]
-    pairs = list(zip(scores, values))
-    expected = fmean(max(subset)[1] for subset in itertools.combinations(pairs, size))
-    assert curves.expected_of_best(scores, values, size) == pytest.approx(expected)
 
 
 def test_page_shows_quality_and_reward_of_ppo_and_of_the_best_of_n(

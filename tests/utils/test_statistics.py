@@ -81,6 +81,14 @@ def test_the_expected_best_is_the_mean_over_all_subsets(best_of: int) -> None:
     assert expected_best(scores, best_of) == pytest.approx(fmean(map(max, combinations(scores, best_of))))
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_value_of_the_best_is_the_mean_over_all_subsets(size: int) -> None:
+    scores, values = [0.3, -1.0, 2.0, 0.9, 1.5], [1.0, 0.0, 0.0, 1.0, 1.0]
+    pairs = list(zip(scores, values))
+    expected = fmean(max(subset)[1] for subset in combinations(pairs, size))
+    assert expected_best(scores, size, values) == pytest.approx(expected)
+
+
 def test_the_kl_of_the_best_of_n_is_bounded_by_its_closed_form() -> None:
     assert best_of_kl(1) == 0
     assert best_of_kl(16) == pytest.approx(1.835089, abs=1e-6)  # log 16 - 15/16

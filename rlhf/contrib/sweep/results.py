@@ -71,15 +71,11 @@ def collect_results(grid: Grid, folder: SweepDirectory, outcomes: Mapping[str, P
     return results + [PointResult(name, {}, {}, "excluded", reason, {}) for name, reason in grid.excluded.items()]
 
 
-_OPTIONAL = ("ppo judge_reward", "ppo approved_share")
-
-
 def select_columns(grid: Grid, results: Sequence[PointResult]) -> list[str]:
     """Return the columns with numbers: the metrics of the stages, seconds, and peak memory."""
     metrics = [f"{stage} {metric}" for stage in grid.stages for metric in HEADLINES[stage]]
-    recorded = {column for column in metrics if any(result.value(column) is not None for result in results)}
-    columns = [column for column in metrics if column in recorded or column not in _OPTIONAL]
-    return [*columns, "seconds", "peak_memory"]
+    recorded = [column for column in metrics if any(result.value(column) is not None for result in results)]
+    return [*(recorded or metrics), "seconds", "peak_memory"]
 
 
 def to_document(grid: Grid, results: Sequence[PointResult]) -> dict[str, Any]:
