@@ -81,5 +81,9 @@ def test_models_that_rules_keep_are_counted_by_hand(score: Any) -> None:
         "heldout_judge_reward": [9.0, 2.0, 1.0, 3.0, 0.0],
     }
     assert score.CHOICES["`stop: over_optimized`"](result | {"heldout": early}) == 0.8, "the run ends before step 30"
+    ruined = result | {"heldout": heldout | {"heldout_kl": [0.0, 99.0, 99.0, 99.0, 99.0]}}
+    assert score.CHOICES["`stop: over_optimized`"](ruined) == 0.2, (
+        "the last model of the run that ended, as training saves"
+    )
     table = list(score.describe_choices([result]))
     assert table[0] == "| kept | 32 pairs (1 runs) |" and table[3] == "| the last | 10% (regret 88%) |"

@@ -235,8 +235,9 @@ def test_reference_pass_counts_once_or_with_every_step() -> None:
         ({"ppo": {"ppo_epochs": 3}}, (2 + 2 + 2 + 3 * 6, 2 + 2 + 3 * 6)),
         ({"model": {"gradient_checkpointing": True}}, (2 + 2 + 2 + 8, 2 + 2 + 8)),
         ({"ppo": {"estimator": "grpo"}}, (2 + 2 + 2 + 6, 2)),  # the reward model alone
+        ({"ppo": {"judge": "llama-2-7b"}}, (2 + 2 + 2 + 6, 2 + 2 + 6)),  # which only evaluations use
     ],
-    ids=["once", "three epochs", "checkpointing", "no critic"],
+    ids=["once", "three epochs", "checkpointing", "no critic", "judge"],
 )
 def test_operations_of_ppo_are_those_counted_by_hand(settings: dict[str, Any], passes: tuple[int, int]) -> None:
     """For each number and token two operations forward and four backward; models of 7B, with and without the output."""

@@ -56,6 +56,11 @@ def change_weights(folder):
         ),
         ("lora.rank=0", {}, None),
         ("lora.share_base=false", {}, None),
+        (
+            "ppo.judge=j roles.judge.frozen=int8 ppo.estimator=rloo",
+            {"reward": "actor"},
+            "actor, reference and reward share one frozen base",
+        ),
     ],
 )
 def test_reward_trained_on_the_actor_shares_its_base(folders, settings, donors, line):

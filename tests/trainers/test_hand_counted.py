@@ -255,7 +255,7 @@ def test_the_numbers_of_a_ppo_step_are_those_counted_by_hand(build_ppo):
 
 
 @pytest.mark.parametrize(("size", "expected"), [(0.01, 0.09 / math.sqrt(53.75 * 8e-4)), (0.1, None), (0.0, None)])
-def test_direction_of_an_update_is_counted_by_hand(build_ppo, size, expected):
+def test_direction_of_an_update_is_counted_by_hand(build_ppo, accelerator, size, expected):
     """Advantages are [0, .5, .5], [3.5, 4], [5], as above; changes are `size` times [1, -1, 2], [1, 0], [1]."""
     built = build_ppo(ppo_epochs=2, kl_coef=0.5, lam=1.0, whiten_advantages=False, micro_batch_size=2)
     give_scores(built, replace(SCORES, values=torch.zeros(4, 3)))
@@ -263,8 +263,20 @@ def test_direction_of_an_update_is_counted_by_hand(build_ppo, size, expected):
     experience = built.collect(prompts, MetricSums())
     now = experience.log_probs + size * torch.tensor([[1, -1, 2], [1, 0, JUNK], [1, JUNK, JUNK], [JUNK] * 3])
     parts = [cut.select(now, 3) for cut in experience.micro_batches]
-    found = measure_direction(built.context, experience, lambda *_: SimpleNamespace(log_probs=parts.pop(0)))
-    assert found == ({} if expected is None else {"direction": pytest.approx(expected)})
+
+    def measure(context: Any) -> Any:
+        given = iter(parts)
+        return measure_direction(context, experience, lambda *_: SimpleNamespace(log_probs=next(given)))
+
+    assert measure(built.context) == ({} if expected is None else {"direction": pytest.approx(expected)})
+    in_16_bits = replace(built.context, precision=accelerator.precision("bf16"))
+    assert measure(in_16_bits) == {}, "rounding changes all tokens alike"
+
+
+def test_judge_takes_no_part_in_the_operations_of_steps(accelerator, tmp_path):
+    context = stage_context(accelerator, tmp_path, "ppo", {"ppo": {"judge": "j"}})
+    context.models.update(dict.fromkeys(context.placements, llama(4)))
+    assert context.placements.keys() - context.model_flops.keys() == {"judge"}
 
 
 def test_gap_between_drawing_and_scoring_is_counted_by_hand(build_ppo, monkeypatch):

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -347,7 +348,13 @@ def test_sweep_resumes_after_ctrl_c_and_after_a_kill(rlhf: Any, tmp_path: Path) 
     losses = [(record["step"], record["loss"]) for record in alone if "loss" in record]
     curve = read_run(out / "seed2").stages[0].curve("loss")
     assert [*zip(*curve)] == losses and len(losses) > 5
-    assert select_columns(grid, collect_results(grid, folder, {})) == ["sft perplexity", "seconds", "peak_memory"]
+    results = collect_results(grid, folder, {})
+    assert select_columns(grid, results) == ["sft perplexity", "seconds", "peak_memory"]
+    assert select_columns(replace(grid, stages=("sft", "reward")), results) == [
+        "sft perplexity",
+        "seconds",
+        "peak_memory",
+    ]
 
 
 def wait_for_end_of(lock: Path) -> None:
