@@ -109,20 +109,20 @@ def _critic(subject: Subject) -> Outcome | None:
 # --- cheating
 
 
-def _examine_opinion(name: str, key: str, what: str, style: str) -> Callable[[Subject], Outcome | None]:
-    """Return a check that looks if an opinion has fallen while the reward rose; PPO does not optimize it.
+def _compare_with_reward(name: str, key: str, what: str, style: str) -> Callable[[Subject], Outcome | None]:
+    """Return a check: has a held-out number, which PPO does not optimize, fallen while the reward rose?
 
     Args:
-        name: the held-out number, the mean of the rows' `key`.
-        what, style: how it is shown.
+        name: the number, the mean of the rows' `key`.
+        what, style: its name and format in the outcome.
     """
 
     def examine(subject: Subject) -> Outcome | None:
-        opinion, reward = subject.heldout(name), subject.heldout("reward")
-        if len(opinion.steps) < 2:
+        judged, reward = subject.heldout(name), subject.heldout("reward")
+        if len(judged.steps) < 2:
             return None
-        best, last = max(opinion.values), opinion.steps[-1]
-        step = opinion.steps[opinion.values.index(best)]
+        best, last = max(judged.values), judged.steps[-1]
+        step = judged.steps[judged.values.index(best)]
         before, after = reward.at(step), reward.at(last)
         rows = zip(subject.stage.heldout.get(step, []), subject.stage.heldout.get(last, []))
         pairs = [(old[key], new[key]) for old, new in rows if key in old and key in new]
@@ -131,10 +131,10 @@ def _examine_opinion(name: str, key: str, what: str, style: str) -> Callable[[Su
             return Outcome(
                 "look here",
                 f"over-optimized since step {step:,}: reward rose from {before:.2f} to {after:.2f} while {what} fell "
-                f"from {best:{style}} to {opinion.last:{style}}",
+                f"from {best:{style}} to {judged.last:{style}}",
                 step,
             )
-        return Outcome("fine", f"{what} went from {opinion.values[0]:{style}} to {opinion.last:{style}}")
+        return Outcome("fine", f"{what} went from {judged.values[0]:{style}} to {judged.last:{style}}")
 
     return examine
 
@@ -197,7 +197,7 @@ def _best_of_n(subject: Subject) -> Outcome | None:
         f"{fmean(best):.2f} at a KL of at most {best_of_kl(number):.2f}"
     )
     if has_surely_fallen(best, earned):
-        return Outcome("look here", f"{text}: training has wasted KL", stage.final_step)
+        return Outcome("look here", f"{text}: sampling earns more at the same KL", stage.final_step)
     return Outcome("fine", text)
 
 
@@ -336,7 +336,7 @@ CHECKS = (
         "cheating",
         _PPO,
         ("heldout_approved_share",),
-        _examine_opinion("approved_share", "approved", "the share of approved completions", ".0%"),
+        _compare_with_reward("approved_share", "approved", "the share of approved completions", ".0%"),
         _CLOSER,
     ),
     Check(
@@ -344,7 +344,7 @@ CHECKS = (
         "cheating",
         _PPO,
         ("heldout_judge_reward",),
-        _examine_opinion("judge_reward", "judge", "the judge's score", ".2f"),
+        _compare_with_reward("judge_reward", "judge", "the judge's score", ".2f"),
         f"set {{ppo.keep}} to best(judge_reward); or {_CLOSER}",
     ),
     Check("best of n", "cheating", _PPO, ("heldout_kl",), _best_of_n, f"read the samples; train longer, or {_CLOSER}"),

@@ -298,8 +298,8 @@ def record_evaluation(context: StageContext, step: int, result: EvalResult) -> N
     context.warn(step, context.health.judge_evaluation(step, result.numbers), "heldout_warning")
 
 
-_SECOND_OPINIONS = ("approved_share", "judge_reward")
-"""Numbers of an evaluation that PPO does not raise itself, the most reliable first."""
+_NOT_OPTIMIZED = ("approved_share", "judge_reward")
+"""Numbers of an evaluation that judge completions and that PPO does not optimize, the most reliable first."""
 
 
 def _judge_reward(result: EvalResult) -> float:
@@ -378,7 +378,7 @@ class EvaluationSchedule:
         if since is not None:
             best, now = self._results[since].numbers, self._results[total_steps].numbers
             self.context.say(
-                f"{directory.name}: over-optimized since step {since:,}: at step {total_steps:,} reward is "
+                f"{directory.name}: ended at step {total_steps:,}, over-optimized since step {since:,}: reward "
                 f"{best['reward']:.2f} -> {now['reward']:.2f}, the judge's score {best['judge_reward']:.2f} -> "
                 f"{now['judge_reward']:.2f}"
             )
@@ -413,7 +413,7 @@ class EvaluationSchedule:
         """Return what to know about a model that was chosen by the reward that PPO raises; empty if nothing."""
         if self._metric != "reward":
             return ""
-        second = next((name for name in _SECOND_OPINIONS if name in self._results[step].numbers), None)
+        second = next((name for name in _NOT_OPTIMIZED if name in self._results[step].numbers), None)
         if second is None:
             return (
                 "; chosen by the reward alone, which over-optimization raises, too: read its samples, or set ppo.judge"
@@ -422,11 +422,9 @@ class EvaluationSchedule:
         best, here = max(values, key=values.__getitem__), values[step]
         if values[best] <= here:
             return ""
-        what = second.replace("_", " ")
-        return (
-            f"; by {what} that of step {best:,} is better: {format_value(second, values[best])} instead of "
-            f"{format_value(second, here)} (ppo.keep=best({second}))"
-        )
+        better, worse = format_value(second, values[best]), format_value(second, here)
+        name = second.replace("_", " ")
+        return f"; that of step {best:,} has a higher {name}, {better} instead of {worse} (ppo.keep=best({second}))"
 
     def _move_model(self, folder: Path) -> None:
         """Move the files of `folder` to the stage's folder: all, or those that a killed process has not moved."""

@@ -138,7 +138,7 @@ def test_best_reward_is_not_that_of_a_policy_that_left_its_reference(accelerator
     [
         (
             [0.4, 0.9, 0.5],
-            "by approved share that of step 1 is better: 90.0% instead of 50.0% (ppo.keep=best(approved_share))",
+            "that of step 1 has a higher approved share, 90.0% instead of 50.0% (ppo.keep=best(approved_share))",
         ),
         ([0.9, 0.4, 0.5], ""),  # that before training is no choice
         ([None] * 3, "by the reward alone"),
@@ -209,7 +209,8 @@ def test_training_ends_where_the_judge_surely_falls_while_reward_rises(accelerat
     assert taken == [1, 2, 3, 4] and summary["steps"] == 4 and summary["over_optimized_since"] == 2
     assert summary["kept"] == {"step": 2, "metric": "judge_reward", "value": 3.0}
     said = capsys.readouterr().out
-    assert "over-optimized since step 2: at step 4 reward is 2.00 -> 4.00, the judge's score 3.00 -> 2.00" in said
+    line = "ended at step 4, over-optimized since step 2: reward 2.00 -> 4.00, the judge's score 3.00 -> 2.00"
+    assert f"ppo: {line}" in said
     assert RunDirectory(tmp_path).stage("ppo").latest_checkpoint.name == "step-00000004"
     rewards = measured(tmp_path, "heldout_reward", "ppo")
     assert rewards == {step: float(step) for step in range(5)}, "an evaluation is missing or recorded twice"

@@ -1,4 +1,4 @@
-"""Checks of PPO's first step, by other paths than those of training: rewards of rows, and the sense of the update."""
+"""Checks of PPO's first step: its rewards are those of their rows, and its updates go where the advantages point."""
 
 from __future__ import annotations
 

@@ -214,13 +214,13 @@ class PPOTrainer:
             show_samples(self.context, self.tokenizer, self.experience, index + 1)
         return metrics
 
-    def _check_first_step(self, by_settings: bool) -> Metrics:
-        """Check the rewards of the latest rollout, if the settings' model gave them, and the sense of its updates."""
+    def _check_first_step(self, has_own_reward: bool) -> Metrics:
+        """Measure the direction of the first rollout's updates and, if the settings gave its rewards, their gap."""
         assert self.experience
         with self.context.phases.running("scoring"):
             self.actor.engine.eval()
             checks = measure_direction(self.context, self.experience, self.score_policy)
-            if by_settings:
+            if has_own_reward:
                 checks |= rescore_rows(self.context, self.reward, self.experience, self.micro_batcher.size)
         return checks
 
