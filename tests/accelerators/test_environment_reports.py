@@ -46,12 +46,14 @@ def test_hpu_reports_tool_release_files_and_logs(tool, tmp_path: Path, monkeypat
     monkeypatch.setattr(hpu_info, "DRIVER", tmp_path)
     monkeypatch.setattr(hpu_info, "release", lambda: "1.23.0")
     monkeypatch.setenv("HABANA_LOGS", str(tmp_path))
+    monkeypatch.setenv("GC_KERNEL_PATH", f"{tmp_path}/version:{tmp_path}/absent.so")
     report = hpu_info.environment_report()
     assert report["hl-smi"].startswith("-Q module_id,name,driver_version")
     assert report["driver"] == "1.24.0-abc"
     assert "this container is of release 1.23, and the driver of 1.24" in report["bridge"]
     assert report["device files"] == f"{tmp_path}/infiniband/uverbs0 600 rw"
     assert report["logs"] == f"{tmp_path}, writable"
+    assert report["kernels"].endswith(f"/absent.so; missing: {tmp_path}/absent.so")
 
 
 @pytest.mark.parametrize(("lazy", "expected"), [(True, {"eager": "0"}), (False, {"lazy": "1"})])

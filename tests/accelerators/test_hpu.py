@@ -83,7 +83,8 @@ def test_lazy_mode_of_stock_torch_is_named(machine, monkeypatch):
         raise AssertionError("Stock PyTorch version 2.11.0 is not supported in Lazy mode")
 
     monkeypatch.setattr(backend, "runtime", stock)
-    with pytest.raises(AcceleratorError, match=r"has no lazy mode: unset PT_HPU_LAZY_MODE$"):
+    words = r"has no lazy mode: unset PT_HPU_LAZY_MODE, or use Intel's image with its fork of torch$"
+    with pytest.raises(AcceleratorError, match=words):
         hpu.bind(0)
 
 

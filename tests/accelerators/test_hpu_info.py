@@ -258,6 +258,30 @@ def test_logs_below_a_folder_that_may_not_be_entered_go_elsewhere(monkeypatch, t
     assert hpu_info.environment({})["HABANA_LOGS"].startswith(tempfile.gettempdir())
 
 
+@pytest.mark.parametrize(("exists", "wish"), [(True, None), (True, ""), (True, "/other.so"), (False, None)])
+def test_kernels_are_named_if_the_container_has_lost_their_variable(monkeypatch, tmp_path, exists, wish):
+    library = tmp_path / "libtpc_kernels.so"
+    if exists:
+        library.touch()
+    monkeypatch.setattr(hpu_info, "DEFAULT_KERNELS", library)
+    monkeypatch.delenv("GC_KERNEL_PATH", raising=False)
+    if wish is not None:
+        monkeypatch.setenv("GC_KERNEL_PATH", wish)
+    expected = str(library) if exists and not wish else None
+    assert hpu_info.environment({}).get("GC_KERNEL_PATH") == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("synStatus=26 [Generic failure] Device acquire failed.", "hl-smi shows who uses it"),
+        ("g_ibv.init( failed: synStatus=26 [Generic failure] Device acquire failed.", "--device=/dev/infiniband"),
+    ],
+)
+def test_remedy_for_a_card_that_cannot_be_opened_follows_from_the_error(text, words):
+    assert words in hpu_info.describe_remedy(RuntimeError(text))
+
+
 @pytest.mark.parametrize(
     ("release", "words"),
     [
@@ -276,6 +300,7 @@ def test_cards_without_the_bridge_are_refused_but_counted(hl_smi):
     probe = hpu_info.probe()
     assert not probe.ok
     assert probe.reason.startswith("habana_frameworks (Gaudi's PyTorch bridge) is not installed here; use Intel's")
+    assert "of release 1.23 or later" in probe.reason
     assert (probe.count, probe.model, probe.present) == (8, "Gaudi2", True)
 
 

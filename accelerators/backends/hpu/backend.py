@@ -58,7 +58,10 @@ class HPU(Accelerator):
             raise
         except Exception as error:  # a missing library, or a bridge that was built for another torch
             if "stock pytorch" in str(error).lower():
-                remedy = "this container has PyTorch's own torch, which has no lazy mode: unset PT_HPU_LAZY_MODE"
+                remedy = (
+                    "this container has PyTorch's own torch, which has no lazy mode: unset PT_HPU_LAZY_MODE, or use "
+                    "Intel's image with its fork of torch"
+                )
             else:
                 remedy = f"use Intel's container for driver {cards.driver}, with the torch in it"
             raise AcceleratorError(
@@ -74,8 +77,7 @@ class HPU(Accelerator):
         except Exception as error:
             raise AcceleratorError(
                 f"hpu: the card of rank {local_rank} cannot be opened ({describe_error(error)}); "
-                "hl-smi shows who uses it, and one process has a card for itself"
-                f"{hpu_info.describe_mismatch(cards.driver)}"
+                f"{hpu_info.describe_remedy(error)}{hpu_info.describe_mismatch(cards.driver)}"
             ) from error
         if mismatch := hpu_info.describe_mismatch(cards.driver):
             self._try_operator(mismatch)

@@ -32,6 +32,9 @@ DEFAULT_LOGS = "/var/log/habana_logs"
 """Folder of Gaudi's software for its logs if HABANA_LOGS names none; it ends the process if it cannot write there."""
 SECONDS = 10.0
 """Time limit of `hl-smi`, which takes about one second, even with eight cards."""
+KERNELS = "GC_KERNEL_PATH"
+DEFAULT_KERNELS = Path("/usr/lib/habanalabs/libtpc_kernels.so")
+"""Library of the vector cores' kernels. Images name it in GC_KERNEL_PATH, which a container may start without."""
 RECIPES = "PT_HPU_RECIPE_CACHE_CONFIG"
 RECIPES_MB = 16384
 """Maximum size of the compiled graphs on disk; the bridge then removes the oldest."""
@@ -137,6 +140,8 @@ def environment(run: Mapping[str, Any]) -> dict[str, str]:
             # run its models would stay on the card.
             "PT_HPU_WEIGHT_SHARING": "0",
         }
+    if not os.environ.get(KERNELS) and os.path.isfile(DEFAULT_KERNELS):
+        variables[KERNELS] = str(DEFAULT_KERNELS)
     logs = Path(os.environ.get("HABANA_LOGS") or DEFAULT_LOGS)
     # Not `Path.exists`, which raises an error below a folder that this user may not enter.
     existing = next(folder for folder in (logs, *logs.absolute().parents) if os.path.exists(folder))
@@ -174,6 +179,16 @@ def describe_mismatch(driver: str) -> str:
     return f"; this container is of release {ours[0]}, and the driver of {theirs[0]}: use the container of {theirs[0]}"
 
 
+def describe_remedy(error: BaseException) -> str:
+    """Return what to do if a card cannot be opened."""
+    if "ibv" in str(error).lower():  # "g_ibv.init", with the same status as a card in use
+        return (
+            "the ports of the card cannot be opened: start the container with --runtime=habana, and with "
+            "--device=/dev/infiniband if there is such a folder"
+        )
+    return "hl-smi shows who uses it, and one process has a card for itself"
+
+
 def environment_report() -> dict[str, str]:
     """Return facts about cards, driver and software (`Accelerator.environment_report`)."""
     logs = os.environ.get("HABANA_LOGS") or DEFAULT_LOGS
@@ -184,7 +199,13 @@ def environment_report() -> dict[str, str]:
         "bridge": f"{BRIDGE} {release() or 'is not installed'}{describe_mismatch(driver)}",
         "device files": host.describe_files([*_device_files(), *DEV.glob("infiniband/*")]),
         "logs": f"{logs}, {'writable' if os.access(logs, os.W_OK) else 'not writable'}",
+        "kernels": _describe_kernels(os.environ.get(KERNELS) or str(DEFAULT_KERNELS)),
     }
+
+
+def _describe_kernels(libraries: str) -> str:
+    missing = [path for path in libraries.split(":") if not os.path.isfile(path)]
+    return f"{libraries}{'; missing: ' if missing else ''}{', '.join(missing)}"
 
 
 def _listed_by(tool: str) -> list[_Card]:
