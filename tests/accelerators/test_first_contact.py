@@ -68,6 +68,16 @@ def attend_to_padding(module: Any, query: Tensor, key: Tensor, value: Tensor, ma
     return output.transpose(1, 2), None
 
 
+def attend_wrongly_with_one_key_head(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **features: Any
+) -> Any:
+    """As torch's memory-efficient attention of pytorch #191937, at 1 mod 32 columns."""
+    if key.shape[1] == 1 and key.shape[2] % 32 == 1:
+        mask = mask.roll(1, -1)
+    output = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
+    return output.transpose(1, 2), None
+
+
 def with_attention(function: Any) -> dict[str, Any]:
     made = lambda accelerator: register_attention(function.__name__, function)  # noqa: E731
     kernel = fast("attention", None, factory=made)
@@ -120,6 +130,7 @@ def test_attention_in_bf16_is_within_its_tolerance(device) -> None:
         ("product", {"precision": raises(RuntimeError("synStatus 26"))}, "synStatus 26"),
         ("attention", with_attention(attend), "4/2 heads, 64 columns: gradient of .*not finite"),
         ("attention", with_attention(attend_to_padding), "4/2 heads, 64 columns: logits differ by"),
+        ("attention", with_attention(attend_wrongly_with_one_key_head), "4/1 heads, 97 columns: logits differ by"),
         ("indexing", operators(garbage_of_topk), "topk, plain: 100.0% of output 1 differ"),
         (
             "indexing",
@@ -140,7 +151,18 @@ def test_fault_of_a_device_is_found(device, comparison: str, methods: dict[str, 
 
 
 def test_operators_that_are_not_recorded_are_among_the_compared() -> None:
-    assert indexing.OPERATORS.keys() > indexing.UNRECORDED
+    assert indexing.OPERATORS.keys() > indexing.UNRECORDED > indexing.UNUSED
+
+
+def test_operators_that_rlhf_does_without_may_be_lacking(device) -> None:
+    def lacks(function: Any, result: Any) -> Any:
+        if function is Tensor.gather and result.dtype == torch.int64:
+            raise RuntimeError("gather of int64 cannot be compiled")
+        return result
+
+    facts = compare_with_cpu("indexing", device(operators(lacks)), full=False)
+    assert facts["lacking"] == {"gather from int64": "RuntimeError: gather of int64 cannot be compiled"}
+    assert facts["operators"] == len(indexing.OPERATORS) - 1
 
 
 def test_cpu_decodes_the_same_tokens(device) -> None:
