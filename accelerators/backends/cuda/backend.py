@@ -218,7 +218,7 @@ def _sdpa_cudnn(accelerator: Accelerator) -> Support:
     return Support(
         True,
         "it can be faster, but had NaN gradients of padded rows for some lengths (pytorch #196678) and wrong outputs "
-        "on B200 (pytorch #193893)",
+        "on B200 (pytorch #193893); cuDNN 9.13 cannot be recorded beyond 1,024 columns (TransformerEngine #2344)",
     )
 
 
