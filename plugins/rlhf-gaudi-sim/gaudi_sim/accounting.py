@@ -107,7 +107,7 @@ _accounts: Accounts | None = None
 
 def is_lazy() -> bool:
     """Whether the simulated bridge collects operators until a step boundary; like Gaudi's own, it does if asked to."""
-    return os.environ.get(LAZY_VARIABLE, "0") != "0"
+    return os.environ.get(LAZY_VARIABLE, "0") not in ("", "0")
 
 
 def is_strict() -> bool:

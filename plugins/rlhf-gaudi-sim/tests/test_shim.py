@@ -219,6 +219,13 @@ assert event["difference"] == "input 0 is [3] float32, was [2] float32", event
 """
 
 
+@pytest.mark.parametrize("variable", [None, "", "0", "1"])
+def test_mode_is_eager_unless_lazy_is_asked_for(python: Run, variable: str | None) -> None:
+    change = "del os.environ[name]" if variable is None else f"os.environ[name] = {variable!r}"
+    code = f"import os; name = 'PT_HPU_LAZY_MODE'; {change}; from gaudi_sim.accounting import is_lazy; print(is_lazy())"
+    assert python("-c", code).stdout.strip() == str(variable == "1")
+
+
 def test_eager_mode_counts_the_graphs_of_torch_compile(python: Run) -> None:
     done = python("-c", EAGER, fresh=True, eager=True)
     assert done.returncode == 0, done.stderr
