@@ -6,6 +6,8 @@ import importlib.util
 import itertools
 import json
 import math
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,17 @@ import pytest
 
 from rlhf.data.toy_world import generate_records
 from tests.diagnosis.records import write_run
+from tests.recipes import toys
+
+SHORT_RLHF = """#!/bin/sh
+echo "$*" >> "$CALLS"
+case $1 in
+sft | reward) set -- "$@" --set "$1.max_steps=2" --set "$1.eval_rows=4" ;;
+ppo) set -- "$@" --set ppo.steps=10 --set ppo.batch_size=4 --set ppo.minibatch_size=4 --set ppo.eval_rows=4 ;;
+compare) set -- "$@" --limit 2 ;;
+esac
+exec python -m rlhf "$@"
+"""
 
 
 @pytest.fixture(scope="module")
@@ -65,3 +78,25 @@ def test_page_shows_quality_and_reward_of_ppo_and_of_the_best_of_n(
     page = (tmp_path / "overoptimization.html").read_text()
     assert page.count("<svg") == 2 and "PPO, kl-0.1 step 10: √KL, nats per sequence 2, " in page
     assert "http" not in page.replace("http://www.w3.org", "")
+
+
+@pytest.mark.slow
+def test_its_script_trains_each_run_once_and_draws_the_page(tmp_path: Path) -> None:
+    """The script's own commands, with fewer steps and rows; a second call trains nothing."""
+    command = tmp_path / "rlhf"
+    command.write_text(SHORT_RLHF)
+    command.chmod(0o755)
+    calls, folder = tmp_path / "calls", tmp_path / "runs"
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    for _ in range(2):
+        done = subprocess.run(
+            ["bash", str(toys.EXAMPLES / "overoptimization/run.sh"), str(folder)],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"PATH": path, "CALLS": str(calls)},
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("| best of n |") == 2
+        stages = [line.split()[0] for line in calls.read_text().splitlines()]
+        assert stages == ["sft", "reward", "reward", "ppo", "ppo", "ppo", "compare"]
+    assert (folder / "overoptimization.html").read_text().count("<svg") == 2
