@@ -8,8 +8,11 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -32,13 +35,17 @@ TRAINING = (
 )
 """Numbers of each step that are kept, if they were recorded."""
 
+_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # a model that several runs need is trained once
+
 
 def main() -> None:
-    """Train the requested runs, one after the other."""
+    """Train the requested runs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="runs to train again; default: all without results")
     parser.add_argument("--list", action="store_true", help="list the runs")
-    parser.add_argument("--part", default="1/1", metavar="K/N", help="train only every N-th of them, from the K-th on")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each on one core; default: 1")
+    parser.add_argument("--keep", action="store_true", help="keep the runs' folders, in runs/truth, with their reports")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after this time")
     options = parser.parse_args()
     runs = list_runs()
     if options.list:
@@ -48,11 +55,16 @@ def main() -> None:
     if unknown := set(options.names) - {run.name for run in runs}:
         parser.error(f"no run {', '.join(sorted(unknown))}; --list shows them")
     chosen = [run for run in runs if (run.name in options.names if options.names else not result_file(run).is_file())]
-    first, parts = map(int, options.part.split("/"))
-    for number, run in enumerate(chosen[first - 1 :: parts], 1):
-        started = time.time()
-        train(run)
-        print(f"{number:3} {run.name}: {time.time() - started:.0f} s", flush=True)
+    end = time.time() + options.seconds
+
+    def train_in_time(run: Run) -> None:
+        if (started := time.time()) < end:
+            train(run, keep=options.keep)
+            print(f"{run.name}: {time.time() - started:.0f} s", flush=True)
+
+    with ThreadPoolExecutor(options.jobs) as threads:
+        for _ in threads.map(train_in_time, chosen):
+            pass
 
 
 def result_file(run: Run) -> Path:
@@ -95,22 +107,30 @@ def describe_pairs(count: int) -> str:
     return f"{{path: world, limit: {count * 20 // 19}, stages: [reward]}}"  # a twentieth is held out
 
 
+def train_stage(stage: str, options: Sequence[str], settings: Mapping[str, Any]) -> None:
+    """Train one stage on a core of the CPU by rlhf's command.
+
+    Raises:
+        SystemExit: the command fails; the message is its own.
+    """
+    keys = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhf", stage, *options, "--accelerator", "cpu", "--overwrite", "--trust", *keys],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        sys.exit(f"{stage} {' '.join([*options, *keys])}: {done.stderr.strip()}")
+
+
 def _train_stage(name: str, stage: str, seed: int, settings: dict[str, Any]) -> Path:
     """Train one stage, unless its folder is complete, and return its model."""
     folder = WORK / name
-    if not (folder / stage / "stage.json").is_file():
-        keys = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-        command = [sys.executable, "-m", "rlhf", stage, "--output", str(folder), "--seed", str(seed), "--overwrite"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        done = subprocess.run(
-            [*command, "--accelerator", "cpu", "--precision", "fp32", "--trust", *keys],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode:
-            sys.exit(f"{name}: {done.stderr.strip()}")
+    with _locks[name]:
+        if not (folder / stage / "stage.json").is_file():
+            train_stage(stage, ["--output", str(folder), "--seed", str(seed), "--precision", "fp32"], settings)
     return folder / stage / "model"
 
 
