@@ -14,7 +14,7 @@ from typing import Any
 
 from rlhf.diagnosis.checks import PRICE_FALL, find_kl_price
 from rlhf.diagnosis.records import Curve
-from rlhf.utils.statistics import SURE
+from rlhf.utils.statistics import SIGNIFICANT
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ PUBLISHED = {
     "clip share": 0.3,
     "explained variance": 0.0,
     "price of KL": PRICE_FALL,
-    "judge": SURE,
+    "judge": SIGNIFICANT,
 }
 """The limits that their sources state, and ours."""
 

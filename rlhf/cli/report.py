@@ -112,7 +112,7 @@ def runs(
     as_json: AsJSON = False,
     as_tsv: AsTSV = False,
 ) -> None:
-    """List the runs in a folder, newest first: state, stages, verdict, and the main numbers.
+    """List the runs in a folder, newest first: state, last stage, verdict, and the reason for it.
 
     [bold]rlhf runs[/]
     """
@@ -129,6 +129,7 @@ def runs(
 
 def _describe_run(path: Path) -> dict[str, Any]:
     """Return a run's entry of the list; `age` is the time since its newest record in seconds."""
+    from rlhf.diagnosis.findings import SEVERITY
     from rlhf.diagnosis.records import read_run
     from rlhf.report.contents import examine_run
 
@@ -138,13 +139,14 @@ def _describe_run(path: Path) -> dict[str, Any]:
     except USER_ERRORS as error:
         return {**nothing, "note": str(error).removeprefix(f"{path}: "), "age": float(2**53)}
     last, records = item.stages[-1], item.records
+    worst = max(item.stages, key=lambda stage: SEVERITY[stage.state])
     return {
         "run": str(path),
         "state": records.state,
         "stage": last.records.name,
         "step": last.records.step,
         "verdict": item.state,
-        "note": last.sentence,
+        "note": last.sentence if worst.state in ("fine", "cannot tell") else worst.sentence,
         "age": round(last.records.age, 1),
     }
 

@@ -111,8 +111,8 @@ class PPOConfig(TrainingConfig):
     )
     stop: Literal["never", "over_optimized"] = Field(
         "never",
-        description="over_optimized: end training at the first evaluation at which the judge's score has surely fallen "
-        "since an earlier one while the reward has risen; needs ppo.judge and keep=best(judge_reward)",
+        description="over_optimized: end training at the first evaluation at which the judge's score has fallen "
+        "significantly since an earlier one while the reward has risen; needs ppo.judge and keep=best(judge_reward)",
     )
     reward_weight: float = Field(
         1.0, ge=0, description="weight of the reward model's score; 0: no reward model is loaded or needed"

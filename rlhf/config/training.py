@@ -67,7 +67,9 @@ class TrainingConfig(ConfigModel):
         description="model to save: last, or best(METRIC), the one with the best evaluation during training. Ruined "
         "models do not count, such as those with a KL above 1 nat per token (docs/reading-a-run.md)",
     )
-    log_every: int = Field(1, ge=1, description="steps between records in metrics.jsonl and TensorBoard")
+    log_every: int = Field(
+        1, ge=1, description="steps between records in metrics.jsonl and TensorBoard, after that of the first step"
+    )
     checkpoint_every: int = Field(
         100, ge=0, description="steps between checkpoints; 0: only when interrupted and after the last step"
     )

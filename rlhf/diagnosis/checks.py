@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from rlhf.config.schema import EVERY_STAGE, Stage
 from rlhf.diagnosis.plumbing import PLUMBING
-from rlhf.diagnosis.records import Curve
+from rlhf.diagnosis.records import Curve, RunRecords
 from rlhf.diagnosis.subject import Check, Outcome, Subject, tail
-from rlhf.utils.statistics import best_of_at, best_of_kl, estimate, expected_best, has_surely_fallen, wilson
+from rlhf.utils.statistics import best_of_at, best_of_kl, estimate, expected_best, has_fallen_significantly, wilson
 from rlhf.utils.units import format_number
 
 _FIRST_NATS = 0.3  # KL per sequence from which its first price is measured
@@ -90,7 +90,7 @@ def _reward(subject: Subject) -> Outcome | None:
         return Outcome("fine" if last > curve.values[0] else "look here", f"{text} (no interval: too few prompts)")
     text += f" (gain {gain.mean:.2f}, 95 % interval {gain.interval.low:.2f} to {gain.interval.high:.2f})"
     if gain.interval.low <= 0:
-        return Outcome("look here", f"{text}: no sure gain", stage.final_step)
+        return Outcome("look here", f"{text}: no significant gain", stage.final_step)
     return Outcome("fine", text)
 
 
@@ -126,8 +126,8 @@ def _compare_with_reward(name: str, key: str, what: str, style: str) -> Callable
         before, after = reward.at(step), reward.at(last)
         rows = zip(subject.stage.heldout.get(step, []), subject.stage.heldout.get(last, []))
         pairs = [(old[key], new[key]) for old, new in rows if key in old and key in new]
-        is_sure = pairs and has_surely_fallen(*zip(*pairs))
-        if is_sure and before is not None and after is not None and after > before:
+        has_fallen = pairs and has_fallen_significantly(*zip(*pairs))
+        if has_fallen and before is not None and after is not None and after > before:
             return Outcome(
                 "look here",
                 f"over-optimized since step {step:,}: reward rose from {before:.2f} to {after:.2f} while {what} fell "
@@ -140,7 +140,7 @@ def _compare_with_reward(name: str, key: str, what: str, style: str) -> Callable
 
 
 class KLPrice(NamedTuple):
-    """The reward that a nat of KL bought: at most at first, and late, from the evaluation of `step` on."""
+    """Reward per nat of KL: the best early price, and the late one, from `step` on."""
 
     early: float
     late: float
@@ -148,7 +148,7 @@ class KLPrice(NamedTuple):
 
 
 def find_kl_price(kl: Curve, reward: Curve, length: float) -> KLPrice | None:
-    """Return the price of KL on held-out prompts; None if KL does not run away, so that there is no late price.
+    """Return the price of KL on held-out prompts; None if KL has settled, so that there is no late price.
 
     Args:
         kl, reward: held-out numbers at the same evaluations; KL in nats per sequence.
@@ -157,9 +157,12 @@ def find_kl_price(kl: Curve, reward: Curve, length: float) -> KLPrice | None:
     rewards = dict(zip(*reward))
     points = [(step, nats, rewards[step]) for step, nats in zip(*kl) if step in rewards]
     (_, _, start), (_, final_nats, final_reward) = points[0], points[-1]
-    early = max(((gained - start) / nats for _, nats, gained in points if nats > _FIRST_NATS), default=0.0)
+    least_growth = max(_LATE_NATS, _LATE_TOKEN_NATS * length)
+    if final_nats <= least_growth:
+        return None
+    early = max((gained - start) / nats for _, nats, gained in points if nats > _FIRST_NATS)
     half, half_nats, half_reward = next(point for point in points if point[1] >= final_nats / 2)
-    if early <= 0 or final_nats - half_nats <= max(_LATE_NATS, _LATE_TOKEN_NATS * length):
+    if final_nats - half_nats <= least_growth:
         return None
     return KLPrice(early, (final_reward - half_reward) / (final_nats - half_nats), half)
 
@@ -170,9 +173,12 @@ def _kl_price(subject: Subject) -> Outcome | None:
         return None
     price = find_kl_price(kl, subject.heldout("reward"), lengths.last if lengths else 0.0)
     if price is None:
-        return Outcome("fine", f"KL does not run away: {kl.last:.2f} nats per sequence")
+        return Outcome("fine", f"KL has settled: {kl.last:.2f} nats per sequence")
+    if price.early <= 0:
+        text = f"KL is {kl.last:.2f} nats per sequence, and still grows, although it has bought no reward"
+        return Outcome("look here", text, price.step)
     late = f"{price.late:.2f} from step {price.step:,} on"
-    text = f"a nat of KL bought up to {price.early:.2f} of reward at first, and {late}"
+    text = f"a nat of KL bought up to {price.early:.2f} of reward, and {late}"
     if price.late < price.early / PRICE_FALL:
         return Outcome("look here", f"{text}: the policy still moves away, for hardly any reward", price.step)
     return Outcome("fine", text)
@@ -196,7 +202,7 @@ def _best_of_n(subject: Subject) -> Outcome | None:
         f"at KL {kl:.2f} the reward is {fmean(earned):.2f}; the best of {number} completions before training earns "
         f"{fmean(best):.2f} at a KL of at most {best_of_kl(number):.2f}"
     )
-    if has_surely_fallen(best, earned):
+    if has_fallen_significantly(best, earned):
         return Outcome("look here", f"{text}: sampling earns more at the same KL", stage.final_step)
     return Outcome("fine", text)
 
@@ -224,15 +230,23 @@ def _slope(x: Sequence[float], y: Sequence[float]) -> float | None:
     return sum((value - center) * (other - level) for value, other in zip(x, y)) / spread if spread else None
 
 
+def find_validated_scores(run: RunRecords) -> list[float]:
+    """Return the scores of the pairs on which the reward model was validated, as PPO weighs them.
+
+    They are empty if PPO's rewards are not the scores of the run's own reward model.
+    """
+    stage, settings = run.stage("reward"), run.config.ppo
+    if not stage or settings.reward_model or settings.reward_functions:
+        return []
+    pairs = _with_numbers(stage.final_rows, "chosen", "rejected")
+    return [settings.reward_weight * pair[reply] for pair in pairs for reply in ("chosen", "rejected")]
+
+
 def _score_range(subject: Subject) -> Outcome | None:
-    reward_stage, settings = subject.run.stage("reward"), subject.config.ppo
-    if not reward_stage or settings.reward_model or settings.reward_functions:
-        return None  # the scores are not those of this run's reward model
-    pairs = _with_numbers(reward_stage.final_rows, "chosen", "rejected")
+    scores = find_validated_scores(subject.run)
     rows = _with_numbers(subject.stage.final_rows, "reward")
-    if min(len(pairs), len(rows)) < _MIN_ROWS:
+    if min(len(scores) // 2, len(rows)) < _MIN_ROWS:
         return None
-    scores = [settings.reward_weight * pair[reply] for pair in pairs for reply in ("chosen", "rejected")]
     bounds = quantiles(scores, n=100)
     outside = fmean(not bounds[0] <= row["reward"] <= bounds[-1] for row in rows)
     text = (

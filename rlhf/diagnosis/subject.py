@@ -44,7 +44,7 @@ class Subject(NamedTuple):
         return Curve(steps[:count], values[:count])
 
     def final(self, name: str) -> float:
-        """Return a held-out number, which is recorded, of the model that the stage saves."""
+        """Return a recorded held-out number of the model that the stage saves."""
         value = self.stage.final(name)
         assert value is not None
         return value

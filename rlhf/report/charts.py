@@ -109,7 +109,7 @@ class Point(NamedTuple):
 def plane(title: str, paths: Sequence[tuple[str, int, Sequence[Point]]], x_title: str, y_title: str) -> str:
     """Return paths in the plane as SVG: each has a label, a colour and its points in order.
 
-    Points with a label are dots. The ends of a path are labelled, unless it has company: labels would overlap.
+    Points with a label are dots. The ends of a path are labelled only if it is the only one: labels would overlap.
     """
     points = [point for _, _, path in paths for point in path]
     x = _Axis.of([point.x for point in points], _LEFT, _WIDTH - _RIGHT - 12)
@@ -210,15 +210,21 @@ class _Axis(NamedTuple):
     def ticks(self, most: int) -> Iterator[tuple[float, float]]:
         """Yield (value, pixel) of at most `most` round numbers."""
         if self.is_log:
-            first, last = math.ceil(self.low), math.floor(self.high)
-            every = max(1, -(-(last - first + 1) // most))
-            numbers: Iterable[float] = (10.0**power for power in range(first, last + 1, every))
+            powers = range(math.ceil(self.low), math.floor(self.high) + 1)
+            numbers: Iterable[float] = (10.0**power for power in powers[:: max(1, -(-len(powers) // most))])
+            if len(powers) < 2:
+                numbers = _round_numbers(10**self.low, 10**self.high, most)
         else:
-            step = _round_step((self.high - self.low) / most)
-            first = math.ceil(self.low / step - 1e-9)
-            numbers = (count * step for count in range(first, math.floor(self.high / step + 1e-9) + 1))
+            numbers = _round_numbers(self.low, self.high, most)
         for number in numbers:
             yield number, self(number)
+
+
+def _round_numbers(low: float, high: float, most: int) -> Iterator[float]:
+    """Yield at most about `most` equally spaced round numbers from `low` to `high`."""
+    step = _round_step((high - low) / most)
+    for count in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1):
+        yield count * step
 
 
 def _round_step(step: float) -> float:

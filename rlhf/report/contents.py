@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from rlhf.config.schema import EVERY_STAGE, Stage
+from rlhf.diagnosis.checks import find_validated_scores
 from rlhf.diagnosis.findings import SEVERITY, Finding, examine_stage, summarize_stage, worst
 from rlhf.diagnosis.records import Curve, RunRecords, StageRecords, read_run
 from rlhf.diagnosis.subject import State
@@ -271,8 +272,12 @@ def _draw_tradeoff(reports: Sequence[RunReport]) -> Iterator[dict[str, Any]]:
     paths = []
     for report in reports:
         if stage := report.records.stage("ppo"):
-            kl, reward = stage.curve("heldout_kl"), stage.curve("heldout_reward")
-            points = [Point(x, y, f"step {step:,}") for step, x, y in zip(kl.steps, kl.values, reward.values)]
+            rewards = dict(zip(*stage.curve("heldout_reward")))
+            points = [
+                Point(nats, rewards[step], f"step {step:,}")
+                for step, nats in zip(*stage.curve("heldout_kl"))
+                if step in rewards
+            ]
             if len(points) > 1:
                 paths.append((report.records.name, report.color, points))
             if frontier := _best_of_n(stage):
@@ -300,13 +305,11 @@ def _best_of_n(stage: StageRecords) -> list[Point]:
 
 def _draw_scores(report: RunReport) -> Iterator[dict[str, Any]]:
     """Yield the scores of completions and those of the pairs on which the reward model was validated."""
-    reward_stage, ppo = report.records.stage("reward"), report.records.stage("ppo")
-    if not (reward_stage and ppo and reward_stage.final_rows and ppo.first_rows and ppo.final_rows):
+    validated, ppo = find_validated_scores(report.records), report.records.stage("ppo")
+    if not (validated and ppo and ppo.first_rows and ppo.final_rows):
         return
     scores = {
-        ("pairs that validated the reward model", 7): [
-            row[reply] for row in reward_stage.final_rows for reply in ("chosen", "rejected")
-        ],
+        ("pairs that validated the reward model", _GREY): validated,
         ("completions before PPO", 0): [row["reward"] for row in ppo.first_rows],
         ("completions at the end", 1): [row["reward"] for row in ppo.final_rows],
     }
@@ -346,9 +349,8 @@ def cost_tables(reports: Sequence[RunReport]) -> list[Cost]:
             rows += [("set-up", format_seconds(summary["set_up_seconds"]))] if "set_up_seconds" in summary else []
             rows += [("peak memory", format_bytes(peak))] if peak else []
             if planned := summary.get("planned_memory"):
-                reserve = summary.get(
-                    "planned_reserve", 0
-                )  # in which libraries keep workspaces, so no exact peak exists
+                # Libraries keep workspaces in the reserve, so no exact peak exists.
+                reserve = summary.get("planned_reserve", 0)
                 expected = min(max(peak, planned), planned + reserve)
                 share = f" ({peak / expected - 1:+.0%})" if peak and (peak != expected or not reserve) else ""
                 runtime = f", plus {format_bytes(reserve)} for the device's runtime" if reserve else ""

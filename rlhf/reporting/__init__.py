@@ -1,1 +1,1 @@
-"""Reports of a run: progress while it runs, permanent records, and a table at its end."""
+"""Records of a run: progress while it runs, permanent records, and a table at its end."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -77,7 +78,7 @@ class HealthMonitor:
 
 
 def _find(reading: Reading, when: When) -> Iterator[tuple[Rule, str]]:
-    """Yield the rules that hold, with the state that each describes."""
+    """Yield the rules that fire, with the state that each describes."""
     for rule in RULES:
         known = all(name in reading.now and name in reading.first for name in rule.needs)
         if reading.stage in rule.stages and when in rule.when and known and (state := rule.describe(reading)):
@@ -95,9 +96,7 @@ def fill_keys(remedy: str, config: Config, stage: Stage) -> str:
         section, _, name = key.rpartition(".")
         if name == "epochs" and getattr(config, section).max_steps:
             key = f"{section}.max_steps"
-        value: Any = config
-        for part in key.split("."):
-            value = getattr(value, part)
+        value = operator.attrgetter(key)(config)
         return f"{key} (now {'empty' if value is None else f'{value:g}' if isinstance(value, float) else value})"
 
     return re.sub(r"\{([\w.*]+)\}", show, remedy)
@@ -110,11 +109,8 @@ def describe_rates(config: Config, stages: Sequence[Stage]) -> list[str]:
     keys += ["lora.learning_rate"] if config.lora.rank else []
     lines = []
     for key in keys:
-        *section, name = key.split(".")
-        value: Any = config
-        for part in section:
-            value = getattr(value, part)
-        if (rate := getattr(value, name)) and rate >= _MAX_RATE:
+        rate = operator.attrgetter(key)(config)
+        if rate and rate >= _MAX_RATE:
             lines.append(
                 f"{key}: {rate:g} changes weights by about their own size in a few steps, which ruins most models; set "
                 "a rate below 0.01 (usual are 1e-6 to 1e-3)"

@@ -183,7 +183,7 @@ def read_heldout(path: Path, newest: int) -> dict[int, list[dict[str, Any]]]:
     A stage that resumes evaluates again after its checkpoint, so a record replaces those of its step and of later ones.
 
     Args:
-        newest: the stage's newest step; rows of later ones are of an earlier process, from whose end it did not resume.
+        newest: the stage's newest step; later rows are of a killed process, from after the checkpoint.
     """
     evaluations: dict[int, list[dict[str, Any]]] = {}
     prompts: list[str] = []

@@ -1,4 +1,4 @@
-"""Rules about the numbers of a stage that goes wrong: the sign, and the keys to change.
+"""Rules that warn: the numbers of a stage that goes wrong, and the keys to change.
 
 `RULES` is the whole table; `rlhf.reporting.health` applies it while a stage trains. Limits leave a wide margin to
 healthy runs; docs/reading-a-run.md states them and what was measured.
@@ -76,7 +76,7 @@ class Rule(NamedTuple):
         topic: the section of a report that shows the warning.
         when: what it judges.
         needs: numbers without which it is not judged.
-        describe: returns the state as text if the rule holds.
+        describe: returns the state as text if the rule fires.
         remedy: what to do; a key in braces is shown with its value, `*` is the stage.
         ruins: a model with such numbers is not worth keeping.
         is_invariant: theory or precision forbids such numbers, so the run is wrong; `alarms.stop` ends it.
@@ -278,6 +278,7 @@ def _forgotten_replies(reading: Reading) -> str | None:
 def _hardly_learned(reading: Reading) -> str | None:
     perplexity = reading.now["perplexity"]
     uniform = math.log(reading.vocabulary) if reading.vocabulary > 1 else math.inf
+    # If it is worse than random guessing, training has diverged, and training longer does not help.
     if not uniform / 2 < math.log(perplexity) <= uniform:
         return None
     return (

@@ -24,7 +24,7 @@ _SHARES = ("accuracy", "share", "fraction")  # endings of names that are shown a
 
 
 def print_summary(summaries: Sequence[dict[str, Any]], console: Console) -> None:
-    """Print the closing table and, if a stage has `samples`, prompts with their answers.
+    """Print the closing table and, if a stage has `samples`, prompts with their completions.
 
     Warnings follow. Each summary is `{"stage", "title", "before": {measure: number}, "after": {measure: number},
     "seconds", "set_up_seconds", "peak_memory" (bytes), "steps", "phases": {name: seconds}, "tflops", "peak_share",

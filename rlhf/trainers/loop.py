@@ -26,14 +26,14 @@ from rlhf.runs.stage_directory import parse_step
 from rlhf.trainers.context import StageContext
 from rlhf.utils import signals
 from rlhf.utils.atomic_io import atomic_rename_dir, atomic_write_json, read_json
-from rlhf.utils.statistics import has_surely_fallen
+from rlhf.utils.statistics import has_fallen_significantly
 
 
 class EvalResult(NamedTuple):
     """Metrics of a model on held-out rows, and samples as `{"prompt", "completion"}`.
 
     `judged` are the judge's scores of the rows, in the same order at each evaluation. `rows` are numbers and texts of
-    each row; they are recorded, but not kept.
+    each row, written to `heldout.jsonl` only.
     """
 
     numbers: Metrics
@@ -116,7 +116,8 @@ def fit(trainer: Trainer, context: StageContext) -> dict[str, Any]:
             with measure_step(trainer, context, index) as metrics:
                 metrics |= trainer.step(index)
             done = index + 1
-            if done % settings.log_every == 0 or done == total_steps:
+            # The first step has the numbers of checks that are not repeated.
+            if done % settings.log_every == 0 or done in (1, total_steps):
                 context.recorder.log(done, metrics)
                 context.commit()
             displayed = {key: metrics[key] for key in trainer.displayed}
@@ -152,7 +153,7 @@ def end_early(trainer: Trainer, context: StageContext, step: int, metrics: Metri
 
 
 def judge_metrics(context: StageContext, step: int, metrics: Metrics) -> None:
-    """Warn if rules hold.
+    """Warn if rules fire.
 
     Raises:
         DivergedError: an invariant does not hold, and `alarms.stop` is set.
@@ -286,7 +287,7 @@ def _check_finite(metrics: Metrics, context: StageContext, step: int) -> None:
 def _last_checkpoint(context: StageContext) -> str:
     latest = context.directory.latest_checkpoint
     if latest:
-        return f"the last good checkpoint is {latest}"
+        return f"the last checkpoint is {latest}"
     return f"no checkpoint yet ({context.directory.name}.checkpoint_every)"
 
 
@@ -310,8 +311,9 @@ class EvaluationSchedule:
     """The evaluations of a stage; every rank takes part.
 
     If a model is the best so far, it is saved to a folder named by its step; then the result is written to
-    `evaluations.json`, and training continues. Neither is changed later. So a stage that resumes reads the results up
-    to its checkpoint, repeats no evaluation, and saves the same model as an uninterrupted stage.
+    `evaluations.json`, and training continues. A model is deleted if it is the best neither now nor at a checkpoint. So
+    a stage that resumes reads the results up to its checkpoint, repeats no evaluation, and saves the same model as an
+    uninterrupted stage.
     """
 
     def __init__(self, trainer: Trainer, context: StageContext) -> None:
@@ -360,15 +362,16 @@ class EvaluationSchedule:
     def over_optimized_since(self, step: int) -> int | None:
         """Return the evaluation since which the model that is evaluated after `step` is over-optimized.
 
-        Since then, the reward has risen, and the judge's score has surely fallen. None if it is not over-optimized, or
-        the settings do not end training early. As in `_best`, the model before training does not count.
+        Since then, the reward has risen, and the judge's score has fallen significantly. None if it is not
+        over-optimized, or the settings do not end training early. As in `_best`, the model before training does not
+        count.
         """
         judged = sorted(done for done, result in self._results.items() if 0 < done <= step and result.judged)
         if not self.settings.ends_early or step not in judged:
             return None
         best, now = max((self._results[done] for done in judged), key=_judge_reward), self._results[step]
         rises = now.numbers["reward"] > best.numbers["reward"]
-        falls = has_surely_fallen(best.judged, now.judged)
+        falls = has_fallen_significantly(best.judged, now.judged)
         return next(done for done in judged if self._results[done] is best) if rises and falls else None
 
     def finish(self, total_steps: int) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from statistics import NormalDist, fmean, stdev
 from typing import NamedTuple
 
 CONFIDENCE = 0.95
-SURE = 3
-"""Standard errors of a sure fall; more than usual, since the best of many evaluations is above its true value."""
-LEAST_ROWS = SURE**2 + 1
-"""Rows from which a fall can be sure."""
+SIGNIFICANT = 3
+"""Standard errors of a significant fall: more than usual, as the best of many evaluations is above its true value."""
+LEAST_ROWS = SIGNIFICANT**2 + 1
+"""Rows from which a fall can be significant."""
 _MAX_LOSS = 700.0  # exp(710) is beyond a float
 
 
@@ -78,9 +78,9 @@ def measure_fall(before: Sequence[float], after: Sequence[float]) -> float:
     return sum(falls) / error if error else 0.0
 
 
-def has_surely_fallen(before: Sequence[float], after: Sequence[float]) -> bool:
-    """Return whether paired values have fallen by more than `SURE` standard errors."""
-    return measure_fall(before, after) > SURE
+def has_fallen_significantly(before: Sequence[float], after: Sequence[float]) -> bool:
+    """Return whether paired values have fallen by more than `SIGNIFICANT` standard errors."""
+    return measure_fall(before, after) > SIGNIFICANT
 
 
 def win_share(own: Sequence[float], other: Sequence[float]) -> float:

@@ -143,6 +143,13 @@ def test_runs_are_listed_with_state_stage_and_verdict(tmp_path: Path) -> None:
     assert table[0].split("\t") == ["run", "state", "stage", "step", "verdict", "note"] and len(table) == 8
 
 
+def test_note_of_a_run_is_about_the_stage_that_its_verdict_comes_from(tmp_path: Path) -> None:
+    rising = {"sft": {"heldout_perplexity": [9.0, 12.0]}, "reward": {"heldout_accuracy": [0.5, 0.9]}}
+    write_run(tmp_path / "run", rising)
+    (row,) = json.loads(call("runs", tmp_path, "--json").stdout)
+    assert (row["stage"], row["verdict"]) == ("reward", "look here") and "perplexity went from 9 to 12" in row["note"]
+
+
 @pytest.fixture
 def served(tmp_path: Path) -> Any:
     """A run that is served by a process, its address, and the process."""

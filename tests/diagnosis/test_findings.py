@@ -77,6 +77,19 @@ def test_price_of_kl_alone_is_enough_without_a_judge(tmp_path: Path) -> None:
     assert found["price of KL"].state == "look here" and not {"approval", "judge"} & found.keys()
 
 
+def test_policy_that_stands_still_has_no_price_of_kl(tmp_path: Path) -> None:
+    """KL is then rounding, of either sign."""
+    numbers = {"heldout_reward": [1.0] * 5, "heldout_kl": [-6e-8] * 5, "heldout_response_length": [9.0] * 5}
+    found = examine(tmp_path, "ppo", numbers)
+    assert found["price of KL"].state == "fine" and "KL has settled" in found["price of KL"].text
+
+
+def test_kl_that_buys_nothing_is_a_signal(tmp_path: Path) -> None:
+    numbers = {"heldout_reward": [1.0, 0.9, 0.8, 0.7, 0.6], "heldout_kl": [0.0, 1.0, 10.0, 30.0, 50.0]}
+    found = examine(tmp_path, "ppo", numbers)
+    assert found["price of KL"].state == "look here" and "has bought no reward" in found["price of KL"].text
+
+
 START = {"kl": [1e-6, 0.4], "response_length": [12.0, 12.0]}
 
 

@@ -31,6 +31,16 @@ def test_logarithmic_curve_has_equal_distances_for_equal_factors() -> None:
     assert {"1", "10", "100"} <= set(re.findall(r'class="tick"[^>]*>([^<]*)<', chart.svg()))
 
 
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [([1.2, 8.0], {"2", "4", "6", "8"}), ([2.1, 4.9], {"3", "4", "5"}), ([0.5, 30.0], {"1", "10"})],
+)
+def test_logarithmic_axis_has_labels_within_a_decade_too(values: list[float], expected: set[str]) -> None:
+    svg = Chart("a", "norm", [Series("norm", Curve([1000, 2000], values))], scale="log").svg()
+    labels = set(re.findall(r'text-anchor="end">([^<]*)<', svg))
+    assert labels == expected
+
+
 def test_long_curve_is_thinned_by_means() -> None:
     """1,700 values in groups of ten, each with one outlier of 10: every group's mean is 1."""
     values = [10.0 if step % 10 == 0 else 0.0 for step in range(1700)]

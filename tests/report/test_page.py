@@ -8,8 +8,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from rlhf.diagnosis.checks import find_validated_scores
 from rlhf.report.comparison import changed_settings
-from rlhf.report.contents import cost_tables, examine_run, to_document
+from rlhf.report.contents import cost_tables, examine_run, question_sections, to_document
 from rlhf.report.page import render_report
 from tests.diagnosis.records import write_run
 from tests.report.runs import bad_run
@@ -18,6 +21,33 @@ from tests.report.runs import bad_run
 def test_page_of_a_long_run_is_below_1_megabyte(long_run: Any) -> None:
     page = render_report([long_run])
     assert 200_000 < len(page.encode()) < 1_000_000
+
+
+def test_reward_against_kl_joins_numbers_of_the_same_step(tmp_path: Path) -> None:
+    """The KL of step 1 was not finite, so it has no record."""
+    numbers = {"heldout_kl": [0.0, 2.0, 3.0], "heldout_reward": [0.5, 7.0, 1.0, 2.0]}
+    run = write_run(tmp_path / "run", {"ppo": numbers}, steps={"heldout_kl": [0, 2, 3]})
+    (cheating,) = (section for section in question_sections([examine_run(run)]) if section.key == "cheating")
+    (figure,) = (figure for figure in cheating.figures if figure["title"] == "reward against KL")
+    titles = re.findall(r"<title>([^<]*step [^<]*)</title>", figure["svg"])
+    assert [re.findall(r"[-\d.]+$", title)[0] for title in titles] == ["0.5", "1", "2"]
+
+
+@pytest.mark.parametrize("functions", [False, True])
+def test_scores_are_drawn_next_to_those_of_validation_if_both_are_of_one_model(tmp_path: Path, functions: bool) -> None:
+    """Rewards are three times the scores, as `ppo.reward_weight` says; a function has another scale."""
+    pairs = [{"chosen": 1.0, "rejected": -1.0, "prompt": "p"}] * 4
+    rows = [{"prompt": "p", "completion": "c", "reward": 3.0}] * 4
+    ppo: dict[str, Any] = {"reward_weight": 3.0} | ({"reward_functions": ["plugin:length"]} if functions else {})
+    run = write_run(
+        tmp_path / "run",
+        {"reward": {"heldout_accuracy": [0.5, 1.0]}, "ppo": {"heldout_reward": [1.0, 3.0]}},
+        heldout={"reward": {0: pairs, 1: pairs}, "ppo": {0: rows, 1: rows}},
+        settings={"ppo": ppo},
+    )
+    assert find_validated_scores(run) == ([] if functions else [3.0, -3.0] * 4)
+    figures = [figure["title"] for section in question_sections([examine_run(run)]) for figure in section.figures]
+    assert ("scores" in figures) is not functions
 
 
 def test_page_refers_to_nothing_outside_of_itself(long_run: Any) -> None:

@@ -40,7 +40,7 @@ EOS = 0
 def test_a_rate_is_the_steps_own_count_over_its_own_seconds(accelerator, tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(timers, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    context = stage_context(accelerator, tmp_path, "sft", {"sft": {"log_every": 2}})
+    context = stage_context(accelerator, tmp_path, "sft", {"sft": {"log_every": 3}})
     logged = []
 
     def log(step: int, numbers: dict[str, float]) -> None:
@@ -52,8 +52,8 @@ def test_a_rate_is_the_steps_own_count_over_its_own_seconds(accelerator, tmp_pat
         now[0] += 4.0
         return {"tokens": 10.0 * (index + 1)}
 
-    fit(StubTrainer(context.config.sft, step, total_steps=3, unit="tokens"), context)
-    assert logged == [(2, 4.0, 20.0, 5.0), (3, 4.0, 30.0, 7.5)]
+    fit(StubTrainer(context.config.sft, step, total_steps=4, unit="tokens"), context)
+    assert logged == [(1, 4.0, 10.0, 2.5), (3, 4.0, 30.0, 7.5), (4, 4.0, 40.0, 10.0)]
 
 
 class LastToken(nn.Module):
@@ -420,7 +420,7 @@ def test_without_a_rule_and_a_judge_there_are_no_such_numbers(build_ppo):
 
 def test_few_prompts_cannot_end_training_early(build_ppo):
     keys = {"judge": "j", "eval_every": 1, "keep": "best(judge_reward)", "stop": "over_optimized"}
-    with pytest.raises(ConfigError, match="at least 10 held-out prompts to be sure, and there are 3"):
+    with pytest.raises(ConfigError, match="at least 10 held-out prompts for a significant fall, got 3"):
         build_ppo(**keys)
 
 

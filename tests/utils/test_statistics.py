@@ -12,7 +12,7 @@ from rlhf.utils.statistics import (
     distinct,
     estimate,
     expected_best,
-    has_surely_fallen,
+    has_fallen_significantly,
     repeated,
     student_quantile,
     wilson,
@@ -58,10 +58,10 @@ def test_fall_is_sure_beyond_three_standard_errors_over_the_same_rows() -> None:
     for lost, won in ((9, 0), (10, 0), (19, 4), (20, 4), (0, 30)):
         before = [1] * lost + [0] * won + [1] * 50
         after = [0] * lost + [1] * won + [1] * 50
-        assert has_surely_fallen(before, after) == ((lost - won) / math.sqrt(lost + won) > 3)
+        assert has_fallen_significantly(before, after) == ((lost - won) / math.sqrt(lost + won) > 3)
     falls = [0.5, 1.5] * 10  # mean 1, root mean square sqrt(1.25): 20 / (sqrt(1.25) sqrt(20)) = 4
-    assert has_surely_fallen(falls, [0.0] * 20) and not has_surely_fallen(falls[:10], [0.0] * 10)  # 2.83
-    assert not has_surely_fallen([1.0] * 20, [1.0] * 20) and not has_surely_fallen([], [])
+    assert has_fallen_significantly(falls, [0.0] * 20) and not has_fallen_significantly(falls[:10], [0.0] * 10)  # 2.83
+    assert not has_fallen_significantly([1.0] * 20, [1.0] * 20) and not has_fallen_significantly([], [])
 
 
 def test_wilsons_interval_is_the_published_one() -> None:

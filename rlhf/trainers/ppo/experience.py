@@ -187,7 +187,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Experience:
-    """Sequences with the inputs of the updates; all tensors except ids and masks are 0 where `action_mask` is 0."""
+    """Sequences with the inputs of the updates; numbers of tokens are 0 where `action_mask` is 0."""
 
     # the sequences
     input_ids: Tensor  # [B, T]

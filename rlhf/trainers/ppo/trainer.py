@@ -105,7 +105,7 @@ class PPOTrainer:
         examples = [example for example in data.heldout if isinstance(example, Prompt)][: settings.eval_rows]
         if settings.ends_early and len(examples) < LEAST_ROWS:
             raise ConfigError(
-                f"ppo.stop: over_optimized needs at least {LEAST_ROWS} held-out prompts to be sure, and there are "
+                f"ppo.stop: over_optimized needs at least {LEAST_ROWS} held-out prompts for a significant fall, got "
                 f"{len(examples)}; raise data.heldout_fraction or ppo.eval_rows, or set never"
             )
         self.reward_fn: RewardFunction = WeightedRewards(settings, tokenizer)  # before the models, which load slowly
@@ -214,13 +214,13 @@ class PPOTrainer:
             show_samples(self.context, self.tokenizer, self.experience, index + 1)
         return metrics
 
-    def _check_first_step(self, has_own_reward: bool) -> Metrics:
-        """Measure the direction of the first rollout's updates and, if the settings gave its rewards, their gap."""
+    def _check_first_step(self, uses_settings_reward: bool) -> Metrics:
+        """Return `direction` and, if the reward is that of the settings, `score_gap`."""
         assert self.experience
         with self.context.phases.running("scoring"):
             self.actor.engine.eval()
             checks = measure_direction(self.context, self.experience, self.score_policy)
-            if has_own_reward:
+            if uses_settings_reward:
                 checks |= rescore_rows(self.context, self.reward, self.experience, self.micro_batcher.size)
         return checks
 
