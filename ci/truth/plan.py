@@ -1,4 +1,4 @@
-"""The runs of the bench: PPO on the embedded world with known true quality, from good ones to ruined ones."""
+"""The runs: PPO on the embedded world with known true quality, from good ones to ruined ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reward functions of the bench: two that are easily fooled, and the rule itself."""
+"""Reward functions of some runs: two that are easily fooled, and the rule itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Train runs of the bench and keep their numbers in `results/`: see README.md in this folder."""
+"""Train the runs of plan.py and keep their numbers in `results/`: see README.md in this folder."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="list the runs")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each on one core; default: 1")
     parser.add_argument("--keep", action="store_true", help="keep the runs' folders, in runs/truth, with their reports")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after this time")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no run after this many seconds")
     options = parser.parse_args()
     runs = list_runs()
     if options.list:
@@ -91,6 +91,7 @@ def train(run: Run, *, keep: bool = False) -> Path:
     if run.settings.get("ppo.reward_weight") != 0:
         models["ppo.reward_model"] = reward
     name = f"ppo-{run.name}"
+    shutil.rmtree(WORK / name, ignore_errors=True)  # kept by an earlier call
     started = time.time()
     _train_stage(name, "ppo", run.seed, run.keys | models)
     RESULTS.mkdir(exist_ok=True)
@@ -107,22 +108,22 @@ def describe_pairs(count: int) -> str:
     return f"{{path: world, limit: {count * 20 // 19}, stages: [reward]}}"  # a twentieth is held out
 
 
-def train_stage(stage: str, options: Sequence[str], settings: Mapping[str, Any]) -> None:
-    """Train one stage on a core of the CPU by rlhf's command.
+def run_rlhf(arguments: Sequence[str], settings: Mapping[str, Any]) -> None:
+    """Train on a core of the CPU by rlhf's command.
 
     Raises:
         SystemExit: the command fails; the message is its own.
     """
     keys = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     done = subprocess.run(
-        [sys.executable, "-m", "rlhf", stage, *options, "--accelerator", "cpu", "--overwrite", "--trust", *keys],
+        [sys.executable, "-m", "rlhf", *arguments, "--accelerator", "cpu", "--overwrite", "--trust", *keys],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
         capture_output=True,
         text=True,
     )
     if done.returncode:
-        sys.exit(f"{stage} {' '.join([*options, *keys])}: {done.stderr.strip()}")
+        sys.exit(f"rlhf {' '.join([*arguments, *keys])}: {done.stderr.strip()}")
 
 
 def _train_stage(name: str, stage: str, seed: int, settings: dict[str, Any]) -> Path:
@@ -130,7 +131,7 @@ def _train_stage(name: str, stage: str, seed: int, settings: dict[str, Any]) -> 
     folder = WORK / name
     with _locks[name]:
         if not (folder / stage / "stage.json").is_file():
-            train_stage(stage, ["--output", str(folder), "--seed", str(seed), "--precision", "fp32"], settings)
+            run_rlhf([stage, "--output", str(folder), "--seed", str(seed), "--precision", "fp32"], settings)
     return folder / stage / "model"
 
 

@@ -1,4 +1,4 @@
-"""Score signals and rules for stopping on the results of the bench, and print the tables of docs/diagnosis.md.
+"""Score signals and rules for stopping on the results, and print the tables of docs/diagnosis.md.
 
 Limits are set on runs with even seeds and reported on those with odd ones.
 """
@@ -33,8 +33,9 @@ def main() -> None:
     results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))]
     if not results:
         sys.exit("no results: train the runs first (python ci/truth/run.py)")
-    good = [result["seed"] % 2 for result in results if loss(result) < _GOOD]
-    bad = [result["seed"] % 2 for result in results if loss(result) > _BAD]
+    parities = [result["seed"] % 2 for result in results]
+    good = [parity for parity, result in zip(parities, results) if loss(result) < _GOOD]
+    bad = [parity for parity, result in zip(parities, results) if loss(result) > _BAD]
     if not {0, 1} <= set(good) or 1 not in bad:
         sys.exit(
             f"{len(good)} good and {len(bad)} over-optimized runs are too few: train good ones with even and with odd "
