@@ -21,7 +21,7 @@ from rlhf.runs.stage_directory import StageDirectory
 from rlhf.utils.atomic_io import read_json
 from rlhf.utils.file_lock import find_owner
 
-State = Literal["complete", "running", "not complete"]
+Progress = Literal["complete", "running", "not complete"]
 _LOST_AFTER = 3600.0  # seconds
 _BOOKKEEPING = {"stage", "step", "time", "tag", "text", "rule", "sample"}
 
@@ -162,7 +162,7 @@ class RunRecords:
         return next((stage for stage in self.stages if stage.name == name), None)
 
     @cached_property
-    def state(self) -> State:
+    def state(self) -> Progress:
         """Return whether the run is complete, a process writes to it, or neither.
 
         The owner of a lock on another machine cannot be asked: a run without a record for an hour has lost it.

@@ -175,8 +175,8 @@ def find_reuse_obstacle(settings: PPOConfig, micro_batches: int, trained: Iterab
         return "ppo.reuse_forward is false"
     if settings.updates > 1:
         return f"{settings.updates} updates follow a rollout (ppo.ppo_epochs, ppo.minibatch_size)"
-    for role, trains_at_random, zero_stage in trained:
-        if trains_at_random:
+    for role, is_stochastic, zero_stage in trained:
+        if is_stochastic:
             return f"the {role} is trained with dropout or noise"
         if zero_stage == 3 and micro_batches > 1:
             return f"at ZeRO-3 DeepSpeed gathers the {role}'s weights in the order of one micro-batch after the other"

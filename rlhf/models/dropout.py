@@ -36,7 +36,7 @@ def set_dropout(model: nn.Module, rate: float) -> None:
         setattr(owner, name, rate)
 
 
-def trains_at_random(model: nn.Module) -> bool:
+def is_stochastic(model: nn.Module) -> bool:
     """Return True if training passes draw at random: activations, those of adapters, whole layers, or experts."""
     noises = (value for module in model.modules() for name, value in vars(module).items() if "jitter" in name)
     return any(getattr(owner, name) for owner, name in _list_rates(model, 0)) or any(noises)

@@ -22,7 +22,7 @@ from rlhf.engine import distributed
 from rlhf.engine.engine import Batch, Metrics, MetricSums, TrainingEngine, padding_share
 from rlhf.losses.log_probs import masked
 from rlhf.losses.reward_model import PairwiseLoss, pairwise_reward_loss
-from rlhf.models.dropout import trains_at_random
+from rlhf.models.dropout import is_stochastic
 from rlhf.models.forward import completion_log_probs, compute_log_probs, model_inputs, sequence_scores
 from rlhf.models.scalar_head import describe_loading
 from rlhf.models.shape import TextLengths
@@ -130,7 +130,7 @@ class SupervisedTrainer:
     @torch.no_grad()
     def _rescore_batch(self, batches: Sequence[Batch], total: Tensor) -> Metrics:
         """Return metrics of a batch, computed as PPO scores; none if training passes draw at random."""
-        if trains_at_random(self.engine.module):
+        if is_stochastic(self.engine.module):
             return {}
         self.engine.engine.eval()
         sums = MetricSums()

@@ -98,7 +98,7 @@ def test_phases_of_a_ppo_step_count_real_rows_only(accelerator):
     sums = length_sums(SimpleNamespace(attention_mask=attended, action_mask=drawn), rows)
     totals = {key: value.item() for key, value in sums.items()} | {"rows": 2, "tokens": 5}
     assert totals == {
-        "prompt_tokens": 4, "prompt_pairs": 10, "text_tokens": 9, "text_pairs": 41, "rows": 2, "tokens": 5,
+        "prompt_tokens": 4, "prompt_squares": 10, "text_tokens": 9, "text_squares": 41, "rows": 2, "tokens": 5,
     }  # fmt: skip
     config = build_config({"ppo": {"batch_size": 4, "minibatch_size": 2, "ppo_epochs": 3}})
     actor, scalar = ModelFlops.of(SHAPE, rank=1), ModelFlops.of(SHAPE, scalar_head=True)

@@ -22,7 +22,7 @@ from rlhf.trainers.ppo.experience import Rollout, Scores, join_rows
 from rlhf.trainers.ppo.metrics import mean_score, rollout_means, rollout_sums, row_numbers
 from rlhf.utils.statistics import distinct
 
-Rule = Callable[[str, str], bool]
+Approves = Callable[[str, str], bool]
 """(prompt, completion) -> approved."""
 Generate = Callable[[Batch], Rollout]
 Score = Callable[[Rollout, Sequence[Prompt]], Scores]
@@ -46,7 +46,7 @@ class HeldoutPrompts:
     batches: Batches[Prompt]
     rows: int
     judge: nn.Module | None
-    rule: Rule | None
+    rule: Approves | None
 
     def evaluate(self, when: str, generate: Generate, score: Score, *, draws: int = 1) -> EvalResult:
         """Evaluate completions by `generate` and `score`, sampled with the same random numbers each time.

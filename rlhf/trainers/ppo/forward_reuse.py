@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from rlhf.engine.engine import TrainingEngine
 from rlhf.memory.stage import find_reuse_obstacle
-from rlhf.models.dropout import trains_at_random
+from rlhf.models.dropout import is_stochastic
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.ppo.memory_choices import MemoryChoices
 
@@ -22,7 +22,7 @@ def explain_separate_passes(
     """Return why the passes of these models cannot be reused; empty if they can. The same on all ranks."""
     settings, ranks = context.config.ppo, context.world.size
     micro_batches = settings.batch_size // (settings.minibatch(ranks)[1] * ranks)
-    trained = [(name, trains_at_random(engine.module), engine.zero_stage) for name, engine in engines.items()]
+    trained = [(name, is_stochastic(engine.module), engine.zero_stage) for name, engine in engines.items()]
     if obstacle := find_reuse_obstacle(settings, micro_batches, trained):
         return obstacle
     activations = f"the activations of {'one micro-batch' if micro_batches == 1 else f'{micro_batches} micro-batches'}"

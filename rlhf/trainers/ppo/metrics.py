@@ -85,9 +85,9 @@ def length_sums(rollout: Rollout, rows: Tensor) -> Batch:
     prompts = whole - rollout.action_mask.sum(1)
     return {
         "prompt_tokens": prompts.sum(),
-        "prompt_pairs": (prompts**2).sum(),
+        "prompt_squares": (prompts**2).sum(),
         "text_tokens": whole.sum(),
-        "text_pairs": (whole**2).sum(),
+        "text_squares": (whole**2).sum(),
     }
 
 
@@ -191,7 +191,7 @@ def record_arithmetic(
         reused: the update differentiates the passes that scored policy and critic, and makes no other passes.
     """
     settings, model_flops = context.config.ppo, context.model_flops
-    texts = TextLengths(sums["text_tokens"], sums["text_pairs"], sums["tokens"])
+    texts = TextLengths(sums["text_tokens"], sums["text_squares"], sums["tokens"])
     passes = settings.ppo_epochs * updates / settings.updates
     raw_text = pretraining or TextLengths(0, 0, 0)
     flops: dict[Phase, float] = {}
@@ -203,7 +203,7 @@ def record_arithmetic(
         scored = {name: known[name].forward(read[name]) for name in read}
         trained = {name: model_flops[name].update(read[name]) for name in ("actor", "critic") if name in model_flops}
         updated = sum(trained.values()) - (sum(scored[name] for name in trained) if reused else 0)
-        prompts = TextLengths(sums["prompt_tokens"], sums["prompt_pairs"], 0)
+        prompts = TextLengths(sums["prompt_tokens"], sums["prompt_squares"], 0)
         flops = {
             "generation": actor.forward(generation_lengths(sums["rows"], prompts, texts)),
             "scoring": sum(scored.values()),

@@ -40,13 +40,13 @@ from rlhf.losses import advantages as estimators
 from rlhf.losses.advantages import whiten
 from rlhf.losses.log_probs import masked, masked_mean, token_weights
 from rlhf.losses.ppo import kl_estimate, policy_loss, value_is_clipped, value_loss
-from rlhf.models.dropout import trains_at_random
+from rlhf.models.dropout import is_stochastic
 from rlhf.models.forward import LogProbs, completion_log_probs, sequence_scores
 from rlhf.models.lora import without_adapters
 from rlhf.models.tokenizers import find_end_tokens
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.loop import EvalResult
-from rlhf.trainers.ppo.evaluation import HeldoutPrompts, Rule
+from rlhf.trainers.ppo.evaluation import Approves, HeldoutPrompts
 from rlhf.trainers.ppo.experience import Experience, ForwardPass, MicroBatcher, Rollout, Scores, join_rows
 from rlhf.trainers.ppo.first_step import measure_direction, rescore_rows
 from rlhf.trainers.ppo.forward_reuse import explain_separate_passes
@@ -96,7 +96,7 @@ class PPOTrainer:
         models: ModelFactory,
         tokenizer: Any,
         data: StageData,
-        rule: Rule | None = None,
+        rule: Approves | None = None,
     ) -> None:
         """Load the models and prepare the batches; `rule` is used in evaluations only."""
         self.context, self.tokenizer, self.data = context, tokenizer, data
@@ -143,7 +143,7 @@ class PPOTrainer:
         if obstacle:
             context.say(f"ppo: rollouts are scored in separate passes, not in those of the update: {obstacle}")
         self._reuses_passes = not obstacle
-        self._trains_at_random = trains_at_random(self.actor.module)
+        self._is_stochastic = is_stochastic(self.actor.module)
         self._weight_layout: WeightLayout = "copied" if choices.copies_weights else "in place"
 
         self.collate = partial(
@@ -455,7 +455,7 @@ class PPOTrainer:
             "clip_fraction": ((log_ratio.exp() - 1).abs() > settings.clip).sum() / total,
             "approx_kl": masked_mean(kl_estimate(-log_ratio, "k3"), mask, total),
         }
-        if not self._trains_at_random:
+        if not self._is_stochastic:
             metrics["update_gap"] = masked_mean(log_ratio.abs(), mask, total)
         if method.kl_in == "loss":
             drift = kl_estimate(masked(log_probs - part.ref_log_probs, mask), method.kl_estimator)
