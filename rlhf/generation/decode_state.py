@@ -270,8 +270,8 @@ def sample(logits: Tensor, uniform: Tensor, config: SamplingConfig) -> tuple[Ten
     # The smallest set that reaches top_p: tokens whose predecessors do not reach it. The first is always in the set.
     probabilities = torch.where(before < config.top_p, probabilities, 0.0)
     drawn, _ = _invert(probabilities, uniform * probabilities.sum(-1, keepdim=True))
-    # As int32: not every accelerator can gather int64. A faulty top-k returns ids beyond the vocabulary (seen on Gaudi
-    # 1.24). They are not clamped, which would hide the fault: `rlhf accelerators certify` looks for it.
+    # As int32: not every accelerator can gather int64. Ids that a faulty top-k returns are not clamped, which would
+    # hide the fault: `rlhf accelerators certify` looks for it.
     tokens = order.int().gather(-1, drawn).squeeze(-1).long()
     return tokens, logits.gather(-1, drawn).squeeze(-1) - normalizer
 
