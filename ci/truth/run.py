@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
@@ -52,6 +52,8 @@ def main() -> None:
         for run in runs:
             print(f"{'done' if result_file(run).is_file() else '':5} {run.group:10} {run.name}")
         return
+    if options.jobs < 1:
+        parser.error(f"--jobs: at least 1, got {options.jobs}")
     if unknown := set(options.names) - {run.name for run in runs}:
         parser.error(f"no run {', '.join(sorted(unknown))}; --list shows them")
     chosen = [run for run in runs if (run.name in options.names if options.names else not result_file(run).is_file())]
@@ -63,8 +65,7 @@ def main() -> None:
             print(f"{run.name}: {time.time() - started:.0f} s", flush=True)
 
     with ThreadPoolExecutor(options.jobs) as threads:
-        for _ in threads.map(train_in_time, chosen):
-            pass
+        list(threads.map(train_in_time, chosen))  # raises what a thread has raised
 
 
 def result_file(run: Run) -> Path:
@@ -108,30 +109,23 @@ def describe_pairs(count: int) -> str:
     return f"{{path: world, limit: {count * 20 // 19}, stages: [reward]}}"  # a twentieth is held out
 
 
-def run_rlhf(arguments: Sequence[str], settings: Mapping[str, Any]) -> None:
-    """Train on a core of the CPU by rlhf's command.
-
-    Raises:
-        SystemExit: the command fails; the message is its own.
-    """
-    keys = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    done = subprocess.run(
-        [sys.executable, "-m", "rlhf", *arguments, "--accelerator", "cpu", "--overwrite", "--trust", *keys],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        sys.exit(f"rlhf {' '.join([*arguments, *keys])}: {done.stderr.strip()}")
-
-
 def _train_stage(name: str, stage: str, seed: int, settings: dict[str, Any]) -> Path:
     """Train one stage, unless its folder is complete, and return its model."""
     folder = WORK / name
+    keys = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    command = [sys.executable, "-m", "rlhf", stage, "--output", str(folder), "--seed", str(seed), "--overwrite"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with _locks[name]:
         if not (folder / stage / "stage.json").is_file():
-            run_rlhf([stage, "--output", str(folder), "--seed", str(seed), "--precision", "fp32"], settings)
+            done = subprocess.run(
+                [*command, "--accelerator", "cpu", "--precision", "fp32", "--trust", *keys],
+                cwd=ROOT,
+                env=environment,
+                capture_output=True,
+                text=True,
+            )
+            if done.returncode:
+                sys.exit(f"{name}: {done.stderr.strip()}")
     return folder / stage / "model"
 
 

@@ -39,7 +39,7 @@ def _price_of_kl(run: Prefix) -> float:
     steps = list(range(len(run.heldout["kl"])))
     kl, reward = (Curve(steps, run.heldout[name]) for name in ("kl", "reward"))
     price = find_kl_price(kl, reward, run.heldout["response_length"][-1])
-    return price.early / max(price.late, 1e-3) if price else 0.0
+    return price.fall if price else 0.0
 
 
 def _kl_per_token(run: Prefix) -> float:

@@ -83,9 +83,11 @@ def read_ppo(run: Path, number: str) -> Curve:
     stage = read_run(run).stage("ppo")
     if stage is None:
         sys.exit(f"error: {run} holds no PPO; run example_scripts/overoptimization/run.sh")
-    kl, values = stage.curve("heldout_kl"), stage.curve(f"heldout_{number}")
-    distances = [math.sqrt(max(value, 0.0)) for value in kl.values]  # an estimate, which may be below 0 at the start
-    return Curve(f"PPO, {run.name}", distances, values.values, [f"step {step}" for step in kl.steps], False)
+    kl, values = (dict(zip(*stage.curve(f"heldout_{name}"))) for name in ("kl", number))
+    steps = sorted(kl.keys() & values.keys())
+    distances = [math.sqrt(max(kl[step], 0.0)) for step in steps]  # an estimate, which may be below 0 at the start
+    labels = [f"step {step}" for step in steps]
+    return Curve(f"PPO, {run.name}", distances, [values[step] for step in steps], labels, False)
 
 
 def read_best_of_n(path: Path, number: str) -> Curve:

@@ -139,14 +139,14 @@ def _describe_run(path: Path) -> dict[str, Any]:
     except USER_ERRORS as error:
         return {**nothing, "note": str(error).removeprefix(f"{path}: "), "age": float(2**53)}
     last, records = item.stages[-1], item.records
-    worst = max(item.stages, key=lambda stage: SEVERITY[stage.state])
+    worst = max(reversed(item.stages), key=lambda stage: SEVERITY[stage.state])  # of several, the last
     return {
         "run": str(path),
         "state": records.state,
         "stage": last.records.name,
         "step": last.records.step,
         "verdict": item.state,
-        "note": last.sentence if worst.state in ("fine", "cannot tell") else worst.sentence,
+        "note": worst.sentence,
         "age": round(last.records.age, 1),
     }
 

@@ -20,7 +20,7 @@ from rlhf.utils.units import format_number
 
 _FIRST_NATS = 0.3  # KL per sequence from which its first price is measured
 _LATE_NATS, _LATE_TOKEN_NATS = 1.0, 0.05  # growth of KL per sequence, and per token, below which KL has settled
-PRICE_FALL = 20  # times, from the early price to the late one
+PRICE_FALL, MOST_FALL = 20.0, 1000.0  # times, from the early price to the late one
 _MIN_ROWS = 20
 
 _PPO: tuple[Stage, ...] = ("ppo",)
@@ -146,6 +146,11 @@ class KLPrice(NamedTuple):
     late: float
     step: int
 
+    @property
+    def fall(self) -> float:
+        """How many times less reward a late nat buys than the best early one, up to `MOST_FALL`; that if none did."""
+        return min(self.early / self.late, MOST_FALL) if self.early > 0 and self.late > 0 else MOST_FALL
+
 
 def find_kl_price(kl: Curve, reward: Curve, length: float) -> KLPrice | None:
     """Return the price of KL on held-out prompts; None if KL has settled, so that there is no late price.
@@ -174,12 +179,9 @@ def _kl_price(subject: Subject) -> Outcome | None:
     price = find_kl_price(kl, subject.heldout("reward"), lengths.last if lengths else 0.0)
     if price is None:
         return Outcome("fine", f"KL has settled: {kl.last:.2f} nats per sequence")
-    if price.early <= 0:
-        text = f"KL is {kl.last:.2f} nats per sequence, and still grows, although it has bought no reward"
-        return Outcome("look here", text, price.step)
     late = f"{price.late:.2f} from step {price.step:,} on"
     text = f"a nat of KL bought up to {price.early:.2f} of reward, and {late}"
-    if price.late < price.early / PRICE_FALL:
+    if price.fall > PRICE_FALL:
         return Outcome("look here", f"{text}: the policy still moves away, for hardly any reward", price.step)
     return Outcome("fine", text)
 

@@ -221,7 +221,7 @@ class _Axis(NamedTuple):
 
 
 def _round_numbers(low: float, high: float, most: int) -> Iterator[float]:
-    """Yield at most about `most` equally spaced round numbers from `low` to `high`."""
+    """Yield equally spaced round numbers between `low` and `high`: about `most`, or fewer."""
     step = _round_step((high - low) / most)
     for count in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1):
         yield count * step

@@ -116,8 +116,7 @@ def fit(trainer: Trainer, context: StageContext) -> dict[str, Any]:
             with measure_step(trainer, context, index) as metrics:
                 metrics |= trainer.step(index)
             done = index + 1
-            # The first step has the numbers of checks that are not repeated.
-            if done % settings.log_every == 0 or done in (1, total_steps):
+            if is_recorded(trainer, done):
                 context.recorder.log(done, metrics)
                 context.commit()
             displayed = {key: metrics[key] for key in trainer.displayed}
@@ -142,11 +141,16 @@ def fit(trainer: Trainer, context: StageContext) -> dict[str, Any]:
     return schedule.finish(total_steps) | trainer.summarize()
 
 
+def is_recorded(trainer: Trainer, step: int) -> bool:
+    """Return whether a step's metrics are recorded; the first step has those of checks that are not repeated."""
+    return step % trainer.settings.log_every == 0 or step in (1, trainer.total_steps)
+
+
 def end_early(trainer: Trainer, context: StageContext, step: int, metrics: Metrics) -> None:
     """Do after `step`, which had these metrics, what is done after the last step."""
     comparison = context.weight_samples.compare()
     judge_metrics(context, step, comparison)
-    context.recorder.log(step, comparison if step % trainer.settings.log_every == 0 else metrics | comparison)
+    context.recorder.log(step, comparison if is_recorded(trainer, step) else metrics | comparison)
     latest = context.directory.latest_checkpoint
     if not latest or parse_step(latest) != step:
         save_checkpoint(trainer, context, step)

@@ -279,7 +279,7 @@ def test_kernels_are_named_if_the_container_has_lost_their_variable(monkeypatch,
     ],
 )
 def test_remedy_for_a_card_that_cannot_be_opened_follows_from_the_error(text, words):
-    assert words in hpu_info.describe_remedy(RuntimeError(text))
+    assert words in hpu_info.describe_opening_remedy(RuntimeError(text))
 
 
 @pytest.mark.parametrize(

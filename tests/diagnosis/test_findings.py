@@ -85,9 +85,10 @@ def test_policy_that_stands_still_has_no_price_of_kl(tmp_path: Path) -> None:
 
 
 def test_kl_that_buys_nothing_is_a_signal(tmp_path: Path) -> None:
-    numbers = {"heldout_reward": [1.0, 0.9, 0.8, 0.7, 0.6], "heldout_kl": [0.0, 1.0, 10.0, 30.0, 50.0]}
+    numbers = {"heldout_reward": [100.0, 90.0, 80.0, 70.0, 60.0], "heldout_kl": [0.0, 1.0, 10.0, 30.0, 50.0]}
     found = examine(tmp_path, "ppo", numbers)
-    assert found["price of KL"].state == "look here" and "has bought no reward" in found["price of KL"].text
+    assert found["price of KL"].state == "look here"
+    assert "bought up to -0.80 of reward, and -0.50 from step 3 on" in found["price of KL"].text
 
 
 START = {"kl": [1e-6, 0.4], "response_length": [12.0, 12.0]}

@@ -45,7 +45,7 @@ def dropping(vocabulary: int, seed: int = 0) -> Any:
 
 def passes(ppo: PPOTrainer, index: int) -> dict[str, int]:
     """Forward passes of the policy and of the critic in a step, but for those that draw and those of `first_step`."""
-    ppo._check_first_step = lambda has_own_reward: {}
+    ppo._check_first_step = lambda uses_settings_reward: {}
     return all_passes(ppo, index)
 
 

@@ -77,7 +77,7 @@ class HPU(Accelerator):
         except Exception as error:
             raise AcceleratorError(
                 f"hpu: the card of rank {local_rank} cannot be opened ({describe_error(error)}); "
-                f"{hpu_info.describe_remedy(error)}{hpu_info.describe_mismatch(cards.driver)}"
+                f"{hpu_info.describe_opening_remedy(error)}{hpu_info.describe_mismatch(cards.driver)}"
             ) from error
         if mismatch := hpu_info.describe_mismatch(cards.driver):
             self._try_operator(mismatch)

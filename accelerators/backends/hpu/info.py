@@ -179,7 +179,7 @@ def describe_mismatch(driver: str) -> str:
     return f"; this container is of release {ours[0]}, and the driver of {theirs[0]}: use the container of {theirs[0]}"
 
 
-def describe_remedy(error: BaseException) -> str:
+def describe_opening_remedy(error: BaseException) -> str:
     """Return what to do if a card cannot be opened."""
     if "ibv" in str(error).lower():  # "g_ibv.init", with the same status as a card in use
         return (
