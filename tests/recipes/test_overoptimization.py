@@ -53,6 +53,15 @@ def test_fit_finds_the_curve_that_made_the_numbers(curves: Any, is_sampling: boo
     assert noisy.r2 < 0.9
 
 
+def test_curve_of_ppo_joins_numbers_of_the_same_step(curves: Any, tmp_path: Path) -> None:
+    """The KL of step 5 was not finite, so it has no record."""
+    numbers = {"heldout_kl": [0.0, 4.0], "heldout_reward": [0.5, 7.0, 1.0]}
+    steps = {"heldout_kl": [0, 10], "heldout_reward": [0, 5, 10]}
+    write_run(tmp_path / "kl-0", {"ppo": numbers}, steps=steps)
+    curve = curves.read_ppo(tmp_path / "kl-0", "reward")
+    assert (curve.distances, curve.values, curve.labels) == ([0.0, 2.0], [0.5, 1.0], ["step 0", "step 10"])
+
+
 def test_page_shows_quality_and_reward_of_ppo_and_of_the_best_of_n(
     curves: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -30,12 +30,7 @@ function draw(holder) {
   const legend = holder.parentElement.querySelector(".legend");
   const named = chart.series.map((one, number) => ({ one, value: legend.children[number + 1] }));
   const axis = { stroke: shade("--faint"), grid: { stroke: shade("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
-  const lead = (tick) => Math.round(tick / 10 ** Math.floor(Math.log10(tick) + 1e-9));
-  const labelled = (_, ticks) => {
-    if (!isLog) return ticks;
-    const leads = ticks.filter((tick) => lead(tick) === 1).length < 2 ? [1, 2, 3, 5, 7] : [1];
-    return ticks.map((tick) => leads.includes(lead(tick)) ? tick : null);
-  };
+  const tens = (_, ticks) => isLog ? ticks.map((tick) => Math.abs(Math.log10(tick) % 1) < 1e-6 ? tick : null) : ticks;
   holder.replaceChildren();
   const plot = new uPlot({
     width: holder.clientWidth, height, series, bands,
@@ -45,7 +40,7 @@ function draw(holder) {
     },
     axes: [
       { ...axis, size: 24, gap: 2, grid: { show: false }, space: 60 },
-      { ...axis, size: 46, gap: 3, space: 32, filter: labelled, grid: { ...axis.grid, filter: labelled }, values: (_, ticks) => ticks.map((tick) => tick == null ? "" : format(tick)) },
+      { ...axis, size: 46, gap: 3, space: 32, filter: tens, grid: { ...axis.grid, filter: tens }, values: (_, ticks) => ticks.map((tick) => tick == null ? "" : format(tick)) },
     ],
     legend: { show: false },
     cursor: { sync: { key: chart.group }, points: { size: 6 }, drag: { x: true, y: false } },
