@@ -1,4 +1,4 @@
-"""The runs: PPO on the embedded world with known true quality, from good ones to ruined ones."""
+"""The runs that run.py trains: PPO on the embedded world with known true quality, from good ones to ruined ones."""
 
 from __future__ import annotations
 

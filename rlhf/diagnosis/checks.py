@@ -148,7 +148,7 @@ class KLPrice(NamedTuple):
 
     @property
     def fall(self) -> float:
-        """How many times less reward a late nat buys than the best early one, up to `MOST_FALL`; that if none did."""
+        """The early price over the late one, at most `MOST_FALL`; `MOST_FALL` if one of them is not above 0."""
         return min(self.early / self.late, MOST_FALL) if self.early > 0 and self.late > 0 else MOST_FALL
 
 

@@ -147,7 +147,7 @@ def fused_sdpa(accelerator: Accelerator) -> str:
         [B, 1 or H, T, S], s_aux [H] (logits of a column without a value) -> [B, T, H, D].
 
         Padding and windows are in the mask, which takes 2 T S bytes a row, and not in the kernel's `valid_seq_len` and
-        `window_size`: only a card can show what it returns for rows of padding then, and their gradients.
+        `window_size`: nobody has tried yet which outputs and gradients these give to rows of padding.
         """
         if attention_mask is not None and attention_mask.dtype == torch.bool:
             lowest = torch.finfo(query.dtype).min

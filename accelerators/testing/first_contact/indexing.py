@@ -55,7 +55,7 @@ UNRECORDED = {
 """Operators that recorded steps do without, because devices may refuse to record them: these are not recorded here."""
 
 UNUSED = {"gather from int64", "scatter_add"}
-"""Operators on int64 that rlhf does without, because devices may not have them: a failure is a fact, and no error."""
+"""Operators on int64 that rlhf does without, because devices may not have them: the report names failures."""
 
 
 def compare(accelerator: Accelerator, *, full: bool) -> dict[str, Any]:
