@@ -12,6 +12,8 @@ SIZES = (32, 256, 2048)
 _SEEDS = range(20)
 _COMMON = {
     "ppo.steps": STEPS,
+    "ppo.batch_size": 32,  # half of the recipe's, for half the time
+    "ppo.minibatch_size": 16,
     "ppo.eval_every": 10,
     "ppo.eval_rows": 128,
     "ppo.score_clip": 50,
