@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,9 +16,12 @@ from rlhf.memory.stage import Models, build_models
 if TYPE_CHECKING:
     from accelerators import KnownDevice
 
+_SLOWER_GENERATION = 2.5
+"""Time per FLOP of generation over that of training on devices with memory of their own, as in known_devices.yaml."""
 
-class Operations(NamedTuple):
-    """Floating-point operations: of PPO's generation, and of everything else (scoring, updates, other stages).
+
+class Flops(NamedTuple):
+    """FLOPs of PPO's generation, and of everything else (scoring, updates, other stages).
 
     Generation reads all weights for each token, so a device reaches a much smaller part of its peak there.
     """
@@ -27,7 +31,7 @@ class Operations(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """Operations per second of one device in generation and in everything else, with their source in words."""
+    """FLOP/s of one device in generation and in everything else, with their source in words."""
 
     generation: float
     training: float
@@ -48,7 +52,7 @@ def find_speed(environment: Environment, device: KnownDevice | None, tflops: flo
     Args:
         environment: states the precision.
         device: a known device; None if there is none.
-        tflops: 10^12 operations per second in all phases, in place of the device's.
+        tflops: TFLOP/s in all phases, in place of the device's.
     """
     if tflops:
         return Speed(tflops * 1e12, tflops * 1e12, f"{tflops:g} TFLOP/s (--tflops)")
@@ -94,10 +98,31 @@ def estimate_duration(
     steps = count_steps(config, stage, rows)
     if not steps:
         return None
-    operations = count_operations(config, stage, build_models(config, stage, environment))
-    generation = operations.generation / (speed.generation * environment.ranks)
-    seconds = generation + operations.training / (speed.training * environment.ranks)
+    flops = count_flops(config, stage, build_models(config, stage, environment))
+    generation = flops.generation / (speed.generation * environment.ranks)
+    seconds = generation + flops.training / (speed.training * environment.ranks)
     return Duration(steps, seconds, generation / seconds)
+
+
+def compare_later_stages(config: Config, steps: Mapping[Stage, int], environment: Environment) -> dict[Stage, float]:
+    """Return for each stage about how long the stages after it will take, relative to its own duration.
+
+    The guess follows from their FLOPs, so it needs no device's speed.
+
+    Args:
+        steps: the steps of the stages to run, in order.
+
+    Raises:
+        ConfigError: the shape of a model is not known.
+    """
+    slower = 1.0 if environment.unified_memory else _SLOWER_GENERATION
+    later, work = {}, 0.0
+    for stage in reversed(list(steps)):
+        flops = count_flops(config, stage, build_models(config, stage, environment))
+        own = steps[stage] * (slower * flops.generation + flops.training)
+        later[stage] = work / own
+        work += own
+    return later
 
 
 def count_steps(config: Config, stage: Stage, rows: int | None) -> int | None:
@@ -109,29 +134,29 @@ def count_steps(config: Config, stage: Stage, rows: int | None) -> int | None:
     return config.supervised(stage).max_steps
 
 
-def count_operations(config: Config, stage: Stage, models: Models) -> Operations:
-    """Return the operations of one step, over all ranks, with rows of maximum length.
+def count_flops(config: Config, stage: Stage, models: Models) -> Flops:
+    """Return the FLOPs of one step, over all ranks, with rows of maximum length.
 
-    Only matrix products with weights are counted, at two operations for each weight and token: forward once, backward
+    Only matrix products with weights are counted, at two FLOPs for each weight and token: forward once, backward
     twice, and once more for a recomputed layer. Products of attention are not counted.
     """
     if stage != "ppo":
         model = next(iter(models.values()))
         rows = config.supervised(stage).batch_size * (1 if stage == "sft" else 2)
-        operations = _update_operations(model)
+        flops = _update_flops(model)
         if stage == "dpo":  # the reference's forward pass: in every step, or once for all epochs
-            operations += 2 * model.parameters / (1 if config.dpo.reference == "beside" else config.dpo.epochs)
-        return Operations(0, rows * config.data.max_length * operations)
+            flops += 2 * model.parameters / (1 if config.dpo.reference == "beside" else config.dpo.epochs)
+        return Flops(0, rows * config.data.max_length * flops)
     models = {name: model for name, model in models.items() if model.placement.role.in_steps}
     tokens, actor = config.ppo.batch_size * config.data.max_length, models["actor"]
     scored = sum(2 * model.parameters for model in models.values())
     scored += 0 if "reference" in models else 2 * actor.parameters  # the actor once more
-    trained = sum(_update_operations(model) for model in models.values() if model.placement.role.trained)
-    return Operations(tokens * 2 * actor.parameters, tokens * (scored + config.ppo.ppo_epochs * trained))
+    trained = sum(_update_flops(model) for model in models.values() if model.placement.role.trained)
+    return Flops(tokens * 2 * actor.parameters, tokens * (scored + config.ppo.ppo_epochs * trained))
 
 
-def _update_operations(model: ModelMemory) -> float:
-    """Return the operations of an update per token; frozen weights have no gradient."""
+def _update_flops(model: ModelMemory) -> float:
+    """Return the FLOPs of an update per token; frozen weights have no gradient."""
     backward = 2 if model.placement.lora.rank else 4
     recomputed = 2 if model.placement.gradient_checkpointing else 0
     return (2 + backward + recomputed) * model.parameters

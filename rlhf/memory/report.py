@@ -22,7 +22,7 @@ from rlhf.memory.advice import (
     plan_stages,
     resolve_auto,
 )
-from rlhf.memory.duration import estimate_duration, find_speed, measure_duration
+from rlhf.memory.duration import compare_later_stages, estimate_duration, find_speed, measure_duration
 from rlhf.memory.environment import Environment, detect_environment
 from rlhf.memory.stage import MemoryPlan, Shapes, plan_stage
 from rlhf.models.shape import shape_of
@@ -129,6 +129,16 @@ def plan_next_stage(
     return StartPlan(plan, [f"{stage}: plan: will hardly fit: {peak}; {remedy}"], refusal, environment.reserved)
 
 
+def guess_later_durations(
+    config: Config, steps: Mapping[Stage, int], accelerator: Accelerator, ranks: int
+) -> dict[Stage, float]:
+    """Return the relative durations of `compare_later_stages`; empty if the shape of a model is not known."""
+    try:
+        return compare_later_stages(config, steps, detect_environment(accelerator, config, ranks))
+    except ConfigError:
+        return {}
+
+
 def report_stage(
     config: Config,
     stage: Stage,
@@ -145,7 +155,7 @@ def report_stage(
     Args:
         device: the device that the environment was described from; its speed and price are used if no others are given.
         measured: the folder of a run, for its speed.
-        tflops: 10^12 operations per second of a device.
+        tflops: TFLOP/s of a device.
         price: price of a device for an hour.
         rows: rows of the stage in one epoch.
 

@@ -4,9 +4,9 @@
 `Shape`, from which memory and time are computed. Only the configuration is read: a model on the meta device has no
 weights.
 
-Operations are counted as for the model FLOPs utilization of arXiv:2204.02311, appendix B: a product takes two for each
+FLOPs are counted as for the model FLOPs utilization of arXiv:2204.02311, appendix B: a product takes two for each
 number of its matrix and token (arXiv:2001.08361, section 2.1), attention 4 x T x S x width for T queries that each meet
-S keys, backward twice the operations of forward. Work of an implementation beyond that is not counted: padding, layers
+S keys, backward twice the FLOPs of forward. Work of an implementation beyond that is not counted: padding, layers
 that gradient checkpointing recomputes, norms and activations, sampling, the optimizer. The half of T x T pairs that a
 causal mask hides is counted, as in the published figures.
 """
@@ -311,7 +311,7 @@ class TextLengths(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Counter of a model's operations.
+    """Counter of a model's FLOPs.
 
     Attributes:
         matrices: numbers in the matrices of all layers.
@@ -340,11 +340,11 @@ class ModelFlops:
         )
 
     def forward(self, texts: TextLengths) -> float:
-        """Return the operations of a forward pass."""
+        """Return the FLOPs of a forward pass."""
         return self._layers(texts) + 2 * self.adapters * texts.tokens + 4 * self.width * texts.pairs + self._head(texts)
 
     def update(self, texts: TextLengths) -> float:
-        """Return the operations of a forward and a backward pass, with gradients of inputs and of trained weights."""
+        """Return the FLOPs of a forward and a backward pass, with gradients of inputs and of trained weights."""
         if not self.adapters:
             return 3 * self.forward(texts)
         frozen = self._layers(texts) + (0 if self.head_trained else self._head(texts))

@@ -28,19 +28,22 @@ _NARROW = 75  # columns of a terminal; below, numbers take the place of the bar
 
 
 @contextmanager
-def progress(total: int, description: str, *, unit: str = "rows", enabled: bool = True) -> Iterator[Bar]:
+def progress(
+    total: int, description: str, *, unit: str = "rows", enabled: bool = True, later: float = 0.0
+) -> Iterator[Bar]:
     """Show the progress of `total` units of work. Bars may be nested.
 
     Args:
         unit: noun in the plural; the rate is shown in units per second.
         enabled: True on the one rank that prints.
+        later: the work after this, in the same units; the time for all of it is shown, too.
     """
     with ExitStack() as stack:
         display = (
             stack.enter_context(_live_display()) if enabled and console.is_terminal and not console.quiet else None
         )
         lines = console.copy if display else console
-        bar = Bar(total, description, unit, lines if enabled else None, display)
+        bar = Bar(total, description, unit, lines if enabled else None, display, later)
         yield bar
         bar.finish()
 
@@ -71,16 +74,16 @@ class Bar:
     """
 
     def __init__(
-        self, total: int, description: str, unit: str, lines: Console | None, display: Progress | None
+        self, total: int, description: str, unit: str, lines: Console | None, display: Progress | None, later: float
     ) -> None:
-        self._total, self._description, self._unit = total, description, unit
+        self._total, self._description, self._unit, self._later = total, description, unit, later
         self._lines, self._display = lines, display
         self._done = 0
         self._metrics: dict[str, float] = {}
         self._started = self._printed = time.monotonic()
         self._print(f"{description}: {total:,} {unit}")
         if display:
-            self._task = display.add_task(description, total=total, unit=unit, metrics=self._metrics)
+            self._task = display.add_task(description, total=total, unit=unit, metrics=self._metrics, later=later)
 
     def advance(self, count: int = 1, **metrics: float) -> None:
         """Count finished units, and show the latest metrics.
@@ -96,7 +99,7 @@ class Bar:
         now = time.monotonic()
         if now - self._printed >= _SECONDS_BETWEEN_LINES and self._done < self._total:
             self._printed, elapsed = now, now - self._started
-            self._print_state(elapsed, _remaining(self._done, self._total, elapsed))
+            self._print_state(elapsed, _remaining(self._done, self._total, elapsed, self._later))
 
     def finish(self) -> None:
         """Show the time that all units have taken."""
@@ -160,7 +163,7 @@ def _duration(task: Task) -> str:
     elapsed = task.elapsed or 0
     if task.finished or task.stop_time is not None:
         return f"{format_seconds(elapsed)} in total"
-    return _remaining(task.completed, task.total or 0, elapsed)
+    return _remaining(task.completed, task.total or 0, elapsed, task.fields["later"])
 
 
 def _rate(done: float, elapsed: float, unit: str) -> str:
@@ -173,8 +176,11 @@ def _rate(done: float, elapsed: float, unit: str) -> str:
     return f"{format_number(float(f'{rate:.3g}'))} {unit}/s"
 
 
-def _remaining(done: float, total: float, elapsed: float) -> str:
-    return f"{format_seconds(elapsed / done * (total - done)) if done else '?'} left"
+def _remaining(done: float, total: float, elapsed: float, later: float) -> str:
+    if not done:
+        return "? left"
+    left, in_all = (format_seconds(elapsed / done * (total - done + more)) for more in (0, later))
+    return f"{left} left" + (f" (all stages: about {in_all})" if later else "")
 
 
 def _format_metrics(metrics: dict[str, float]) -> str:

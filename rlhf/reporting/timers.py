@@ -54,7 +54,7 @@ class PhaseTime(NamedTuple):
 
     Attributes:
         tokens: the tokens that it worked on, of all ranks.
-        flops: the operations of one device.
+        flops: the FLOPs of one device.
         decode_steps: the decoding steps of this rank.
         bytes_read: the bytes of weights that this rank read in them.
     """
@@ -66,7 +66,7 @@ class PhaseTime(NamedTuple):
     bytes_read: float | None = None
 
     def rates(self) -> dict[str, float]:
-        """Return tokens, 10^12 operations and bytes a second, and seconds a decoding step."""
+        """Return tokens, TFLOPs and bytes a second, and seconds a decoding step."""
         seconds = self.seconds
         rates = {} if self.tokens is None else {"tokens_per_second": self.tokens / seconds}
         rates |= {} if self.flops is None else {"tflops": self.flops / seconds / 1e12}
@@ -101,7 +101,7 @@ class PhaseTimers:
     def _start(self) -> None:
         self._seconds, self._flops, self._tokens = (defaultdict[str, float](float) for _ in range(3))
         self._decode_steps, self._bytes_read = (defaultdict[str, float](float) for _ in range(2))
-        self._known = True  # the operations of all phases
+        self._known = True  # the FLOPs of all phases
 
     @contextmanager
     def running(self, phase: Phase) -> Iterator[None]:

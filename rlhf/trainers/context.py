@@ -123,7 +123,7 @@ class StageContext:
 
     @cached_property
     def model_flops(self) -> dict[RoleName, ModelFlops] | None:
-        """Counters of the operations of models in steps, after all are loaded; None if a model's shape is not known."""
+        """Counters of the FLOPs of models in steps, after all are loaded; None if a model's shape is not known."""
         counters: dict[RoleName, ModelFlops] = {}
         for name, placement in self.placements.items():
             if not placement.role.in_steps:

@@ -87,8 +87,11 @@ class Trainer(Protocol):
         """Restore `state_dict`."""
 
 
-def fit(trainer: Trainer, context: StageContext) -> dict[str, Any]:
+def fit(trainer: Trainer, context: StageContext, later: float = 0.0) -> dict[str, Any]:
     """Take the steps after the newest checkpoint, with evaluations before, after and in between.
+
+    Args:
+        later: about how long later stages will take, relative to all steps of this one, for display.
 
     Returns:
         The stage's summary: entries about evaluations, models and data.
@@ -103,7 +106,13 @@ def fit(trainer: Trainer, context: StageContext) -> dict[str, Any]:
     schedule = EvaluationSchedule(trainer, context)
     schedule.run(0)
     first = resume_or_seed(trainer, context)
-    training = progress(total_steps - first, f"{name}: {title}training", unit="steps", enabled=context.world.is_main)
+    training = progress(
+        total_steps - first,
+        f"{name}: {title}training",
+        unit="steps",
+        enabled=context.world.is_main,
+        later=later * total_steps,
+    )
     # A library may have swallowed an earlier signal.
     with signals.collect_signals(signals.remembered_signals) as signals_seen, training as bar:
         if any_rank_signalled(signals_seen, context):

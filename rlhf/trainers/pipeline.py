@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import datetime, timezone
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,8 +54,17 @@ if TYPE_CHECKING:
     from rlhf.runs.directory import RunDirectory
 
 
-def run(config: Config, accelerator: Accelerator, directory: RunDirectory, stages: Sequence[Stage] = STAGES) -> None:
+def run(
+    config: Config,
+    accelerator: Accelerator,
+    directory: RunDirectory,
+    stages: Sequence[Stage] = STAGES,
+    later: Mapping[Stage, float] = MappingProxyType({}),
+) -> None:
     """Run the stages that are not complete yet.
+
+    Args:
+        later: about how long the stages after each stage will take, relative to its own duration, for display.
 
     Raises:
         RLHFError, AcceleratorError: the user can fix it; the message says how.
@@ -66,7 +76,7 @@ def run(config: Config, accelerator: Accelerator, directory: RunDirectory, stage
         if not directory.stage(stage).done:
             with stage_context(stage, config, accelerator, directory) as context, translate_stage_errors(context):
                 plan = log_plan(context)
-                summary = train(context)
+                summary = train(context, later.get(stage, 0.0))
                 release_models(context)  # the next stage needs the memory
                 finish(context, summary | plan)
 
@@ -160,15 +170,15 @@ def log_plan(context: StageContext) -> dict[str, Any]:
     return {"planned_memory": plan.fullest.device, "planned_phase": plan.fullest.name} | reserve
 
 
-def train(context: StageContext) -> dict[str, Any]:
-    """Set a stage up, take its steps, and return its summary."""
+def train(context: StageContext, later: float = 0.0) -> dict[str, Any]:
+    """Set a stage up, take its steps, and return its summary; `later` is that of `run` for this stage."""
     trainer = build_trainer(context)
     stage = context.directory.name
     if configuration := context.configuration("actor" if stage == "ppo" else stage):
         # Not the tokenizer's: a model may have more outputs than it.
         context.health.vocabulary = configuration.get_text_config(decoder=True).vocab_size
     set_up = context.clock.seconds()
-    return {**loop.fit(trainer, context), "set_up_seconds": set_up}
+    return {**loop.fit(trainer, context, later), "set_up_seconds": set_up}
 
 
 def build_trainer(context: StageContext) -> Trainer:

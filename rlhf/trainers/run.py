@@ -94,12 +94,12 @@ def run(
             _announce(config, selection, stages, pending, recipe)
         request = Request(stages, resume, overwrite, dry_run)
         try:
-            with termination.report_errors(), _open(config, selection, request, pending) as (resolved, backend):
+            with termination.report_errors(), _open(config, selection, request, pending) as opened:
                 signals.raise_if_interrupted()
                 if not dry_run:
                     from rlhf.trainers import pipeline  # imports DeepSpeed, which is configured for the device by now
 
-                    pipeline.run(resolved, backend, directory, stages)
+                    pipeline.run(opened.config, opened.accelerator, directory, stages, opened.later)
                     if current_process().rank == 0:
                         print_summary([stage.summary() for stage in directory.stages if stage.done], console)
         finally:
@@ -128,7 +128,7 @@ def open_run(
     termination = RunTermination(RunDirectory(config.output), stages)
     try:
         with _restore_environment(), _open(config, select_accelerator(config), request, pending) as opened:
-            yield opened
+            yield opened.config, opened.accelerator
     finally:
         if current_process().rank == 0:
             termination.write_report(show=False)
@@ -143,16 +143,26 @@ class Request(NamedTuple):
     dry_run: bool = False
 
 
+class OpenRun(NamedTuple):
+    """A run whose folder is open: its configuration without `auto`, and its accelerator.
+
+    `later`: about how long the stages after each stage will take, relative to its own duration; on rank 0 only.
+    """
+
+    config: Config
+    accelerator: Accelerator
+    later: dict[Stage, float]
+
+
 @contextmanager
-def _open(
-    config: Config, selection: Selection, request: Request, pending: Sequence[Stage]
-) -> Iterator[tuple[Config, Accelerator]]:
+def _open(config: Config, selection: Selection, request: Request, pending: Sequence[Stage]) -> Iterator[OpenRun]:
     """Connect the ranks, check the run, and open its folder."""
     # They import torch, which needs the environment that `select_accelerator` has set.
     from rlhf.checkpoint.training_state import verify_checkpoint
     from rlhf.engine import distributed
+    from rlhf.memory.report import guess_later_durations
 
-    directory = RunDirectory(config.output)
+    directory, later = RunDirectory(config.output), {}
     with distributed.start_process_group(selection, timeout=config.engine.timeout) as accelerator, ExitStack() as stack:
         settings = config.model_dump(mode="json")
         if differing := find_first_difference(distributed.all_gather_objects(settings)):
@@ -181,10 +191,12 @@ def _open(
                     _print_plans(config, findings, accelerator)
                 else:
                     stack.enter_context(directory.open_for(config, **arguments))
+                    steps = {plan.stage: plan.steps(config) for plan in findings.plans}
+                    later = guess_later_durations(config, steps, accelerator, distributed.world().size)
                 del findings  # frees the rows
         if not request.dry_run:
             _check_shared(directory)
-        yield config, accelerator
+        yield OpenRun(config, accelerator, later)
 
 
 def _resolve_auto(config: Config, pending: Sequence[Stage], accelerator: Accelerator) -> Config:

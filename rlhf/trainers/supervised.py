@@ -172,7 +172,7 @@ class SupervisedTrainer:
         """Restore `state_dict`."""
 
     def _flops(self, texts: TextLengths) -> float | None:
-        """Return the operations of an update on these texts, and of a live reference's forward pass if there is one."""
+        """Return the FLOPs of an update on these texts, and of a live reference's forward pass if there is one."""
         context = self.context
         if context.model_flops is None:
             return None

@@ -16,7 +16,7 @@ from rlhf.config.schema import Stage, build_config
 from rlhf.data.toy_world import build_world_tokenizer
 from rlhf.generation.decode_state import plan_windows
 from rlhf.memory.advice import advise, find_changes, list_changes, plan_stages, resolve_auto
-from rlhf.memory.duration import count_operations
+from rlhf.memory.duration import compare_later_stages, count_flops
 from rlhf.memory.environment import Environment, describe_environment, detect_environment
 from rlhf.memory.stage import Rows, _update, build_models, count_recordings
 from rlhf.models.loading import build_llama_on_meta
@@ -217,7 +217,7 @@ def test_reference_pass_counts_once_or_with_every_step() -> None:
     def passes(**dpo: Any) -> float:
         config = dpo_config(batch_size=1, micro_batch_size=1, **dpo)
         models = build_models(config, "dpo", ENVIRONMENT)
-        return sum(count_operations(config, "dpo", models)) / (2 * 512 * 2 * models["dpo"].parameters)
+        return sum(count_flops(config, "dpo", models)) / (2 * 512 * 2 * models["dpo"].parameters)
 
     assert passes() == pytest.approx(4)  # forward, backward for inputs and weights, and the reference's
     assert passes(epochs=4) == pytest.approx(3.25)
@@ -246,7 +246,7 @@ def test_operations_of_ppo_are_those_counted_by_hand(settings: dict[str, Any], p
     ppo = {"batch_size": 8, "micro_batch_size": 2} | settings.get("ppo", {})
     config = build_config({**values, "model": values["model"] | settings.get("model", {}), "ppo": ppo})
     actor, scalar = 6_738_415_616, 6_738_415_616 - 32000 * 4096 + 4096
-    operations = count_operations(config, "ppo", build_models(config, "ppo", Environment()))
+    operations = count_flops(config, "ppo", build_models(config, "ppo", Environment()))
     generation = 8 * 64 * 2 * actor
     assert operations == (generation, 8 * 64 * (passes[0] * actor + passes[1] * scalar) - generation)
 
@@ -259,7 +259,25 @@ def test_operations_of_ppo_with_adapters_leave_out_gradients_of_frozen_weights()
     actor, critic, reward = (models[name].parameters for name in ("actor", "critic", "reward"))
     tokens = 8 * config.data.max_length
     expected = (tokens * 2 * actor, tokens * ((2 + 2 + 4) * actor + (2 + 4) * critic + 2 * reward))
-    assert count_operations(config, "ppo", models) == expected
+    assert count_flops(config, "ppo", models) == expected
+
+
+@pytest.mark.parametrize("unified_memory", [True, False])
+def test_later_stages_are_compared_by_their_flops(unified_memory: bool) -> None:
+    """Per token: SFT 6 times its numbers; the reward model 6; PPO 2 to generate, and 4 x 2 to score and 2 x 6 to train.
+
+    Generation has a lower speed on devices with memory of their own.
+    """
+    values: dict[str, Any] = {"model": {"path": "llama-2-7b"}, "sft": {"batch_size": 4}, "reward": {"batch_size": 2}}
+    config = build_config({**values, "ppo": {"batch_size": 8, "micro_batch_size": 2}})
+    model, scalar = 6_738_415_616, 6_738_415_616 - 32000 * 4096 + 4096
+    sft, reward = 30 * 4 * 6 * model, 20 * 2 * 2 * 6 * scalar
+    generation, rest = 10 * 8 * 2 * model, 10 * 8 * (2 * 2 * model + 2 * 2 * scalar + 6 * model + 6 * scalar)
+    ppo = generation * (1 if unified_memory else 2.5) + rest
+    later = compare_later_stages(
+        config, {"sft": 30, "reward": 20, "ppo": 10}, Environment(unified_memory=unified_memory)
+    )
+    assert later == {"ppo": 0, "reward": pytest.approx(ppo / reward), "sft": pytest.approx((reward + ppo) / sft)}
 
 
 # weights in the layout of the device, and parts that are trained next to adapters

@@ -66,6 +66,16 @@ def test_plain_output_has_a_line_every_ten_seconds(plain: io.StringIO, clock: Cl
     assert last == "ppo: 60/60 steps  100%  1 steps/s  1:00 in total  kl 0.25"
 
 
+def test_line_shows_the_time_of_later_stages(plain: io.StringIO, clock: Clock) -> None:
+    with progress(60, "sft", unit="steps", later=120) as bar:
+        for _ in range(15):
+            clock.now += 2
+            bar.advance(1)
+    lines = plain.getvalue().splitlines()
+    assert lines[1].endswith("1:50 left (all stages: about 5:50)")  # 55 and 175 steps of 2 s
+    assert lines[-1].endswith("in total")
+
+
 def test_slow_work_shows_seconds_per_unit(plain: io.StringIO, clock: Clock) -> None:
     with progress(2, "ppo", unit="steps") as bar:
         clock.now += 24

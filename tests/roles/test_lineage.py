@@ -8,7 +8,7 @@ import pytest
 
 from rlhf.config.schema import Config, build_config
 from rlhf.errors import ConfigError
-from rlhf.memory.duration import count_operations
+from rlhf.memory.duration import count_flops
 from rlhf.memory.environment import Environment
 from rlhf.memory.stage import build_models, plan_stage
 from rlhf.roles.base_sharing import Sharing, predict_sharing
@@ -131,6 +131,6 @@ def test_plan_stage_counts_only_needed_models() -> None:
         assert models.keys() == model_placements(config, "ppo").keys()
         plan = plan_stage(config, "ppo", Environment())
         assert ("critic" in plan.parameters) == (name != "rloo")
-        sizes[name] = plan.fullest.device, sum(count_operations(config, "ppo", models))
+        sizes[name] = plan.fullest.device, sum(count_flops(config, "ppo", models))
     assert sizes["all"] > sizes["no model"] > sizes["rloo"]
     assert sizes["all"][1] > sizes["no model"][1] > sizes["rloo"][1]

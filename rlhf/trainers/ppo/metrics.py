@@ -183,7 +183,7 @@ def record_arithmetic(
     *,
     reused: bool = False,
 ) -> None:
-    """Record the tokens and operations of a step's phases in `context.phases`.
+    """Record the tokens and FLOPs of a step's phases in `context.phases`.
 
     Args:
         sums: those of `rollout_sums`, over all ranks.
