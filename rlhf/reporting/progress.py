@@ -24,7 +24,7 @@ from rlhf.utils.process_info import current_process
 from rlhf.utils.units import format_number, format_seconds
 
 _SECONDS_BETWEEN_LINES = 10.0
-_NARROW = 75  # columns of a terminal; below, numbers take the place of the bar
+_NARROW = 75  # columns of a terminal; below, there is no bar, and no time of later stages
 
 
 @contextmanager
@@ -163,7 +163,7 @@ def _duration(task: Task) -> str:
     elapsed = task.elapsed or 0
     if task.finished or task.stop_time is not None:
         return f"{format_seconds(elapsed)} in total"
-    return _remaining(task.completed, task.total or 0, elapsed, task.fields["later"])
+    return _remaining(task.completed, task.total or 0, elapsed, task.fields["later"] if console.width >= _NARROW else 0)
 
 
 def _rate(done: float, elapsed: float, unit: str) -> str:
@@ -180,7 +180,7 @@ def _remaining(done: float, total: float, elapsed: float, later: float) -> str:
     if not done:
         return "? left"
     left, in_all = (format_seconds(elapsed / done * (total - done + more)) for more in (0, later))
-    return f"{left} left" + (f" (all stages: about {in_all})" if later else "")
+    return f"{left} left" + (f", ~{in_all} in all" if later else "")
 
 
 def _format_metrics(metrics: dict[str, float]) -> str:

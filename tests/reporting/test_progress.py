@@ -72,7 +72,7 @@ def test_line_shows_the_time_of_later_stages(plain: io.StringIO, clock: Clock) -
             clock.now += 2
             bar.advance(1)
     lines = plain.getvalue().splitlines()
-    assert lines[1].endswith("1:50 left (all stages: about 5:50)")  # 55 and 175 steps of 2 s
+    assert lines[1].endswith("1:50 left, ~5:50 in all")  # 55 and 175 steps of 2 s
     assert lines[-1].endswith("in total")
 
 
