@@ -33,17 +33,18 @@ class Finding(NamedTuple):
 
 
 def examine_stage(run: RunRecords, stage: StageRecords) -> list[Finding]:
-    """Return the findings of all checks that apply to a stage, in the order of `CHECKS`, then its warnings."""
+    """Return the findings of all checks that apply to a stage, in the order of `CHECKS`, then its other warnings."""
     subject, findings = Subject(stage, run), []
+    checks = [check for check in CHECKS if stage.name in check.stages]
     warned = {warning.rule: warning for warning in stage.warnings}
-    for check in (check for check in CHECKS if stage.name in check.stages):
-        if check.is_invariant and check.name in warned:  # seen in training, perhaps at a step that is not recorded
-            findings.append(_read_warning(warned[check.name], "wrong"))
+    for check in checks:
+        if check.name in warned:  # seen in training, perhaps at a step that is not recorded
+            findings.append(_read_warning(warned[check.name], "wrong" if check.is_invariant else "look here"))
         elif outcome := _examine(check, subject):
             remedy = fill_keys(check.remedy, run.config, stage.name) if SEVERITY[outcome.state] > 1 else ""
             findings.append(Finding(check.name, check.topic, outcome.state, outcome.text, outcome.step, remedy))
-    invariants = {check.name for check in CHECKS if check.is_invariant}
-    return findings + [_read_warning(text, "look here") for text in stage.warnings if text.rule not in invariants]
+    names = {check.name for check in checks}
+    return findings + [_read_warning(text, "look here") for text in stage.warnings if text.rule not in names]
 
 
 def _examine(check: Check, subject: Subject) -> Outcome | None:
@@ -64,13 +65,10 @@ def worst(findings: Sequence[Finding]) -> State:
 
 
 def _read_warning(warning: Text, state: State) -> Finding:
-    """Return the finding of a line that the health monitor printed."""
-    text, _, remedy = warning.text.partition("; ")
-    for place in (f"step {warning.step:,}: ", f"step {warning.step:,}, held-out: "):
-        text = text.removeprefix(place)
+    """Return the finding of a warning of the health monitor; one of an earlier version is one text."""
     topics: dict[str, Topic] = {rule.name: rule.topic for rule in RULES}
     topic = topics.get(warning.rule, "updates")
-    return Finding(warning.rule or "warning", topic, state, text, warning.step, remedy)
+    return Finding(warning.rule or "warning", topic, state, warning.state or warning.text, warning.step, warning.remedy)
 
 
 def summarize_stage(run: RunRecords, stage: StageRecords, findings: Sequence[Finding]) -> str:

@@ -109,7 +109,7 @@ PLUMBING = (
         _learning_rate,
         "set {*.optimizer.learning_rate}",
     ),
-    Check("gradient", "plumbing", EVERY_STAGE, ("grad_norm",), _gradient, "look for an earlier warning"),
+    Check("no gradient", "plumbing", EVERY_STAGE, ("grad_norm",), _gradient, "look for an earlier warning"),
     Check("DPO loss", "plumbing", ("dpo",), ("loss",), _dpo_loss, "raise {dpo.optimizer.learning_rate}"),
 )
 """All checks of the plumbing."""

@@ -23,7 +23,7 @@ from rlhf.utils.file_lock import find_owner
 
 Progress = Literal["complete", "running", "not complete"]
 _LOST_AFTER = 3600.0  # seconds
-_BOOKKEEPING = {"stage", "step", "time", "tag", "text", "rule", "sample"}
+_BOOKKEEPING = {"stage", "step", "time", "tag", "text", "rule", "state", "remedy", "sample"}
 
 
 class Curve(NamedTuple):
@@ -46,12 +46,14 @@ class Curve(NamedTuple):
 
 
 class Text(NamedTuple):
-    """A text of one step: a sample, or a warning with the `rule` of `rlhf.reporting.rules` that it follows."""
+    """A text of one step: a sample, or a warning, with what `HealthWarning` says of its parts."""
 
     step: int
     tag: str
     text: str
     rule: str = ""
+    state: str = ""
+    remedy: str = ""
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,8 @@ def _read_stage(stage: StageDirectory, config: Config) -> StageRecords | None:
     texts, samples = [], []
     for record in records:
         if "tag" in record:
-            texts.append(Text(record["step"], str(record["tag"]), str(record.get("text")), record.get("rule", "")))
+            parts = (record.get(key, "") for key in ("rule", "state", "remedy"))
+            texts.append(Text(record["step"], str(record["tag"]), str(record.get("text")), *parts))
             if isinstance(record.get("sample"), dict):
                 samples.append({"step": record["step"], **record["sample"]})
         for name in record.keys() - _BOOKKEEPING:

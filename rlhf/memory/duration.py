@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from accelerators import KnownDevice
 
 _SLOWER_GENERATION = 2.5
-"""Time per FLOP of generation over that of training on devices with memory of their own, as in known_devices.yaml."""
+"""Time per FLOP of generation over that of training on devices with separate memory, as in known_devices.yaml."""
 
 
 class Flops(NamedTuple):

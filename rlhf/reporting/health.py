@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhf.config.schema import Config, Stage
 from rlhf.reporting.rules import MEMORY_STEPS, RULES, Numbers, Reading, Rule, When
@@ -13,11 +13,31 @@ from rlhf.reporting.rules import MEMORY_STEPS, RULES, Numbers, Reading, Rule, Wh
 _MAX_RATE = 0.01  # AdamW moves a weight by about the rate in a step, and weights are about 0.02
 
 
+class HealthWarning(NamedTuple):
+    """A rule that fired.
+
+    Attributes:
+        state: what was seen, with its numbers.
+        remedy: what to do.
+        place: the step in words, before the printed state.
+    """
+
+    rule: Rule
+    state: str
+    remedy: str
+    place: str
+
+    @property
+    def line(self) -> str:
+        """The line that is printed."""
+        return f"{self.place}{self.state}; {self.remedy}"
+
+
 class HealthMonitor:
     """The rules of one stage, each of which warns once; checkpoints contain its state.
 
     Attributes:
-        lines: the warnings so far, by rule.
+        lines: the printed warnings so far, by rule.
         heldout_rows, vocabulary, precision: see `Reading`.
     """
 
@@ -29,27 +49,22 @@ class HealthMonitor:
         self._before: Numbers = {}
         self._recent: list[Numbers] = []
 
-    def judge_step(self, step: int, numbers: Numbers) -> list[str]:
-        """Return lines about a training step; the first call is about the stage's first step."""
+    def judge_step(self, step: int, numbers: Numbers) -> list[HealthWarning]:
+        """Return warnings about a training step; the first call is about the stage's first step."""
         self._first = self._first or dict(numbers)
         self._recent = [*self._recent[1 - MEMORY_STEPS :], dict(numbers)]
         return self._say("step", f"step {step:,}: ", self._first, self._recent)
 
-    def judge_evaluation(self, step: int, numbers: Numbers) -> list[str]:
-        """Return lines about an evaluation; that of step 0 is the one before training."""
+    def judge_evaluation(self, step: int, numbers: Numbers) -> list[HealthWarning]:
+        """Return warnings about an evaluation; that of step 0 is the one before training."""
         if step == 0:
             self._before = dict(numbers)
             return self._say("before", "", numbers, [numbers])
         return self._say("evaluation", f"step {step:,}, held-out: ", self._before, [numbers])
 
-    def judge_result(self, numbers: Numbers) -> list[str]:
-        """Return lines about the held-out numbers of the model that the stage saves."""
+    def judge_result(self, numbers: Numbers) -> list[HealthWarning]:
+        """Return warnings about the held-out numbers of the model that the stage saves."""
         return self._say("result", "", self._before, [numbers])
-
-    def find_invariant(self, lines: Sequence[str]) -> str | None:
-        """Return the first of `lines`, which this monitor has returned, that is about an invariant."""
-        broken = [self.lines.get(rule.name) for rule in RULES if rule.is_invariant]
-        return next((line for line in lines if line in broken), None)
 
     def is_ruined(self, before: Numbers, numbers: Numbers) -> bool:
         """Return whether an evaluation's numbers are those of a model that is not worth keeping."""
@@ -66,15 +81,15 @@ class HealthMonitor:
             state[key] for key in ("lines", "first", "before", "recent")
         )
 
-    def _say(self, when: When, place: str, first: Numbers, recent: Sequence[Numbers]) -> list[str]:
+    def _say(self, when: When, place: str, first: Numbers, recent: Sequence[Numbers]) -> list[HealthWarning]:
         reading = Reading(self._config, self._stage, first, recent, self.heldout_rows, self.vocabulary, self.precision)
-        new = {
-            rule.name: f"{place}{state}; {fill_keys(rule.remedy, self._config, self._stage)}"
+        new = [
+            HealthWarning(rule, state, fill_keys(rule.remedy, self._config, self._stage), place)
             for rule, state in _find(reading, when)
             if rule.name not in self.lines
-        }
-        self.lines |= new
-        return list(new.values())
+        ]
+        self.lines |= {warning.rule.name: warning.line for warning in new}
+        return new
 
 
 def _find(reading: Reading, when: When) -> Iterator[tuple[Rule, str]]:

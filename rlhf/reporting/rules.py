@@ -419,7 +419,7 @@ RULES = (
         "raise {ppo.critic_optimizer.learning_rate} or set {ppo.normalize_scores}",
     ),
     Rule(
-        "gradient",
+        "vanished gradient",
         "updates",
         EVERY_STAGE,
         ("step",),

@@ -22,7 +22,7 @@ from rlhf.models.quantized import count_quantized, quantize
 from rlhf.models.shape import ModelFlops, Shape, shape_from
 from rlhf.models.shared_base import SharedBase
 from rlhf.reporting.console import console
-from rlhf.reporting.health import HealthMonitor
+from rlhf.reporting.health import HealthMonitor, HealthWarning
 from rlhf.reporting.progress import progress
 from rlhf.reporting.recorder import Recorder
 from rlhf.reporting.timers import PhaseTimers
@@ -74,13 +74,13 @@ class StageContext:
         if self.world.is_main:
             console.print(line, markup=False, soft_wrap=True)
 
-    def warn(self, step: int, lines: Sequence[str], tag: str = "warning") -> None:
-        """Print and record lines of the health monitor."""
-        rules = {line: rule for rule, line in self.health.lines.items()}
-        for line in lines:
+    def warn(self, step: int, warnings: Sequence[HealthWarning], tag: str = "warning") -> None:
+        """Print and record warnings of the health monitor."""
+        for warning in warnings:
             with console.loudly():
-                self.say(f"{self.directory.name}: warning: {line}")
-            self.recorder.text(tag, step, line, {"rule": rules[line]})
+                self.say(f"{self.directory.name}: warning: {warning.line}")
+            values = {"rule": warning.rule.name, "state": warning.state, "remedy": warning.remedy}
+            self.recorder.text(tag, step, warning.line, values)
 
     def commit(self) -> None:
         """Delete the backup of the stage that this one replaces, once it has a first result."""

@@ -171,11 +171,13 @@ def judge_metrics(context: StageContext, step: int, metrics: Metrics) -> None:
     Raises:
         DivergedError: an invariant does not hold, and `alarms.stop` is set.
     """
-    lines = context.health.judge_step(step, metrics)
-    context.warn(step, lines)
-    if context.config.alarms.stop and (broken := context.health.find_invariant(lines)):
+    warnings = context.health.judge_step(step, metrics)
+    context.warn(step, warnings)
+    broken = next((warning for warning in warnings if warning.rule.is_invariant), None)
+    if context.config.alarms.stop and broken:
         context.recorder.log(step, metrics)  # they show why
-        raise DivergedError(f"{context.directory.name}: ended by alarms.stop: {broken}; {_last_checkpoint(context)}")
+        stage = context.directory.name
+        raise DivergedError(f"{stage}: ended by alarms.stop: {broken.line}; {_last_checkpoint(context)}")
 
 
 def resume_or_seed(trainer: Trainer, context: StageContext) -> int:

@@ -141,7 +141,7 @@ def test_stage_that_learns_nothing_is_found(tmp_path: Path, name: str) -> None:
     numbers = {"learning_rate": [0.0, 1e-5, 1e-5], "grad_norm": [1.0, 0.5, 0.5]}
     assert worst([*examine(tmp_path, "sft", numbers).values()]) == "fine", "the rate of a warm-up's first step is 0"
     found = examine(tmp_path / "b", "sft", numbers | {name: [0.0, 0.0, 0.0]})
-    assert found[{"learning_rate": "learning rate", "grad_norm": "gradient"}[name]].state == "look here"
+    assert found[{"learning_rate": "learning rate", "grad_norm": "no gradient"}[name]].state == "look here"
 
 
 def test_adapters_have_a_rate_that_counts(tmp_path: Path) -> None:
@@ -385,13 +385,15 @@ def test_invariant_that_broke_in_training_is_wrong_whatever_is_recorded(
         "time": 1.0,
         "tag": "warning",
         "rule": "drawing",
-        "text": "step 3: stale; report it",
+        "text": "step 3: stale; old; report it",
+        "state": "stale; old",
+        "remedy": "report it",
     }
     with run.stages[0].directory.metrics.open("a") as file:
         file.write(json.dumps(line) + "\n")
     run = read_run(run.path)
     found = {finding.name: finding for finding in examine_stage(run, run.stages[0])}
-    assert found["drawing"] == Finding("drawing", "plumbing", "wrong", "stale", 3, "report it")
+    assert found["drawing"] == Finding("drawing", "plumbing", "wrong", "stale; old", 3, "report it")
     assert worst([*found.values()]) == "wrong"
 
 

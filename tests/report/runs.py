@@ -84,7 +84,7 @@ def bad_run(folder: Path) -> RunReport:
     )
     with Recorder(run.directory.stage("ppo"), resume_step=5) as recorder:
         recorder.text("sample_0", 1, BAD, {"sample": sample(BAD, 3)})
-        recorder.text("warning", 1, f"{BAD}; {BAD}", {"rule": BAD})
+        recorder.text("warning", 1, f"{BAD}; {BAD}", {"rule": BAD, "state": BAD, "remedy": BAD})
     with Recorder(run.directory.stage("sft"), resume_step=5) as recorder:
         for step in (0, 1):
             recorder.text("heldout_0", step, f"{BAD}\n{BAD}")

@@ -162,5 +162,5 @@ def test_document_has_the_verdict_and_each_finding(tmp_path: Path) -> None:
     assert document["state"] == document["stages"][0]["state"] == "look here"
     found = {finding["name"]: finding for finding in document["stages"][0]["findings"]}
     assert found["learning rate"]["state"] == "look here" and "sft.optimizer" in found["learning rate"]["remedy"]
-    assert found["gradient"]["state"] == "fine"
+    assert found["no gradient"]["state"] == "fine"
     json.dumps(document, allow_nan=False)

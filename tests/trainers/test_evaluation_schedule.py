@@ -278,7 +278,9 @@ def test_diverging_stage_says_so_once(accelerator, tmp_path, capsys):
     said = "sft: warning: step 4: training diverges"
     assert capsys.readouterr().out.count(said) == 1 and summary["after"]["perplexity"] > 1e3
     texts = [record for record in records(tmp_path) if record.get("tag") == "warning"]
-    assert [record["text"].partition(";")[0][:27] for record in texts] == ["step 4: training diverges: "]
+    [record] = texts
+    assert record["text"] == f"step 4: {record['state']}; {record['remedy']}"
+    assert record["rule"] == "loss" and record["state"].startswith("training diverges: ")
 
 
 def test_random_numbers_of_evaluations_change_no_training(accelerator, tmp_path):

@@ -78,7 +78,7 @@ def test_tensorboard_events_have_the_names_of_the_records(folder_of):
     for stage in STAGES:
         events = EventAccumulator(str(folder_of(stage) / stage / "tensorboard"))
         events.Reload()
-        bookkeeping = {"stage", "step", "time", "tag", "text", "rule", "sample"}
+        bookkeeping = {"stage", "step", "time", "tag", "text", "rule", "state", "remedy", "sample"}
         keys = keys_of_records(folder_of(stage), stage) - bookkeeping
         assert set(events.Tags()["scalars"]) == {f"{stage}{metric_group(key)}/{key}" for key in keys}
         assert [event.step for event in events.Scalars(f"{stage}_optim/learning_rate")] == [1, 2, 3]
