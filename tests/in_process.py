@@ -16,9 +16,9 @@ from rlhf.reporting.recorder import Recorder
 from rlhf.roles.roles import ModelPlacement, model_placements
 from rlhf.runs.directory import RunDirectory
 from rlhf.trainers.context import StageContext
-from rlhf.trainers.loop import EvalResult
 from rlhf.trainers.oom import measure_models
 from rlhf.trainers.ppo.trainer import PPOTrainer
+from rlhf.trainers.trainer import EvalResult
 from tests.helpers import llama
 
 ROW = Row((Message("user", "a"),), "a", "b", "b", "c", "")

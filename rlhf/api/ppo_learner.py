@@ -28,11 +28,12 @@ from rlhf.memory.advice import apply_settings
 from rlhf.models.tokenizers import find_end_tokens
 from rlhf.trainers import loop, pipeline
 from rlhf.trainers.context import StageContext
-from rlhf.trainers.loop import EvalResult, record_evaluation
+from rlhf.trainers.evaluation_schedule import record_evaluation
 from rlhf.trainers.oom import translate_stage_errors
 from rlhf.trainers.ppo.experience import Rollout, Scores
 from rlhf.trainers.ppo.rewards import RewardFunction
 from rlhf.trainers.ppo.trainer import PPOTrainer
+from rlhf.trainers.trainer import EvalResult
 from rlhf.utils import signals
 
 if TYPE_CHECKING:

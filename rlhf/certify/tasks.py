@@ -26,7 +26,7 @@ from rlhf.utils.atomic_io import atomic_write_json
 if TYPE_CHECKING:
     from accelerators import Accelerator
     from rlhf.trainers.context import StageContext
-    from rlhf.trainers.loop import Trainer
+    from rlhf.trainers.trainer import Trainer
 
 Publish = Callable[[dict[str, Any]], None]
 Settings = Mapping[str, Any]

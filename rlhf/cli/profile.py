@@ -31,7 +31,7 @@ from rlhf.utils.units import format_bytes
 
 if TYPE_CHECKING:
     from rlhf.trainers.context import StageContext
-    from rlhf.trainers.loop import Trainer
+    from rlhf.trainers.trainer import Trainer
 
 Report = dict[str, Any]
 

@@ -47,7 +47,7 @@ def report(
 
     [bold]rlhf report runs/a --serve[/]         [dim]# watch a run in progress[/]
     """
-    from rlhf.report.contents import examine_runs
+    from rlhf.diagnosis.verdict import examine_runs
     from rlhf.report.page import write_report
     from rlhf.report.server import serve_report
     from rlhf.report.terminal import print_verdict
@@ -89,7 +89,7 @@ def doctor(
 
     Exit code 0: nothing is wrong; 3: a run is wrong; 2: an error that you can fix.
     """
-    from rlhf.report.contents import examine_runs, to_document
+    from rlhf.diagnosis.verdict import examine_runs, to_document
     from rlhf.report.terminal import print_verdict
 
     reports = examine_runs(_expand(runs))
@@ -131,7 +131,7 @@ def _describe_run(path: Path) -> dict[str, Any]:
     """Return a run's entry of the list; `age` is the time since its newest record in seconds."""
     from rlhf.diagnosis.findings import SEVERITY
     from rlhf.diagnosis.records import read_run
-    from rlhf.report.contents import examine_run
+    from rlhf.diagnosis.verdict import examine_run
 
     nothing = {"run": str(path), "state": "not readable", "stage": None, "step": None, "verdict": None}
     try:

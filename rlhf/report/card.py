@@ -10,7 +10,7 @@ from typing import Any
 from rlhf.config.paths import is_path
 from rlhf.config.schema import Stage
 from rlhf.diagnosis.records import RunRecords, StageRecords, read_run
-from rlhf.report.contents import StageReport, examine_run
+from rlhf.diagnosis.verdict import ExaminedStage, examine_run
 from rlhf.reporting.summary import format_value
 from rlhf.runs.stage_directory import AVERAGE, CRITIC
 from rlhf.utils.atomic_io import atomic_write
@@ -28,18 +28,18 @@ def write_cards(path: Path, name: Stage) -> None:
         RLHFError: the records cannot be read.
     """
     run = read_run(path)
-    report = next((stage for stage in examine_run(run).stages if stage.records.name == name), None)
-    if report is None:  # it has recorded no step
+    stage = next((stage for stage in examine_run(run).stages if stage.records.name == name), None)
+    if stage is None:  # it has recorded no step
         return
     names = [f"{name}{suffix}" for name in ("model", _ADAPTER) for suffix in ("", AVERAGE)]
-    for folder in (report.records.directory.path / model for model in (*names, CRITIC)):
+    for folder in (stage.records.directory.path / model for model in (*names, CRITIC)):
         if folder.is_dir():
-            atomic_write(folder / CARD, format_card(run, report, folder))
+            atomic_write(folder / CARD, format_card(run, stage, folder))
 
 
-def format_card(run: RunRecords, report: StageReport, folder: Path) -> str:
+def format_card(run: RunRecords, examined: ExaminedStage, folder: Path) -> str:
     """Return the card of the model in `folder`, which a stage saved: YAML for hubs, then Markdown for people."""
-    stage = report.records
+    stage = examined.records
     base = _find_base(run, stage, folder)
     is_scalar = folder.name == CRITIC or stage.name == "reward"
     metadata: dict[str, Any] = {
@@ -49,18 +49,18 @@ def format_card(run: RunRecords, report: StageReport, folder: Path) -> str:
         **({"base_model": base} if base and _is_hub_name(base) else {}),
     }
     front = [f"{key}: {json.dumps(value)}" for key, value in metadata.items()]  # JSON is YAML on one line
-    return "\n".join(["---", *front, "---", "", *_lines(run, report, folder, base)]) + "\n"
+    return "\n".join(["---", *front, "---", "", *_lines(run, examined, folder, base)]) + "\n"
 
 
-def _lines(run: RunRecords, report: StageReport, folder: Path, base: str | None) -> Iterator[str]:
-    stage = report.records
+def _lines(run: RunRecords, examined: ExaminedStage, folder: Path, base: str | None) -> Iterator[str]:
+    stage = examined.records
     summary = stage.summary or {}
     yield f"# {_format_title(stage, folder)}"
     yield ""
     versions = run.description.get("versions", {})
     yield f"Trained by rlhf {versions.get('rlhf', '')} from {_describe_base(run, base)}."
     yield ""
-    yield f"Verdict: **{report.state}**: {report.sentence}. `report.html` of the run has the details."
+    yield f"Verdict: **{examined.state}**: {examined.sentence}. `report.html` of the run has the details."
     yield ""
     yield "## Numbers"
     yield ""

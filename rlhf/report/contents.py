@@ -9,22 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from rlhf.config.schema import EVERY_STAGE, Stage
 from rlhf.diagnosis.checks import find_validated_scores
-from rlhf.diagnosis.findings import SEVERITY, Finding, examine_stage, summarize_stage, worst
-from rlhf.diagnosis.records import Curve, RunRecords, StageRecords, read_run
-from rlhf.diagnosis.subject import State
+from rlhf.diagnosis.findings import SEVERITY, Finding
+from rlhf.diagnosis.records import Curve, StageRecords
+from rlhf.diagnosis.verdict import ExaminedRun
 from rlhf.report.charts import COLORS, Chart, Point, Series, histogram, plane, stacked_bar
 from rlhf.reporting.rules import Topic
 from rlhf.utils.statistics import best_of_kl, expected_best
 from rlhf.utils.units import format_bytes, format_seconds
-
-STATES: dict[State, str] = {"fine": "✓", "look here": "▲", "wrong": "✕", "cannot tell": "?"}
-"""Each state with its sign, so that colours are not needed."""
 
 _QUESTIONS: dict[Topic, str] = {
     "plumbing": "Is the plumbing right?",
@@ -96,81 +92,6 @@ _PLOTS: dict[Stage, tuple[_Plot, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class StageReport:
-    """A stage of a run, examined."""
-
-    records: StageRecords
-    findings: list[Finding]
-    state: State
-    sentence: str
-
-
-@dataclass(frozen=True)
-class RunReport:
-    """A run, examined; `color` is the index of its colour if several runs are compared."""
-
-    records: RunRecords
-    stages: list[StageReport]
-    color: int
-
-    @property
-    def state(self) -> State:
-        """The most severe state of its stages."""
-        return worst([finding for stage in self.stages for finding in stage.findings])
-
-    @property
-    def facts(self) -> list[tuple[str, str]]:
-        """The run's state, device and duration, each with a name."""
-        records = self.records
-        hardware = [records.accelerator.get("name", ""), records.device.get("model", ""), records.precision]
-        seconds = sum((stage.records.summary or {}).get("seconds", 0.0) for stage in self.stages)
-        started = [invocation.get("started", "") for invocation in records.description.get("invocations", [])]
-        facts = [
-            ("state", records.state),
-            ("device", " ".join(filter(None, hardware))),
-            ("time", format_seconds(seconds) if seconds else ""),
-            ("started", started[0].replace("T", " ")[:16] + " UTC" if started and started[0] else ""),
-        ]
-        return [(name, value) for name, value in facts if value]
-
-
-def examine_run(records: RunRecords, color: int = 0) -> RunReport:
-    """Examine all stages of a run."""
-    stages = []
-    for stage in records.stages:
-        findings = examine_stage(records, stage)
-        stages.append(StageReport(stage, findings, worst(findings), summarize_stage(records, stage, findings)))
-    return RunReport(records, stages, color % COLORS)
-
-
-def examine_runs(paths: Sequence[Path]) -> list[RunReport]:
-    """Read and examine the runs in these folders, each with another colour.
-
-    Raises:
-        RLHFError: a run cannot be read.
-    """
-    return [examine_run(read_run(path), number) for number, path in enumerate(paths)]
-
-
-def to_document(report: RunReport) -> dict[str, Any]:
-    """Return the verdict on a run as JSON: each stage's state, sentence and findings."""
-    return {
-        "run": str(report.records.path),
-        "state": report.state,
-        "progress": report.records.state,
-        "stages": [
-            {
-                "stage": stage.records.name,
-                "state": stage.state,
-                "sentence": stage.sentence,
-                "findings": [finding._asdict() for finding in stage.findings],
-            }
-            for stage in report.stages
-        ],
-    }
-
-
 @dataclass
 class Section:
     """A section of the page: findings and charts by stage, and further tables and drawings."""
@@ -196,39 +117,39 @@ class Section:
         return [(label, finding) for label, finding in self.findings if finding.state == "fine"]
 
 
-def question_sections(reports: Sequence[RunReport]) -> list[Section]:
+def question_sections(runs: Sequence[ExaminedRun]) -> list[Section]:
     """Return the sections of the questions, without those to which no run has an answer."""
     sections = []
     for topic, title in _QUESTIONS.items():
         section = Section(topic, title)
-        for report in reports:
-            for stage in report.stages:
-                label = _label(report, stage.records, len(reports))
+        for run in runs:
+            for stage in run.stages:
+                label = _label(run, stage.records, len(runs))
                 section.findings += [(label, finding) for finding in stage.findings if finding.topic == topic]
         for name in EVERY_STAGE:
-            if charts := [*_charts(name, topic, reports)]:
-                section.charts.append((_stage_title(name, reports), charts))
+            if charts := [*_charts(name, topic, runs)]:
+                section.charts.append((_stage_title(name, runs), charts))
         if topic == "cheating":
-            section.figures = [*_draw_tradeoff(reports), *(_draw_scores(reports[0]) if len(reports) == 1 else ())]
+            section.figures = [*_draw_tradeoff(runs), *(_draw_scores(runs[0]) if len(runs) == 1 else ())]
         sections.append(section)
     return [section for section in sections if section]
 
 
-def _label(report: RunReport, stage: StageRecords, runs: int) -> str:
-    return stage.title if runs == 1 else f"{report.records.name}: {stage.title}"
+def _label(run: ExaminedRun, stage: StageRecords, count: int) -> str:
+    return stage.title if count == 1 else f"{run.records.name}: {stage.title}"
 
 
-def _stage_title(name: Stage, reports: Sequence[RunReport]) -> str:
-    return next(stage.title for report in reports if (stage := report.records.stage(name)))
+def _stage_title(name: Stage, runs: Sequence[ExaminedRun]) -> str:
+    return next(stage.title for run in runs if (stage := run.records.stage(name)))
 
 
-def _charts(name: Stage, topic: Topic, reports: Sequence[RunReport]) -> Iterator[Chart]:
+def _charts(name: Stage, topic: Topic, runs: Sequence[ExaminedRun]) -> Iterator[Chart]:
     """Yield the charts of a stage about a topic, with the curves of all runs."""
     for plot in (plot for plot in _PLOTS[name] if plot.topic == topic):
         series: list[Series] = []
-        for report in reports:
-            if stage := report.records.stage(name):
-                series += _series(stage, plot, report, alone=len(reports) == 1)
+        for run in runs:
+            if stage := run.records.stage(name):
+                series += _series(stage, plot, run, alone=len(runs) == 1)
         if any(_is_worth_drawing(curves.curve, topic) for curves in series):
             key = f"{name}-{plot.title.replace(' ', '-')}"
             yield Chart(key, plot.title, series, group=name, about=plot.about, scale=plot.scale)
@@ -239,8 +160,8 @@ def _is_worth_drawing(curve: Curve, topic: Topic) -> bool:
     return len(curve.steps) > 1 and (topic == "learning" or len(set(curve.values)) > 1)
 
 
-def _series(stage: StageRecords, plot: _Plot, report: RunReport, *, alone: bool) -> Iterator[Series]:
-    position, group_size = 0, report.records.config.ppo.method.group_size
+def _series(stage: StageRecords, plot: _Plot, run: ExaminedRun, *, alone: bool) -> Iterator[Series]:
+    position, group_size = 0, run.records.config.ppo.method.group_size
     for name in plot.names:
         label = name.removeprefix("heldout_").replace("_", " ")
         for key, of_kind in ((name, ""), (f"heldout_{name}", "held-out ")):
@@ -250,8 +171,8 @@ def _series(stage: StageRecords, plot: _Plot, report: RunReport, *, alone: bool)
                 continue  # one curve for each run: more could not be told apart
             dots = key.startswith("heldout_")
             margin = _reward_margin(stage, curve, group_size) if key == "reward" and alone else []
-            title = f"{of_kind}{label}" if alone else f"{report.records.name}{', held-out' * dots}"
-            yield Series(title, curve, position if alone else report.color, margin, dots)
+            title = f"{of_kind}{label}" if alone else f"{run.records.name}{', held-out' * dots}"
+            yield Series(title, curve, position if alone else run.number % COLORS, margin, dots)
             position += 1
 
 
@@ -267,11 +188,11 @@ def _reward_margin(stage: StageRecords, curve: Curve, group_size: int) -> list[f
     return [1.96 * deviations.get(step, 0.0) / math.sqrt(prompts.get(step, 1.0)) for step in curve.steps]
 
 
-def _draw_tradeoff(reports: Sequence[RunReport]) -> Iterator[dict[str, Any]]:
+def _draw_tradeoff(runs: Sequence[ExaminedRun]) -> Iterator[dict[str, Any]]:
     """Yield held-out reward against KL, if a run has several evaluations of PPO."""
     paths = []
-    for report in reports:
-        if stage := report.records.stage("ppo"):
+    for run in runs:
+        if stage := run.records.stage("ppo"):
             rewards = dict(zip(*stage.curve("heldout_reward")))
             points = [
                 Point(nats, rewards[step], f"step {step:,}")
@@ -279,9 +200,9 @@ def _draw_tradeoff(reports: Sequence[RunReport]) -> Iterator[dict[str, Any]]:
                 if step in rewards
             ]
             if len(points) > 1:
-                paths.append((report.records.name, report.color, points))
+                paths.append((run.records.name, run.number % COLORS, points))
             if frontier := _best_of_n(stage):
-                paths.append((f"best of n, {report.records.name}", _GREY, frontier))
+                paths.append((f"best of n, {run.records.name}", _GREY, frontier))
     if paths:
         yield {
             "title": "reward against KL",
@@ -303,9 +224,9 @@ def _best_of_n(stage: StageRecords) -> list[Point]:
     ]
 
 
-def _draw_scores(report: RunReport) -> Iterator[dict[str, Any]]:
+def _draw_scores(run: ExaminedRun) -> Iterator[dict[str, Any]]:
     """Yield the scores of completions and those of the pairs on which the reward model was validated."""
-    validated, ppo = find_validated_scores(report.records), report.records.stage("ppo")
+    validated, ppo = find_validated_scores(run.records), run.records.stage("ppo")
     if not (validated and ppo and ppo.first_rows and ppo.final_rows):
         return
     scores = {
@@ -334,11 +255,11 @@ class Cost(NamedTuple):
     phases: list[tuple[str, int, str]]
 
 
-def cost_tables(reports: Sequence[RunReport]) -> list[Cost]:
+def cost_tables(runs: Sequence[ExaminedRun]) -> list[Cost]:
     """Return time, memory and speed of each stage."""
     costs = []
-    for report in reports:
-        for stage in report.stages:
+    for run in runs:
+        for stage in run.stages:
             summary, records = stage.records.summary or {}, stage.records
             peak = summary.get("peak_memory") or max(records.curve("peak_memory").values, default=0)
             rows = [("steps", f"{summary.get('steps', records.step):,}")]
@@ -363,5 +284,5 @@ def cost_tables(reports: Sequence[RunReport]) -> list[Cost]:
                 (name, number % COLORS, f"{value / total:.0%}") for number, (name, value) in enumerate(phases.items())
             ]
             bar = stacked_bar("phases", list(phases.items())) if len(phases) > 1 else ""
-            costs.append(Cost(_label(report, records, len(reports)), rows, bar, labels if bar else []))
+            costs.append(Cost(_label(run, records, len(runs)), rows, bar, labels if bar else []))
     return costs

@@ -12,13 +12,11 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from rlhf.report.comparison import comparison_table, describe_origin, differing_settings
-from rlhf.report.contents import (
-    STATES,
-    RunReport,
-    cost_tables,
-    question_sections,
-)
+from rlhf.diagnosis.verdict import SIGNS, ExaminedRun
+from rlhf.report.charts import COLORS
+from rlhf.report.comparison import comparison_table, differing_settings
+from rlhf.report.contents import cost_tables, question_sections
+from rlhf.report.origin import describe_origin
 from rlhf.report.samples import read_samples
 from rlhf.utils.atomic_io import atomic_write
 from rlhf.version import __version__
@@ -27,22 +25,22 @@ _ASSETS = Path(__file__).with_name("assets")
 
 
 def render_report(
-    reports: Sequence[RunReport], *, title: str = "", notes: Sequence[tuple[str, str]] = (), refresh: int = 0
+    runs: Sequence[ExaminedRun], *, title: str = "", notes: Sequence[tuple[str, str]] = (), refresh: int = 0
 ) -> str:
     """Return the page about these runs.
 
     Args:
-        reports: the runs; several are compared.
+        runs: the runs; several are compared.
         title: the page's title; empty: the names of the runs.
         notes: names of runs, each with a text about it, such as why it has no records.
         refresh: seconds after which an open page loads itself again; 0: never.
     """
-    sections = question_sections(reports)
+    sections = question_sections(runs)
     charts = [chart for section in sections for _, group in section.charts for chart in group]
-    names = [report.records.name for report in reports]
-    several = len(reports) != 1 or bool(notes)
+    names = [run.records.name for run in runs]
+    several = len(runs) != 1 or bool(notes)
     # Of one run only: samples of several would be megabytes, and each run has its own report.
-    samples = None if several else read_samples(reports[0].records)
+    samples = None if several else read_samples(runs[0].records)
     island = {
         "charts": {chart.key: chart.data() for chart in charts},
         "tokens": [sample["numbers"] for sample in samples.rollouts] if samples else [],
@@ -50,16 +48,17 @@ def render_report(
     }
     page: str = _template().render(
         title=title or (f"{len(names)} runs: {', '.join(names[:4])}{' …' * (len(names) > 4)}" if several else names[0]),
-        runs=reports,
+        runs=runs,
         notes=notes,
-        signs=STATES,
+        signs=SIGNS,
+        colors=COLORS,
         sections=sections,
         svgs={chart.key: Markup(chart.svg()) for chart in charts},
-        comparison=comparison_table(reports) if several else None,
-        differing=differing_settings(reports) if len(reports) > 1 else [],
-        costs=cost_tables(reports),
+        comparison=comparison_table(runs) if several else None,
+        differing=differing_settings(runs) if len(runs) > 1 else [],
+        costs=cost_tables(runs),
         samples=samples,
-        origins=[(report.records.name, describe_origin(report.records)) for report in reports],
+        origins=[(run.records.name, describe_origin(run.records)) for run in runs],
         version=__version__,
         made=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         island=_embed_json(island),
@@ -72,14 +71,14 @@ def render_report(
 
 
 def write_report(
-    reports: Sequence[RunReport], path: Path, *, title: str = "", notes: Sequence[tuple[str, str]] = ()
+    runs: Sequence[ExaminedRun], path: Path, *, title: str = "", notes: Sequence[tuple[str, str]] = ()
 ) -> None:
     """Write the page about these runs to `path`, atomically; see `render_report`.
 
     Raises:
         OSError: it cannot be written.
     """
-    atomic_write(path, render_report(reports, title=title, notes=notes))
+    atomic_write(path, render_report(runs, title=title, notes=notes))
 
 
 @cache

@@ -8,8 +8,8 @@ from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from rlhf.diagnosis.verdict import examine_runs
 from rlhf.errors import ConfigError
-from rlhf.report.contents import examine_runs
 from rlhf.report.page import render_report
 
 _REFRESH = 10  # seconds

@@ -5,16 +5,16 @@ from __future__ import annotations
 from rich.text import Text
 
 from rlhf.diagnosis.subject import State
-from rlhf.report.contents import STATES, RunReport
+from rlhf.diagnosis.verdict import SIGNS, ExaminedRun
 from rlhf.reporting.console import console
 
 _STYLES: dict[State, str] = {"fine": "green", "look here": "yellow", "wrong": "bold red", "cannot tell": "dim"}
 
 
-def print_verdict(report: RunReport, *, show_all: bool = False) -> None:
+def print_verdict(run: ExaminedRun, *, show_all: bool = False) -> None:
     """Print each stage's state and sentence, and its findings that are not fine; with `show_all`, all of them."""
-    _print((report.records.name, "bold"), (f"  {report.records.state}", "dim"))
-    for stage in report.stages:
+    _print((run.records.name, "bold"), (f"  {run.records.state}", "dim"))
+    for stage in run.stages:
         _print("  ", _sign(stage.state), "  ", (f"{stage.records.title}: ", "bold"), stage.sentence)
         for finding in stage.findings:
             if not show_all and finding.state == "fine":
@@ -26,14 +26,14 @@ def print_verdict(report: RunReport, *, show_all: bool = False) -> None:
                 _print(" " * 9, (finding.remedy, "dim"))
 
 
-def print_states(report: RunReport) -> None:
+def print_states(run: ExaminedRun) -> None:
     """Print one line for each stage: its state and sentence."""
-    for stage in report.stages:
+    for stage in run.stages:
         _print(_sign(stage.state), "  ", (f"{stage.records.title}: ", "bold"), stage.sentence)
 
 
 def _sign(state: State) -> tuple[str, str]:
-    return f"{STATES[state]} {state}", _STYLES[state]
+    return f"{SIGNS[state]} {state}", _STYLES[state]
 
 
 def _print(*parts: str | tuple[str, str]) -> None:

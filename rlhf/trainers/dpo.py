@@ -33,9 +33,9 @@ from rlhf.models.lora import without_adapters
 from rlhf.reporting.progress import progress
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.greedy_samples import GreedySamples
-from rlhf.trainers.loop import EvalResult
 from rlhf.trainers.stage_models import ModelFactory
 from rlhf.trainers.supervised import SupervisedTrainer, count_different_rows, mean_by_reply
+from rlhf.trainers.trainer import EvalResult
 from rlhf.utils.atomic_io import atomic_file
 
 MEANS = ("accuracy", "margin", "drift", "chosen_reward", "rejected_reward", "chosen_log_prob", "rejected_log_prob")

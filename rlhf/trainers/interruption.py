@@ -71,7 +71,7 @@ class RunTermination:
         """
         if not self._has_written:
             return
-        from rlhf.report.contents import examine_runs
+        from rlhf.diagnosis.verdict import examine_runs
         from rlhf.report.page import write_report
         from rlhf.report.terminal import print_states
 

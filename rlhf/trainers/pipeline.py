@@ -38,11 +38,11 @@ from rlhf.runs.stage_directory import parse_step
 from rlhf.trainers import loop
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.dpo import DPOTrainer
-from rlhf.trainers.loop import Trainer
 from rlhf.trainers.oom import translate_stage_errors
 from rlhf.trainers.ppo.trainer import PPOTrainer
 from rlhf.trainers.stage_models import ModelFactory, resolve_stage_bases
 from rlhf.trainers.supervised import RewardTrainer, SFTTrainer
+from rlhf.trainers.trainer import Trainer
 from rlhf.utils import manifest
 from rlhf.utils.busy_cores import describe_busy_cores
 from rlhf.utils.process_info import get_command_line

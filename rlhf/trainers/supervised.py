@@ -28,8 +28,8 @@ from rlhf.models.scalar_head import describe_loading
 from rlhf.models.shape import TextLengths
 from rlhf.trainers.context import ModelLoader, StageContext
 from rlhf.trainers.greedy_samples import GreedySamples
-from rlhf.trainers.loop import EvalResult
 from rlhf.trainers.stage_models import ModelFactory, log_outputs, save_outputs
+from rlhf.trainers.trainer import EvalResult
 from rlhf.utils.statistics import perplexity
 
 

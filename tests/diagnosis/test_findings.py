@@ -12,7 +12,7 @@ import pytest
 from rlhf.diagnosis.checks import CHECKS
 from rlhf.diagnosis.findings import Finding, examine_stage, summarize_stage, worst
 from rlhf.diagnosis.records import read_run
-from rlhf.report.contents import examine_run
+from rlhf.diagnosis.verdict import examine_run
 from rlhf.report.page import render_report
 from tests.diagnosis.records import write_run
 

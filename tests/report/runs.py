@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.diagnosis.records import read_run
-from rlhf.report.contents import RunReport, examine_run
+from rlhf.diagnosis.verdict import ExaminedRun, examine_run
 from rlhf.reporting.recorder import Recorder
 from rlhf.runs.directory import RunDirectory
 from tests.diagnosis.records import write_run
@@ -45,7 +45,7 @@ def sample(text: str = "word", tokens: int = 200) -> dict[str, Any]:
     }
 
 
-def build_long_run(folder: Path) -> RunReport:
+def build_long_run(folder: Path) -> ExaminedRun:
     """A run of 1,000 steps of PPO with 20 evaluations of 256 prompts and 100 samples of 200 tokens."""
     names = (
         *("reward", "reward_std", "tokens", "response_length", "kl", "entropy", "truncated_share", "policy_loss"),
@@ -67,7 +67,7 @@ def build_long_run(folder: Path) -> RunReport:
     return examine_run(read_run(folder))
 
 
-def bad_run(folder: Path) -> RunReport:
+def bad_run(folder: Path) -> ExaminedRun:
     """A run in which every text that models, data and users write is hostile."""
     run = write_run(
         folder / BAD.replace("/", "").replace("\u2028", "")[:60],

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from rlhf.diagnosis.checks import find_validated_scores
-from rlhf.report.comparison import changed_settings
-from rlhf.report.contents import cost_tables, examine_run, question_sections, to_document
+from rlhf.diagnosis.verdict import examine_run, to_document
+from rlhf.report.contents import cost_tables, question_sections
+from rlhf.report.origin import changed_settings
 from rlhf.report.page import render_report
 from tests.diagnosis.records import write_run
 from tests.report.runs import bad_run

@@ -17,8 +17,10 @@ import torch
 from rlhf.reporting.recorder import Recorder, read_heldout
 from rlhf.reporting.timers import is_machine_dependent
 from rlhf.runs.directory import RunDirectory
-from rlhf.trainers.loop import EvalResult, EvaluationSchedule, fit
+from rlhf.trainers.evaluation_schedule import EvaluationSchedule
+from rlhf.trainers.loop import fit
 from rlhf.trainers.supervised import SFTTrainer
+from rlhf.trainers.trainer import EvalResult
 from tests.forks import Forks
 from tests.helpers import assert_same_weights, sets, weights
 from tests.in_process import StubTrainer, stage_context

@@ -19,14 +19,14 @@ from tests.helpers import user_environment
 
 FAULTY = """
 import sys
-import rlhf.report.card, rlhf.report.contents
+import rlhf.diagnosis.verdict, rlhf.report.card
 from rlhf.config.schema import load_config
 from rlhf.trainers.run import run
 
 def fail(*arguments):
     raise KeyError("a fault of the report")
 
-rlhf.report.contents.examine_run = rlhf.report.card.examine_run = fail
+rlhf.diagnosis.verdict.examine_run = rlhf.report.card.examine_run = fail
 config = load_config(sys.argv[1], [f"output={sys.argv[2]}", "sft.max_steps=2"])
 run(config, stages=("sft",), accelerator="cpu")
 print("the program continues")

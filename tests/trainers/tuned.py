@@ -62,11 +62,11 @@ def _nth(count: int, function: Callable[..., Any], instead: Callable[..., Any]) 
 
 
 def _patch(place: str) -> None:
-    from rlhf.trainers import loop
+    from rlhf.trainers import evaluation_schedule
     from rlhf.trainers.supervised import SFTTrainer
 
     if place == "its model is written, and what was found is not":
-        loop.atomic_write_json = _nth(1 + 5, loop.atomic_write_json, _kill)
+        evaluation_schedule.atomic_write_json = _nth(1 + 5, evaluation_schedule.atomic_write_json, _kill)
     elif place == "a better model is kept than the checkpoint knows":
         SFTTrainer.evaluate = _nth(1 + 8, SFTTrainer.evaluate, _kill)
     elif place == "a checkpoint is written, and its model is not measured":
@@ -74,8 +74,8 @@ def _patch(place: str) -> None:
     elif place == "its model is not written, and is the best":
         SFTTrainer.save = _nth(6, SFTTrainer.save, _kill)
     else:
-        rename = loop.atomic_rename_dir
-        loop.atomic_rename_dir = lambda *paths: (rename(*paths), _kill())
+        rename = evaluation_schedule.atomic_rename_dir
+        evaluation_schedule.atomic_rename_dir = lambda *paths: (rename(*paths), _kill())
 
 
 PLACES = {

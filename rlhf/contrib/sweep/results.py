@@ -14,9 +14,9 @@ from rlhf.config.schema import Stage
 from rlhf.contrib.sweep.directory import PointOutcome, Status, SweepDirectory
 from rlhf.contrib.sweep.grid import Grid
 from rlhf.diagnosis.records import RunRecords, read_run
+from rlhf.diagnosis.verdict import examine_run
 from rlhf.errors import RLHFError
 from rlhf.report.comparison import HEADLINES
-from rlhf.report.contents import examine_run
 from rlhf.report.page import write_report as write_report_page
 from rlhf.reporting.summary import format_value
 from rlhf.utils.atomic_io import atomic_write, atomic_write_json

@@ -17,9 +17,9 @@ from rlhf.engine.cpu_offload import on_device
 from rlhf.engine.engine import MetricSums
 from rlhf.models.forward import sequence_scores
 from rlhf.trainers.context import StageContext
-from rlhf.trainers.loop import EvalResult
 from rlhf.trainers.ppo.experience import Rollout, Scores, join_rows
 from rlhf.trainers.ppo.metrics import mean_score, rollout_means, rollout_sums, row_numbers
+from rlhf.trainers.trainer import EvalResult
 from rlhf.utils.statistics import distinct
 
 Approves = Callable[[str, str], bool]

@@ -45,7 +45,6 @@ from rlhf.models.forward import LogProbs, completion_log_probs, sequence_scores
 from rlhf.models.lora import without_adapters
 from rlhf.models.tokenizers import find_end_tokens
 from rlhf.trainers.context import StageContext
-from rlhf.trainers.loop import EvalResult
 from rlhf.trainers.ppo.evaluation import Approves, HeldoutPrompts
 from rlhf.trainers.ppo.experience import Experience, ForwardPass, MicroBatcher, Rollout, Scores, join_rows
 from rlhf.trainers.ppo.first_step import measure_direction, rescore_rows
@@ -67,6 +66,7 @@ from rlhf.trainers.ppo.metrics import (
 from rlhf.trainers.ppo.pretraining_loss import PretrainingLoss
 from rlhf.trainers.ppo.rewards import RewardFunction, RewardShaping, WeightedRewards
 from rlhf.trainers.stage_models import ModelFactory, log_outputs, save_outputs
+from rlhf.trainers.trainer import EvalResult
 from rlhf.utils.statistics import LEAST_ROWS
 
 # Of each update; the mean over a step's updates is recorded.
