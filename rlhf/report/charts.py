@@ -18,6 +18,7 @@ from rlhf.utils.units import format_number
 COLORS = 8
 _WIDTH, _HEIGHT = 340, 170
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 8, 8, 22
+_DIGIT = 6.4  # pixels of the widest digits of labels
 _MAX_POINTS = 170  # of a curve in SVG: about one for two pixels
 _MAX_DATA = 2000  # of a curve for the script
 
@@ -124,13 +125,14 @@ def plane(title: str, paths: Sequence[tuple[str, int, Sequence[Point]]], x_title
             hint = f"{label} {point.label}: {x_title} {format_number(point.x)}, {y_title} {format_number(point.y)}"
             dot = f'<circle class="dot s{color}" cx="{a:g}" cy="{b:g}" r="3">'
             parts.append(f"{dot}<title>{escape(hint.strip())}</title></circle>")
-        for point, (a, b) in zip(path, places):
-            if point in (path[0], path[-1]) and len(paths) == 1:
-                anchor, shift = ("end", -6) if a > _WIDTH - 90 else ("start", 6)
-                parts.append(
-                    f'<text class="name" x="{a + shift:g}" y="{b + 3:g}" text-anchor="{anchor}">'
-                    f"{escape(point.label)}</text>"
-                )
+        if len(paths) == 1 and places:
+            (a, b), (c, d) = places[0], places[-1]
+            ends = [(path[0], a + 6, b + 3)]
+            ends += [(path[-1], c, d - 7 if d > 18 else d + 15)] if len(path) > 1 else []  # beside it runs the path
+            for point, a, b in ends:
+                anchor = "end" if a > _WIDTH - 90 else "start"
+                text = escape(point.label)
+                parts.append(f'<text class="name" x="{a:g}" y="{b:g}" text-anchor="{anchor}">{text}</text>')
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
     parts.append(f'<text class="tick" x="{middle:g}" y="{_HEIGHT + 56}" text-anchor="middle">{escape(x_title)}</text>')
     return _svg(parts, title, height=_HEIGHT + 60)
@@ -240,12 +242,14 @@ def _frame(x: _Axis, y: _Axis, *, percent: bool = False) -> Iterator[str]:
         yield f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{pixel:g}" y2="{pixel:g}"/>'
         yield f'<text class="tick" x="{_LEFT - 5}" y="{pixel + 3:g}" text-anchor="end">{label}</text>'
     for value, pixel in x.ticks(5):
-        yield f'<text class="tick" x="{pixel:g}" y="{bottom + 14:g}" text-anchor="middle">{_label(value)}</text>'
+        label = _label(value)
+        center = min(pixel, _WIDTH - _DIGIT * len(label) / 2)
+        yield f'<text class="tick" x="{center:g}" y="{bottom + 14:g}" text-anchor="middle">{label}</text>'
 
 
 def _label(value: float) -> str:
     if value and not 1e-3 <= abs(value) < 1e5:
-        return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
+        return f"{value:.1e}".replace(".0e", "e").replace("e-0", "e-").replace("e+0", "e")
     return f"{value:,.6g}"
 
 

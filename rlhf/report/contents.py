@@ -71,7 +71,7 @@ _PLOTS: dict[Stage, tuple[_Plot, ...]] = {
     ),
     "ppo": (
         _Plot("plumbing", "gap between drawing and training", ("draw_gap", "draw_gap_max"), "nats per token", "log"),
-        _Plot("learning", "reward", ("reward",), "mean score, with its 95 % interval"),
+        _Plot("learning", "reward", ("reward",), "mean score"),
         _Plot("learning", "score by the judge", ("heldout_judge_reward",), "a second reward model, never trained on"),
         _Plot("learning", "approved", ("heldout_approved_share",), "by the rule of the embedded data"),
         _Plot("learning", "explained variance", ("explained_variance",), "of the returns, by the critic"),
@@ -149,10 +149,11 @@ def _charts(name: Stage, topic: Topic, runs: Sequence[ExaminedRun]) -> Iterator[
         series: list[Series] = []
         for run in runs:
             if stage := run.records.stage(name):
-                series += _series(stage, plot, run, alone=len(runs) == 1)
+                series += _own_series(stage, plot, run) if len(runs) == 1 else _compared_series(stage, plot, run)
         if any(_is_worth_drawing(curves.curve, topic) for curves in series):
             key = f"{name}-{plot.title.replace(' ', '-')}"
-            yield Chart(key, plot.title, series, group=name, about=plot.about, scale=plot.scale)
+            about = plot.about + ", with its 95 % interval" * any(one.margin for one in series)
+            yield Chart(key, plot.title, series, group=name, about=about, scale=plot.scale)
 
 
 def _is_worth_drawing(curve: Curve, topic: Topic) -> bool:
@@ -160,20 +161,28 @@ def _is_worth_drawing(curve: Curve, topic: Topic) -> bool:
     return len(curve.steps) > 1 and (topic == "learning" or len(set(curve.values)) > 1)
 
 
-def _series(stage: StageRecords, plot: _Plot, run: ExaminedRun, *, alone: bool) -> Iterator[Series]:
+def _own_series(stage: StageRecords, plot: _Plot, run: ExaminedRun) -> Iterator[Series]:
+    """Yield the curves of the one run on the page: each number of the plot, and its held-out values."""
     position, group_size = 0, run.records.config.ppo.method.group_size
     for name in plot.names:
         label = name.removeprefix("heldout_").replace("_", " ")
         for key, of_kind in ((name, ""), (f"heldout_{name}", "held-out ")):
-            if not (curve := stage.curve(key)):
-                continue
-            if not alone and len(plot.names) > 1 and name != plot.names[0]:
-                continue  # one curve for each run: more could not be told apart
-            dots = key.startswith("heldout_")
-            margin = _reward_margin(stage, curve, group_size) if key == "reward" and alone else []
-            title = f"{of_kind}{label}" if alone else f"{run.records.name}{', held-out' * dots}"
-            yield Series(title, curve, position if alone else run.number % COLORS, margin, dots)
-            position += 1
+            if curve := stage.curve(key):
+                margin = _reward_margin(stage, curve, group_size) if key == "reward" else []
+                yield Series(f"{of_kind}{label}", curve, position, margin, key.startswith("heldout_"))
+                position += 1
+
+
+def _compared_series(stage: StageRecords, plot: _Plot, run: ExaminedRun) -> Iterator[Series]:
+    """Yield one curve of a run among several, because more could not be told apart: held-out if it has several points.
+
+    Two held-out points are those before and after training.
+    """
+    training, heldout = stage.curve(plot.names[0]), stage.curve(f"heldout_{plot.names[0]}")
+    is_heldout = plot.names[0].startswith("heldout_") or len(heldout.steps) > 2 or not training
+    if curve := heldout or training if is_heldout else training:
+        title = f"{run.records.name}{', held-out' * is_heldout}"
+        yield Series(title, curve, run.number % COLORS, dots=is_heldout)
 
 
 def _reward_margin(stage: StageRecords, curve: Curve, group_size: int) -> list[float]:

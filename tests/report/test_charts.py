@@ -70,6 +70,19 @@ def test_any_values_have_a_drawing(values: list[float]) -> None:
         assert "nan" not in svg and "inf" not in svg
 
 
+def test_label_of_the_last_step_is_inside_the_drawing() -> None:
+    svg = Chart("a", "n", [Series("n", Curve([0, 5000, 10000], [0.0, 1.0, 2.0]))]).svg()
+    (center,) = re.findall(r'x="([\d.]+)" y="[\d.]+" text-anchor="middle">10,000<', svg)
+    width = float(re.search(r'viewBox="0 0 (\d+)', svg)[1])  # type: ignore[index]
+    assert float(center) + 6 * 6 / 2 <= width, "six characters of six pixels"
+
+
+def test_small_numbers_have_two_digits() -> None:
+    svg = Chart("a", "n", [Series("n", Curve([0, 1], [3.4e-7, 4.6e-7]))]).svg()
+    labels = re.findall(r'text-anchor="end">([^<]*)<', svg)
+    assert len(labels) == len(set(labels)) > 1 and {"3.5e-7", "4e-7"} <= set(labels)
+
+
 def test_plane_marks_each_point_with_its_numbers() -> None:
     svg = plane(
         "reward against KL", [("run", 0, [Point(0, -1.5, "step 0"), Point(2.5, 3.0, "step 9")])], "KL", "reward"

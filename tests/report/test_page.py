@@ -145,9 +145,21 @@ def test_several_runs_are_compared_with_what_differs(tmp_path: Path) -> None:
     )
     page_of_kept = render_report([examine_run(run, number) for number, run in enumerate([*runs, kept])])
     assert ">8.5<" in page_of_kept, "of the model that the run keeps"
+
+
+def test_several_runs_have_one_curve_each(tmp_path: Path) -> None:
+    """The held-out one if there are more evaluations than those before and after training."""
+    numbers = {
+        "training": {"reward": [0.0, 1.0], "heldout_reward": [0.0, 1.0]},
+        "evaluated": {"reward": [0.0, 1.0, 2.0], "heldout_reward": [0.0, 1.0, 3.0]},
+        "heldout": {"heldout_reward": [0.0, 4.0]},
+    }
+    runs = [write_run(tmp_path / name, {"ppo": curves}) for name, curves in numbers.items()]
+    page = render_report([examine_run(run, number) for number, run in enumerate(runs)])
     island = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])  # type: ignore[index]
-    labels = [series["label"] for series in island["charts"]["ppo-reward"]["series"]]
-    assert labels == ["careful", "careful, held-out", "bold", "bold, held-out"]
+    curves = {series["label"]: series["values"] for series in island["charts"]["ppo-reward"]["series"]}
+    assert curves.keys() == {"training", "evaluated, held-out", "heldout, held-out"}
+    assert 3 in curves["evaluated, held-out"]
 
 
 def test_only_settings_of_the_stages_that_ran_are_listed(tmp_path: Path) -> None:
