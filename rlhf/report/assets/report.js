@@ -6,6 +6,7 @@ const shade = (name) => getComputedStyle(document.documentElement).getPropertyVa
 const format = (value) => value == null ? "" : Math.abs(value) >= 1e5 || (value && Math.abs(value) < 1e-3)
   ? value.toExponential(1).replace(".0e", "e") : String(Number(value.toPrecision(4)));
 
+const wholeSteps = [...Array(12).keys()].flatMap((power) => [1, 2, 5].map((factor) => factor * 10 ** power));
 const plots = new Map();
 
 function draw(holder) {
@@ -39,7 +40,7 @@ function draw(holder) {
       y: isLog ? { distr: 3 } : { range: (_, low, high) => low === high ? [low - 0.5, high + 0.5] : uPlot.rangeNum(low, high, 0.1, true) },
     },
     axes: [
-      { ...axis, size: 28, gap: 6, grid: { show: false }, space: 60 },
+      { ...axis, size: 28, gap: 6, grid: { show: false }, space: 60, incrs: wholeSteps },
       { ...axis, size: 46, gap: 3, space: 32, filter: tens, grid: { ...axis.grid, filter: tens }, values: (_, ticks) => ticks.map((tick) => tick == null ? "" : format(tick)) },
     ],
     legend: { show: false },
