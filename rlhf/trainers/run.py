@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -313,7 +314,7 @@ def _describe(
 @contextmanager
 def _restore_environment() -> Iterator[None]:
     """Restore the environment after the block, for the caller's program."""
-    environment = dict(os.environ)
+    environment, hook = dict(os.environ), sys.excepthook
     try:
         with hub.restore_offline_flags():
             os.environ.update(current_process().variables())  # before a runtime that reads them is loaded
@@ -322,6 +323,8 @@ def _restore_environment() -> Iterator[None]:
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
         os.environ.update(environment)
+        if current_process().size == 1:
+            sys.excepthook = hook  # each process group makes it print the rank once more
 
 
 def format_base_models(config: Config, pending: Sequence[Stage]) -> str:

@@ -28,7 +28,9 @@ def fail(*arguments):
 
 rlhf.diagnosis.verdict.examine_run = rlhf.report.card.examine_run = fail
 config = load_config(sys.argv[1], [f"output={sys.argv[2]}", "sft.max_steps=2"])
+hook = sys.excepthook
 run(config, stages=("sft",), accelerator="cpu")
+assert sys.excepthook is hook
 print("the program continues")
 """
 
