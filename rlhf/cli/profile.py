@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 import time
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +22,7 @@ from rlhf.config.schema import EVERY_STAGE, Config, Stage
 from rlhf.errors import ConfigError, RunError
 from rlhf.reporting.console import console
 from rlhf.reporting.progress import progress
-from rlhf.reporting.timers import profile_operators
+from rlhf.reporting.timers import PhaseTime, profile_operators
 from rlhf.roles.lineage import resolve_base_models
 from rlhf.runs.directory import RunDirectory
 from rlhf.utils import signals
@@ -198,7 +199,7 @@ def _measure_steps(trainer: Trainer, context: StageContext, count: int, trace: P
         recording.export_chrome_trace(str(trace))
     profile = profile_operators(recording.events())
     total = sum(step["seconds"] for step in steps)
-    phases = {name: sum((times[name] for times in phase_times[1:]), phase) for name, phase in phase_times[0].items()}
+    phases = {name: reduce(PhaseTime.plus, (times[name] for times in phase_times)) for name in phase_times[0]}
     rates = [key for key in ("tflops", "peak_share", "tokens_per_second") if key in steps[0]]
     return {
         "accelerator": context.accelerator.name,

@@ -73,7 +73,7 @@ class PhaseTime(NamedTuple):
         rates |= {} if self.decode_steps is None else {"step_seconds": seconds / self.decode_steps}
         return rates | ({} if self.bytes_read is None else {"bytes_per_second": self.bytes_read / seconds})
 
-    def __add__(self, other: PhaseTime) -> PhaseTime:  # type: ignore[override]
+    def plus(self, other: PhaseTime) -> PhaseTime:
         """Return the sum of two phases that follow each other."""
         pairs = zip(self[1:], other[1:])
         work = [None if one is None or another is None else one + another for one, another in pairs]

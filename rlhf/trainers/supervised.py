@@ -34,7 +34,7 @@ from rlhf.utils.statistics import perplexity
 
 
 class SupervisedTrainer:
-    """A model that learns from rows; a `rlhf.trainers.loop.Trainer`.
+    """A model that learns from rows; a `rlhf.trainers.trainer.Trainer`.
 
     Subclasses define `count`, `count_wrong_targets`, `loss`, `rescore` and `evaluate`, and if necessary `average` and
     `prepare`.

@@ -71,13 +71,18 @@ from rlhf.utils.statistics import LEAST_ROWS
 
 # Of each update; the mean over a step's updates is recorded.
 _UPDATE_METRICS = (
-    *("policy_loss", "value_loss", "clip_fraction", "approx_kl"),
-    *("kl_loss", "value_clip_fraction", "ptx_loss"),
+    "policy_loss",
+    "value_loss",
+    "clip_fraction",
+    "approx_kl",
+    "kl_loss",
+    "value_clip_fraction",
+    "ptx_loss",
 )
 
 
 class PPOTrainer:
-    """PPO's models, prompts and step; a `rlhf.trainers.loop.Trainer`.
+    """PPO's models, prompts and step; a `rlhf.trainers.trainer.Trainer`.
 
     Attributes:
         actor, critic: the models that are trained; critic is None if the estimator needs none.
