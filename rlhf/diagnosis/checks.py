@@ -21,6 +21,7 @@ from rlhf.utils.units import format_number
 _FIRST_NATS = 0.3  # KL per sequence from which its first price is measured
 _LATE_NATS, _LATE_TOKEN_NATS = 1.0, 0.05  # growth of KL per sequence, and per token, below which KL has settled
 PRICE_FALL, MOST_FALL = 20.0, 1000.0  # times, from the early price to the late one
+_MOST_OF_GAIN = 0.9  # share of the gain in reward from which one of its parts carries the sum
 _MIN_ROWS = 20
 
 _PPO: tuple[Stage, ...] = ("ppo",)
@@ -209,6 +210,23 @@ def _best_of_n(subject: Subject) -> Outcome | None:
     return Outcome("fine", text)
 
 
+def _reward_parts(subject: Subject) -> Outcome | None:
+    settings, gains = subject.config.ppo, {}
+    weights = {f"reward/{function.label}": function.weight for function in settings.reward_functions}
+    for name, weight in ({"reward_model": settings.reward_weight} | weights).items():
+        curve = subject.heldout(name)
+        if weight and len(curve.steps) > 1:
+            gains[name] = weight * (subject.final(name) - curve.values[0])
+    total = sum(gains.values())
+    if len(gains) < 2 or total <= 0:
+        return None
+    listed = ", ".join(f"{name} {gain:+.2f}" for name, gain in sorted(gains.items(), key=lambda item: -item[1]))
+    text = f"the gain of {total:.2f} in held-out reward is the sum of {listed}"
+    if max(gains.values()) > _MOST_OF_GAIN * total:
+        return Outcome("look here", f"{text}: one part carries it", subject.stage.final_step)
+    return Outcome("fine", text)
+
+
 def _length_share(subject: Subject) -> Outcome | None:
     first, last = (
         _with_numbers(rows, "reward", "tokens") for rows in (subject.stage.first_rows, subject.stage.final_rows)
@@ -365,6 +383,14 @@ CHECKS = (
     ),
     Check("best of n", "cheating", _PPO, ("heldout_kl",), _best_of_n, f"read the samples; train longer, or {_CLOSER}"),
     Check("price of KL", "cheating", _PPO, ("heldout_kl", "heldout_reward"), _kl_price, _CLOSER),
+    Check(
+        "reward parts",
+        "cheating",
+        _PPO,
+        ("heldout_reward",),
+        _reward_parts,
+        "change the weights in ppo.reward_functions, or {ppo.reward_weight}",
+    ),
     Check(
         "length", "cheating", _PPO, (), _length_share, "read the samples; correct the reward, or add pairs about length"
     ),

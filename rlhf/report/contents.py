@@ -6,6 +6,7 @@ is it exploring, are updates sane, where did time and memory go, what does it wr
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -35,13 +36,21 @@ _GREY = COLORS - 1
 
 
 class _Plot(NamedTuple):
-    """A chart to draw if its numbers were recorded: `names` in the same chart, with their held-out values."""
+    """A chart to draw if its numbers were recorded: `names` in the same chart, with their held-out values.
+
+    A name with `*` stands for all numbers that match it.
+    """
 
     topic: Topic
     title: str
     names: tuple[str, ...]
     about: str = ""
     scale: str = "linear"
+
+    def find_names(self, stage: StageRecords) -> list[str]:
+        """Return the names of a stage's numbers."""
+        recorded = dict.fromkeys(key.removeprefix("heldout_") for key in stage.curves)
+        return [found for name in self.names for found in (fnmatch.filter(recorded, name) if "*" in name else [name])]
 
 
 _LEARNING_RATE = _Plot("updates", "learning rate", ("learning_rate", "lora_learning_rate"))
@@ -76,6 +85,7 @@ _PLOTS: dict[Stage, tuple[_Plot, ...]] = {
         _Plot("learning", "approved", ("heldout_approved_share",), "by the rule of the embedded data"),
         _Plot("learning", "explained variance", ("explained_variance",), "of the returns, by the critic"),
         _Plot("learning", "prompts without variance", ("equal_group_share",), "all completions have the same score"),
+        _Plot("cheating", "reward parts", ("reward_model", "reward/*"), "mean scores, without their weights"),
         _Plot("cheating", "KL to the reference", ("kl",), "nats per sequence"),
         _Plot("cheating", "length", ("response_length",), "tokens"),
         _Plot("cheating", "cut off", ("truncated_share",), "share of completions without an end"),
@@ -164,7 +174,7 @@ def _is_worth_drawing(curve: Curve, topic: Topic) -> bool:
 def _own_series(stage: StageRecords, plot: _Plot, run: ExaminedRun) -> Iterator[Series]:
     """Yield the curves of the one run on the page: each number of the plot, and its held-out values."""
     position, group_size = 0, run.records.config.ppo.method.group_size
-    for name in plot.names:
+    for name in plot.find_names(stage):
         label = name.removeprefix("heldout_").replace("_", " ")
         for key, of_kind in ((name, ""), (f"heldout_{name}", "held-out ")):
             if curve := stage.curve(key):
@@ -178,8 +188,9 @@ def _compared_series(stage: StageRecords, plot: _Plot, run: ExaminedRun) -> Iter
 
     Two held-out points are those before and after training.
     """
-    training, heldout = stage.curve(plot.names[0]), stage.curve(f"heldout_{plot.names[0]}")
-    is_heldout = plot.names[0].startswith("heldout_") or len(heldout.steps) > 2 or not training
+    name = next(iter(plot.find_names(stage)), "")
+    training, heldout = stage.curve(name), stage.curve(f"heldout_{name}")
+    is_heldout = name.startswith("heldout_") or len(heldout.steps) > 2 or not training
     if curve := heldout or training if is_heldout else training:
         title = f"{run.records.name}{', held-out' * is_heldout}"
         yield Series(title, curve, run.number % COLORS, dots=is_heldout)

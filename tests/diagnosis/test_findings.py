@@ -373,6 +373,24 @@ def test_rows_that_lack_numbers_end_nothing(tmp_path: Path, heldout: Any) -> Non
     assert "<!DOCTYPE html>" in render_report([report])
 
 
+def test_one_part_of_the_reward_that_carries_its_gain_is_seen(tmp_path: Path) -> None:
+    """Weights 1 and 0.5: of a gain of 1.0, each part has half, or one has 0.95. A weight of 0 counts for nothing."""
+    functions = [{"function": "m:length", "weight": 0.5}, {"function": "m:idle", "weight": 0}]
+    settings = {"ppo": {"reward_functions": functions}}
+    found = {}
+    for folder, model, length in (("a", 0.5, 1.0), ("b", 0.05, 1.9), ("c", -0.5, 3.0), ("d", -1.0, 1.0)):
+        gains = {"reward": model + length / 2, "reward_model": model, "reward/length": length, "reward/idle": 9.0}
+        numbers = {f"heldout_{name}": [2.0, 2.0 + gain] for name, gain in gains.items()}
+        found[folder] = examine(tmp_path / folder, "ppo", numbers, settings=settings).get("reward parts")
+    assert found["d"] is None, "no gain"
+    assert {folder: finding.state for folder, finding in found.items() if finding} == {
+        "a": "fine",
+        "b": "look here",
+        "c": "look here",
+    }
+    assert "the sum of reward/length +1.50, reward_model -0.50: one part" in found["c"].text  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("recorded", [{"draw_gap": [4e-7], "draw_gap_max": [3e-6]}, {}])
 def test_invariant_that_broke_in_training_is_wrong_whatever_is_recorded(
     tmp_path: Path, recorded: dict[str, list[float]]

@@ -147,6 +147,14 @@ def test_several_runs_are_compared_with_what_differs(tmp_path: Path) -> None:
     assert ">8.5<" in page_of_kept, "of the model that the run keeps"
 
 
+def test_parts_of_the_reward_are_drawn_by_their_names(tmp_path: Path) -> None:
+    numbers = {"reward_model": [0.0, 1.0], "reward/length": [2.0, 3.0], "heldout_reward/length": [0.0, 1.0, 4.0]}
+    page = render_report([examine_run(write_run(tmp_path / "run", {"ppo": numbers}))])
+    island = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])  # type: ignore[index]
+    labels = [series["label"] for series in island["charts"]["ppo-reward-parts"]["series"]]
+    assert labels == ["reward model", "reward/length", "held-out reward/length"]
+
+
 def test_several_runs_have_one_curve_each(tmp_path: Path) -> None:
     """The held-out one if there are more evaluations than those before and after training."""
     numbers = {
