@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from rlhf.data.examples import Demonstration, NumberedPair, Pair, Prompt
 
 Batch = dict[str, Tensor]
 E = TypeVar("E")
+Row = TypeVar("Row")
 
 
 def collate_sft(
@@ -121,6 +122,19 @@ def collate_ppo(
     }
 
 
+class Part(NamedTuple):
+    """The rows of one micro-batch.
+
+    Attributes:
+        examples: those after the first `real` ones are fillers.
+        numbers: the places of the real ones among all examples.
+    """
+
+    examples: list[Any]
+    real: int
+    numbers: list[int]
+
+
 class Batches(Generic[E]):
     """Global batches in a seeded order, reshuffled every epoch; `step` returns one rank's share of a batch.
 
@@ -169,19 +183,23 @@ class Batches(Generic[E]):
         """Number of examples in an epoch."""
         return len(self._examples)
 
-    def examples(self, index: int) -> list[E]:
-        """Return the real examples of global batch `index`, over all ranks."""
+    def numbers(self, index: int) -> list[int]:
+        """Return the numbers of the real rows of global batch `index`, over all ranks."""
         rows, size = len(self._examples), self._batch_size
         if self._endless:
-            return [self._example(*divmod(position, rows)) for position in range(index * size, (index + 1) * size)]
+            return [self._number(*divmod(position, rows)) for position in range(index * size, (index + 1) * size)]
         epoch, step = divmod(index, len(self))
-        return [self._example(epoch, position) for position in range(step * size, min((step + 1) * size, rows))]
+        return [self._number(epoch, position) for position in range(step * size, min((step + 1) * size, rows))]
+
+    def examples(self, index: int) -> list[E]:
+        """Return the real examples of global batch `index`, over all ranks."""
+        return [self._examples[number] for number in self.numbers(index)]
 
     def share(self, index: int) -> list[E]:
         """Return this rank's real examples of global batch `index`, in the order of their rows."""
         return self.examples(index)[self._share.start : self._share.stop]
 
-    def _example(self, epoch: int, position: int) -> E:
+    def _number(self, epoch: int, position: int) -> int:
         if epoch != self._epoch:
             self._order = list(range(len(self._examples)))
             if self._shuffle:
@@ -189,22 +207,27 @@ class Batches(Generic[E]):
             elif self._length:
                 self._order = _longest_first(self._order, [self._length(example) for example in self._examples])
             self._epoch = epoch
-        return self._examples[self._order[position]]
+        return self._order[position]
 
     def step(self, index: int) -> list[Batch]:
         """Return this rank's micro-batches of global batch `index`, counted from the start of the first epoch."""
-        return [self.collate(examples, real) for examples, real in self.parts(index)]
+        return [self.collate(part.examples, part.real) for part in self.parts(index)]
 
-    def parts(self, index: int) -> list[tuple[list[E], int]]:
-        """Return the examples of each of these micro-batches, and how many of them are real; fillers come last."""
-        rows, size = self.examples(index), self._micro_batch_size
+    def parts(self, index: int) -> list[Part]:
+        """Return the rows of each of these micro-batches."""
+        rows, size = [(number, self._examples[number]) for number in self.numbers(index)], self._micro_batch_size
         positions: Sequence[int] = self._share
         if self._length:
-            rows = _longest_first(rows, [self._length(row) for row in rows])
+            rows = _longest_first(rows, [self._length(example) for _, example in rows])
             positions = range(self._rank, self._batch_size, self._world_size)
-        real, rows = len(rows), rows + rows[-1:] * (self._batch_size - len(rows))
-        slices = (positions[start : start + size] for start in range(0, len(positions), size))
-        return [([rows[n] for n in part], sum(n < real for n in part)) for part in slices]
+        real = len(rows)
+        rows += rows[-1:] * (self._batch_size - real)
+        parts = []
+        for start in range(0, len(positions), size):
+            places = positions[start : start + size]
+            numbers = [rows[place][0] for place in places if place < real]
+            parts.append(Part([rows[place][1] for place in places], len(numbers), numbers))
+        return parts
 
 
 def example_length(example: Demonstration | Pair) -> int:
@@ -231,7 +254,7 @@ def pad_right(
     return ids, (torch.arange(width) < lengths[:, None]).long()
 
 
-def _longest_first(rows: list[E], lengths: Sequence[int]) -> list[E]:
+def _longest_first(rows: list[Row], lengths: Sequence[int]) -> list[Row]:
     return [rows[index] for index in sorted(range(len(rows)), key=lambda index: -lengths[index])]
 
 

@@ -98,6 +98,7 @@ PLUMBING = (
     _replay("first update", _describe_updates),
     _replay("scoring", _describe_scoring),
     _replay("targets", lambda _: "each row learns the tokens of its example, and no others"),
+    _replay("repeated rows", lambda _: "no row was read more than once in an epoch"),
     _replay("trained weights", lambda _: "the first step has changed the weights that are trained"),
     _replay("frozen weights", lambda _: "the weights that are not trained have not changed"),
     _replay("ranks", lambda _: "all ranks have the same weights"),

@@ -184,6 +184,11 @@ def _targets(reading: Reading) -> str | None:
     return f"{rows:,.0f} rows learn other tokens than those of their examples" if rows else None
 
 
+def _repeated_rows(reading: Reading) -> str | None:
+    rows = reading.now["repeated_rows"]
+    return f"{rows:,.0f} rows were read more than once in an epoch" if rows else None
+
+
 def _token_kl(numbers: Numbers) -> float:
     return numbers["kl"] / max(numbers["response_length"], 1)
 
@@ -375,6 +380,16 @@ RULES = (
         ("step",),
         ("wrong_targets",),
         _targets,
+        _REPORT,
+        is_invariant=True,
+    ),
+    Rule(
+        "repeated rows",
+        "plumbing",
+        ("sft", "reward", "dpo"),
+        ("step",),
+        ("repeated_rows",),
+        _repeated_rows,
         _REPORT,
         is_invariant=True,
     ),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.config.schema import EpochConfig, RewardConfig
-from rlhf.data.batches import collate_reward, collate_sft, count_padding, example_length
+from rlhf.data.batches import Part, collate_reward, collate_sft, count_padding, example_length
 from rlhf.data.examples import Demonstration, Pair
 from rlhf.data.stage_dataset import StageData
 from rlhf.engine import distributed
@@ -28,6 +28,7 @@ from rlhf.models.scalar_head import describe_loading
 from rlhf.models.shape import TextLengths
 from rlhf.trainers.context import ModelLoader, StageContext
 from rlhf.trainers.greedy_samples import GreedySamples
+from rlhf.trainers.row_counts import RowCounts
 from rlhf.trainers.stage_models import ModelFactory, log_outputs, save_outputs
 from rlhf.trainers.trainer import EvalResult
 from rlhf.utils.statistics import perplexity
@@ -58,6 +59,7 @@ class SupervisedTrainer:
         self.held_out = context.evaluation_batches(data.heldout, collate, settings, rows=micro, length=example_length)
         self.epoch_steps = len(self.batches)
         self.total_steps = settings.total_steps(self.epoch_steps)
+        self._row_counts = RowCounts(len(data.train), context.accelerator)
         (role,) = (role for role, placement in context.placements.items() if placement.role.trained)
         self.engine = context.engine(role, load, settings.optimizer, total_steps=self.total_steps, **sizes)
 
@@ -103,8 +105,8 @@ class SupervisedTrainer:
         """Take one optimizer step on global batch `index`."""
         context, engine = self.context, self.engine
         parts = self.batches.parts(index)
-        on_host = [self.batches.collate(*part) for part in parts]
-        wrong = sum(self.count_wrong_targets(batch, *part) for batch, part in zip(on_host, parts, strict=True))
+        on_host = [self.batches.collate(part.examples, part.real) for part in parts]
+        wrong = sum(self.count_wrong_targets(batch, *part[:2]) for batch, part in zip(on_host, parts, strict=True))
         batches: Sequence[Batch] = [context.accelerator.to_device(batch) for batch in on_host]
         with context.phases("training"):
             batches = self.prepare(batches)
@@ -117,7 +119,7 @@ class SupervisedTrainer:
             sums.add(**text_sums(batch), **count_padding(batch))
         sums.add(wrong_targets=context.accelerator.to_device(torch.tensor(float(wrong))))
         totals = sums.read()
-        targets = {"wrong_targets": totals.pop("wrong_targets")}
+        checks = {"wrong_targets": totals.pop("wrong_targets"), **self._count_rows(index, parts)}
         texts = TextLengths(*(totals.pop(f"read_{name}") for name in TextLengths._fields))
         context.phases.count_work("training", tokens=texts.tokens, flops=self._flops(texts))
         share = padding_share({key: totals.pop(key) for key in ("present", "positions")})
@@ -125,7 +127,16 @@ class SupervisedTrainer:
         if rescored:
             gaps = [abs(metrics[name] - value) / max(abs(value), 1.0) for name, value in rescored.items()]
             metrics["score_gap"] = max(gaps)
-        return metrics | targets | rates | {"padding_share": share, "grad_norm": engine.grad_norm()}
+        return metrics | checks | rates | {"padding_share": share, "grad_norm": engine.grad_norm()}
+
+    def _count_rows(self, index: int, parts: Sequence[Part]) -> Metrics:
+        """Count the rows of a step; return those repeated so far after the first step, an epoch, and the last step."""
+        if index % self.epoch_steps == 0:
+            self._row_counts.start_epoch()
+        for part in parts:
+            self._row_counts.add(part.numbers)
+        ends = (index + 1) % self.epoch_steps == 0 or index + 1 == self.total_steps
+        return self._row_counts.compare() if index == 0 or ends else {}
 
     @torch.no_grad()
     def _rescore_batch(self, batches: Sequence[Batch], total: Tensor) -> Metrics:

@@ -212,6 +212,7 @@ def test_reward_model_that_scores_length_is_found(tmp_path: Path) -> None:
 PLUMBING: dict[str, Any] = {
     "first update": ("ppo", {"update_gap": [0.0, 4e-7, 0.002]}, 3, "the gap is 0.002 nats per token"),
     "scoring": ("dpo", {"score_gap": [0.5]}, 1, "differ from those computed again from the same rows"),
+    "repeated rows": ("reward", {"repeated_rows": [0.0, 3.0]}, 2, "3 rows were read more than once in an epoch"),
     "targets": ("sft", {"wrong_targets": [0.0, 7.0]}, 2, "7 rows learn other tokens than those of their examples"),
     "trained weights": ("reward", {"unchanged_weights": [1.0]}, 1, "no trained weight"),
     "frozen weights": ("dpo", {"changed_frozen_weights": [3.0]}, 1, "3 tensors of frozen weights have changed"),

@@ -30,11 +30,12 @@ PPO = {
 SFT = {"loss": 2.0, "grad_norm": 1.0}
 DPO = {"loss": 0.69, "grad_norm": 1.0, "chosen_log_prob": -20.0, "chosen_reward": 0.0}
 WEIGHTS = {"changed_frozen_weights": 0.0, "unchanged_weights": 0.5, "unequal_weights": 0.0}
+ROWS = {"wrong_targets": 0.0, "repeated_rows": 0.0, "score_gap": 0.0}
 HEALTHY: dict[str, Any] = {
     "ppo": PPO | WEIGHTS,
-    "sft": SFT | WEIGHTS | {"wrong_targets": 0.0, "score_gap": 0.0},
-    "reward": SFT | WEIGHTS | {"wrong_targets": 0.0, "score_gap": 0.0},
-    "dpo": DPO | WEIGHTS | {"wrong_targets": 0.0, "score_gap": 0.0},
+    "sft": SFT | WEIGHTS | ROWS,
+    "reward": SFT | WEIGHTS | ROWS,
+    "dpo": DPO | WEIGHTS | ROWS,
 }
 # rule: (stage, numbers within the limit, numbers beyond it, steps until it is said, a key with its value)
 STEPS: dict[str, Any] = {
@@ -60,6 +61,7 @@ STEPS: dict[str, Any] = {
     "scoring": ("reward", {"score_gap": 9e-4}, {"score_gap": 1.1e-3}, 1, "please report this as a bug"),
     "direction": ("ppo", {"direction": -0.09}, {"direction": -0.11}, 1, "have the correlation -0.11"),
     "targets": ("sft", {}, {"wrong_targets": 1.0}, 1, "please report this as a bug"),
+    "repeated rows": ("dpo", {}, {"repeated_rows": 2.0}, 1, "please report this as a bug"),
     "frozen weights": ("ppo", {}, {"changed_frozen_weights": 1.0}, 1, "please report this as a bug"),
     "trained weights": ("reward", {"unchanged_weights": 0.99}, {"unchanged_weights": 1.0}, 1, "although there are"),
     "ranks": ("dpo", {}, {"unequal_weights": 1.0}, 1, "please report this as a bug"),

@@ -185,6 +185,12 @@ def after_each_update(change: Callable[[TrainingEngine], None], role: str) -> Pl
     return plant
 
 
+def draw_rows_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two places of an epoch have the same row."""
+    real = batches.Batches.numbers
+    monkeypatch.setattr(batches.Batches, "numbers", lambda self, index: [n and n - 1 for n in real(self, index)])
+
+
 def never_update(role: str) -> Plant:
     """Compute a role's gradients, and leave its weights as they are."""
 
@@ -357,6 +363,8 @@ FAULTS: dict[str, tuple[str, dict[str, Any], Plant, tuple[int, str]]] = {
         *("sft", {"engine": {"shapes": "dynamic"}}, change_batches("collate_sft", learn_all_positions)),
         (1, "targets"),
     ),
+    "SFT reads a row twice in an epoch": ("sft", {}, draw_rows_again, (2, "repeated rows")),
+    "DPO reads a row twice in an epoch": ("dpo", {}, draw_rows_again, (2, "repeated rows")),
     "the reward model reads padding": ("reward", {}, change_batches("collate_reward", read_padding), (1, "targets")),
     "SFT updates nothing": ("sft", {}, never_update("any"), (1, "trained weights")),
     "the reward model is never updated": ("reward", {}, never_update("any"), (1, "trained weights")),
@@ -429,30 +437,49 @@ BLIND: dict[str, tuple[str, dict[str, Any], Plant]] = {
 
 def test_page_states_how_many_faults_are_found() -> None:
     page = Path(__file__).parents[2].joinpath("docs/diagnosis.md").read_text(encoding="utf-8")
-    found = len(FAULTS) + 1  # that of test_ranks_with_different_weights_are_found
+    found = len(FAULTS) + len(OF_ONE_RANK)
     assert f"find {found} of {found + len(BLIND)} faults by the second step" in page.replace("\n", " ")
     section = page.partition("They cannot see:")[2].partition("The same checks")[0]
     assert section.count("\n- ") == len(BLIND)
 
 
+def read_rows_of_the_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = batches.Batches.__init__
+    monkeypatch.setattr(
+        batches.Batches, "__init__", lambda *arguments, **options: real(*arguments, **{**options, "rank": 0})
+    )
+
+
+OF_ONE_RANK: dict[str, tuple[Plant, str]] = {
+    "its weights change after each step": (
+        after_each_update(lambda engine: [weight.mul_(1.01) for weight in engine.module.parameters()], "any"),
+        "ranks",
+    ),
+    "it reads the rows of another rank": (read_rows_of_the_first_rank, "repeated rows"),
+}
+
+
 def run_rank(folder: str) -> None:
-    """Train on a rank whose weights differ from those of the other one after its first step."""
+    """Train on two ranks, the second of which has a fault."""
     import accelerators
 
+    found = {}
     with distributed.start_process_group(accelerators.select("cpu", environ={})) as accelerator:
-        if distributed.world().rank:
-            after_each_update(lambda engine: [weight.mul_(1.01) for weight in engine.module.parameters()], "any")(
-                pytest.MonkeyPatch()
-            )
-        found = train(accelerator, Path(folder), "sft", {})
+        for name, (plant, _) in OF_ONE_RANK.items():
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                if distributed.world().rank:
+                    plant(monkeypatch)
+                found[name] = train(accelerator, Path(folder, name), "sft", {})
         if distributed.world().is_main:
             Path(folder, "found.json").write_text(json.dumps(found))
 
 
 @pytest.mark.slow
-def test_ranks_with_different_weights_are_found(forks: Forks, tmp_path: Path) -> None:
+def test_faults_of_one_rank_are_found(forks: Forks, tmp_path: Path) -> None:
     forks.ranks(2, f"from tests.trainers import test_plumbing_faults; test_plumbing_faults.run_rank({str(tmp_path)!r})")
-    assert [1, "ranks"] in json.loads((tmp_path / "found.json").read_text())
+    found = json.loads((tmp_path / "found.json").read_text())
+    for name, (_, rule) in OF_ONE_RANK.items():
+        assert [1, rule] in found[name]
 
 
 @pytest.mark.parametrize("name", BLIND)
