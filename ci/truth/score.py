@@ -15,13 +15,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from signals import PUBLISHED, SIGNALS, area_under_curve, cut, judge_fall, limit_at
+from signals import PUBLISHED, SIGNALS, Prefix, area_under_curve, cut, judge_fall, limit_at
 
 from rlhf.config.schema import Config
 from rlhf.reporting.health import HealthMonitor
 
 RESULTS = Path(__file__).with_name("results")
-_BAD, _GOOD = 0.15, 0.05  # of true quality lost since its peak: more is a bad run, less a good one
+_BAD, _GOOD = 0.15, 0.08  # of true quality lost since its peak: more is a bad run, less a good one
 _FALSE_ALARMS = 0.05
 _FIRST = 3  # evaluations before a signal is read
 
@@ -41,13 +41,18 @@ def main() -> None:
             f"{len(good)} good and {len(bad)} over-optimized runs are too few: train good ones with even and with odd "
             "seeds, and over-optimized ones with odd seeds (python ci/truth/run.py --list)"
         )
-    for line in (*describe_runs(results), "", *describe_choices(results), "", *describe_signals(results)):
-        print(line)
+    tables = (describe_runs, describe_choices, describe_stops, describe_signals)
+    print("\n\n".join("\n".join(describe(results)) for describe in tables))
 
 
 def quality(result: Result) -> list[float]:
-    """Return the share of held-out completions that the rule approves, at each evaluation."""
-    return list(result["heldout"]["heldout_approved_share"])
+    """Return the share of held-out completions that the rule approves, at each evaluation.
+
+    After training has begun it is the mean with the evaluations before and after: one alone is of 128 completions, so
+    that the best of 20 is as likely to be luck as to be quality.
+    """
+    first, *values = result["heldout"]["heldout_approved_share"]
+    return [first, *(fmean(values[max(place - 1, 0) : place + 2]) for place in range(len(values)))]
 
 
 def loss(result: Result) -> float:
@@ -122,6 +127,46 @@ def describe_choices(results: Sequence[Result]) -> Iterator[str]:
             best, kept = fmean(max(quality(run)) for run in own), fmean(map(rule, own))
             cells.append(f"{kept:.0%} (regret {(best - kept) / best:.0%})")
         yield f"| {name} | {' | '.join(cells)} |"
+
+
+def describe_stops(results: Sequence[Result]) -> Iterator[str]:
+    """Yield the table of rules that end training: true quality and regret of the model before the alarm.
+
+    Each signal has the limit with the highest mean quality on runs with even seeds, and is reported on the others. A
+    fixed step is fitted in the same way: a signal is worth something if it does better.
+    """
+    runs = [result for result in results if result["group"] in ("pairs", "kl")]
+    fitted, reported = ([run for run in runs if run["seed"] % 2 == parity] for parity in (0, 1))
+    signals = {name: statistic for name, (_, statistic) in SIGNALS.items()}
+    names = ("over-optimized", "good", "all")
+    groups = [
+        [run for run in reported if loss(run) > _BAD],
+        [run for run in reported if loss(run) < _GOOD],
+        reported,
+    ]
+    yield f"| training ends | limit | {' | '.join(f'{name} ({len(own)})' for name, own in zip(names, groups))} |"
+    yield "|---|---|---|---|---|"
+    for name, statistic in {"never": None, "at a fixed step": _count_evaluations, **signals}.items():
+        ends = {run["name"]: values(run, statistic) if statistic else [] for run in runs}
+        limits = sorted({value for numbers in ends.values() for value in numbers})
+        limits = limits[:: max(1, len(limits) // 200)]
+        limit = max(limits, key=lambda limit: fmean(_stop(run, ends, limit) for run in fitted), default=0.0)
+        cells = []
+        for own in groups:
+            best, kept = fmean(max(quality(run)) for run in own), fmean(_stop(run, ends, limit) for run in own)
+            cells.append(f"{kept:.0%} (regret {(best - kept) / best:.0%})")
+        yield f"| {name} | {f'{limit:.3g}' if statistic else ''} | {' | '.join(cells)} |"
+
+
+def _count_evaluations(run: Prefix) -> float:
+    return len(run.heldout["reward"])
+
+
+def _stop(run: Result, ends: dict[str, list[float]], limit: float) -> float:
+    """Return the true quality of the last model before a statistic exceeds its limit, of the final one if none does."""
+    above = (place for place, value in enumerate(ends[run["name"]]) if value > limit)
+    first = next(above, None)
+    return quality(run)[-1 if first is None else first + _FIRST - 2]
 
 
 def _keep(metric: str, run: Result, end: int | None = None) -> float:
