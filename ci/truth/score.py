@@ -48,7 +48,7 @@ def main() -> None:
 def quality(result: Result) -> list[float]:
     """Return the share of held-out completions that the rule approves, at each evaluation.
 
-    After training has begun it is the mean with the evaluations before and after: one alone is of 128 completions, so
+    From the first step on it is the mean with the evaluations before and after: one alone is of 128 completions, so
     that the best of 20 is as likely to be luck as to be quality.
     """
     first, *values = result["heldout"]["heldout_approved_share"]

@@ -30,7 +30,7 @@ class HealthWarning(NamedTuple):
     @property
     def line(self) -> str:
         """The line that is printed."""
-        return f"{self.place}{self.state}; {self.remedy}"
+        return f"{self.rule.name}{', ' if self.place else ': '}{self.place}{self.state}; {self.remedy}"
 
 
 class HealthMonitor:

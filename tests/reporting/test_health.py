@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,7 +91,8 @@ def test_rule_is_said_once_beyond_its_limit_and_never_within(name: str) -> None:
     ruined = HealthMonitor(build_config({}), stage)
     assert say(ruined, HEALTHY[stage], beyond, 25) == [1 + after]
     [line] = ruined.lines.values()
-    assert line.startswith(f"step {1 + after}: ") and key in line and next(iter(ruined.lines)) in name
+    [rule] = ruined.lines
+    assert line.startswith(f"{rule}, step {1 + after}: ") and key in line and rule in name
 
 
 def test_sudden_growth_of_kl_is_said_below_the_limit() -> None:
@@ -151,6 +153,13 @@ def test_every_rule_is_tried() -> None:
     assert {rule.name for rule in RULES} == tried
 
 
+def test_page_lists_every_rule_by_its_name() -> None:
+    page = Path(__file__).parents[2].joinpath("docs/reading-a-run.md").read_text(encoding="utf-8")
+    table = page.partition("| name | warning |")[2].partition("\n\n")[0]
+    names = [name.strip() for row in table.splitlines()[2:] for name in row.split("|")[1].split(",")]
+    assert sorted(filter(None, names)) == sorted(rule.name for rule in RULES)
+
+
 @pytest.mark.parametrize(
     ("precision", "kl", "gap", "rules"),
     [
@@ -193,7 +202,8 @@ def test_gradient_of_zero_from_the_first_step_does_not_ask_for_a_lower_rate() ->
     monitor = HealthMonitor(build_config({}), "ppo")
     warnings = [warning for step in range(1, 9) for warning in monitor.judge_step(step, PPO | {"grad_norm": 0.0})]
     [line] = [warning.line for warning in warnings]
-    assert line.startswith("step 3: the model learns nothing: grad_norm is 0") and "learning_rate" not in line
+    assert line.startswith("no gradient, step 3: the model learns nothing: grad_norm is 0")
+    assert "learning_rate" not in line
 
 
 def test_remedy_names_max_steps_instead_of_epochs_if_it_is_set() -> None:

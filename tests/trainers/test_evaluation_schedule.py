@@ -132,7 +132,7 @@ def test_best_reward_is_not_that_of_a_policy_that_left_its_reference(accelerator
         save=lambda folder: (folder / "model").mkdir(parents=True, exist_ok=True),
     )
     assert fit(trainer, context)["kept"] == {"step": 1, "metric": "reward", "value": 2.55}
-    assert capsys.readouterr().out.count("ppo: warning: step 2, held-out: the policy has left its reference") == 1
+    assert capsys.readouterr().out.count("ppo: warning: kl, step 2, held-out: the policy has left its reference") == 1
 
 
 @pytest.mark.parametrize(
@@ -277,11 +277,11 @@ def test_best_models_of_a_process_without_checkpoint_are_deleted(accelerator, tm
 
 def test_diverging_stage_says_so_once(accelerator, tmp_path, capsys):
     summary = tune(accelerator, tmp_path, keep="last", eval_every=0, optimizer={"learning_rate": 5.0, "warmup": 0})
-    said = "sft: warning: step 4: training diverges"
+    said = "sft: warning: loss, step 4: training diverges"
     assert capsys.readouterr().out.count(said) == 1 and summary["after"]["perplexity"] > 1e3
     texts = [record for record in records(tmp_path) if record.get("tag") == "warning"]
     [record] = texts
-    assert record["text"] == f"step 4: {record['state']}; {record['remedy']}"
+    assert record["text"] == f"loss, step 4: {record['state']}; {record['remedy']}"
     assert record["rule"] == "loss" and record["state"].startswith("training diverges: ")
 
 
