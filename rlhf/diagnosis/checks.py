@@ -15,13 +15,21 @@ from rlhf.config.schema import EVERY_STAGE, Stage
 from rlhf.diagnosis.plumbing import PLUMBING
 from rlhf.diagnosis.records import Curve, RunRecords
 from rlhf.diagnosis.subject import Check, Outcome, Subject, tail
-from rlhf.utils.statistics import best_of_at, best_of_kl, estimate, expected_best, has_fallen_significantly, wilson
+from rlhf.utils.statistics import (
+    Estimate,
+    best_of_at,
+    best_of_kl,
+    estimate,
+    expected_best,
+    has_fallen_significantly,
+    wilson,
+)
 from rlhf.utils.units import format_number
 
 _FIRST_NATS = 0.3  # KL per sequence from which its first price is measured
 _LATE_NATS, _LATE_TOKEN_NATS = 1.0, 0.05  # growth of KL per sequence, and per token, below which KL has settled
 PRICE_FALL, MOST_FALL = 20.0, 1000.0  # times, from the early price to the late one
-_MOST_OF_GAIN = 0.9  # share of the gain in reward from which one of its parts carries the sum
+_LOST_PARTS = 0.1  # share of the gain in reward from which parts that fell are said
 _MIN_ROWS = 20
 
 _PPO: tuple[Stage, ...] = ("ppo",)
@@ -75,18 +83,22 @@ def _length_bias(subject: Subject) -> Outcome | None:
     return Outcome("fine", text)
 
 
+def _estimate_gain(subject: Subject) -> Estimate | None:
+    """Return the gain in reward over the same held-out prompts; None if rows were not recorded."""
+    gains = [
+        new["reward"] - old["reward"]
+        for old, new in zip(subject.stage.first_rows, subject.stage.final_rows)
+        if _with_numbers([old, new], "reward") == [old, new]
+    ]
+    return estimate(gains) if gains else None
+
+
 def _reward(subject: Subject) -> Outcome | None:
     curve, stage = subject.heldout("reward"), subject.stage
     if len(curve.steps) < 2:
         return None
-    last = subject.final("reward")
+    last, gain = subject.final("reward"), _estimate_gain(subject)
     text = f"held-out reward went from {format_number(curve.values[0])} to {format_number(last)}"
-    gains = [
-        new["reward"] - old["reward"]
-        for old, new in zip(stage.first_rows, stage.final_rows)
-        if _with_numbers([old, new], "reward") == [old, new]
-    ]
-    gain = estimate(gains) if gains else None
     if not gain or not gain.interval:
         return Outcome("fine" if last > curve.values[0] else "look here", f"{text} (no interval: too few prompts)")
     text += f" (gain {gain.mean:.2f}, 95 % interval {gain.interval.low:.2f} to {gain.interval.high:.2f})"
@@ -211,19 +223,20 @@ def _best_of_n(subject: Subject) -> Outcome | None:
 
 
 def _reward_parts(subject: Subject) -> Outcome | None:
+    """Has one part of the reward risen at the others' cost?"""
     settings, gains = subject.config.ppo, {}
     weights = {f"reward/{function.label}": function.weight for function in settings.reward_functions}
     for name, weight in ({"reward_model": settings.reward_weight} | weights).items():
         curve = subject.heldout(name)
         if weight and len(curve.steps) > 1:
             gains[name] = weight * (subject.final(name) - curve.values[0])
-    total = sum(gains.values())
-    if len(gains) < 2 or total <= 0:
+    total, rows_gain = sum(gains.values()), _estimate_gain(subject)
+    if len(gains) < 2 or total <= 0 or (rows_gain and rows_gain.interval and rows_gain.interval.low <= 0):
         return None
     listed = ", ".join(f"{name} {gain:+.2f}" for name, gain in sorted(gains.items(), key=lambda item: -item[1]))
-    text = f"the gain of {total:.2f} in held-out reward is the sum of {listed}"
-    if max(gains.values()) > _MOST_OF_GAIN * total:
-        return Outcome("look here", f"{text}: one part carries it", subject.stage.final_step)
+    text = f"parts of the gain in held-out reward: {listed}"
+    if sum(gain for gain in gains.values() if gain < 0) < -_LOST_PARTS * total:
+        return Outcome("look here", f"{text}: one rose at the other's cost", subject.stage.final_step)
     return Outcome("fine", text)
 
 

@@ -87,6 +87,11 @@ def _describe_updates(subject: Subject) -> str:
     return f"a rollout's first update computes the probabilities of scoring; largest mean gap {largest:.1g} nats"
 
 
+def _describe_rows(subject: Subject) -> str:
+    steps = subject.stage.curve("repeated_rows").steps
+    return f"no row was read more than once in an epoch; compared in {len(steps):,} steps, up to step {steps[-1]:,}"
+
+
 def _describe_scoring(subject: Subject) -> str:
     gap = subject.stage.curve("score_gap").values[0]
     return f"numbers of the first step are those computed again from the same rows; gap {gap:.1g}"
@@ -98,7 +103,7 @@ PLUMBING = (
     _replay("first update", _describe_updates),
     _replay("scoring", _describe_scoring),
     _replay("targets", lambda _: "each row learns the tokens of its example, and no others"),
-    _replay("repeated rows", lambda _: "no row was read more than once in an epoch"),
+    _replay("repeated rows", _describe_rows),
     _replay("trained weights", lambda _: "the first step has changed the weights that are trained"),
     _replay("frozen weights", lambda _: "the weights that are not trained have not changed"),
     _replay("ranks", lambda _: "all ranks have the same weights"),

@@ -16,8 +16,8 @@ from rlhf.memory.stage import Models, build_models
 if TYPE_CHECKING:
     from accelerators import KnownDevice
 
-_SLOWER_GENERATION = 2.5
-"""Time per FLOP of generation over that of training on devices with separate memory, as in known_devices.yaml."""
+_SLOWER_GENERATION = 3.2
+"""Time per FLOP of generation over that of training on devices with separate memory: known_devices.yaml's median."""
 
 
 class Flops(NamedTuple):
@@ -107,7 +107,7 @@ def estimate_duration(
 def compare_later_stages(config: Config, steps: Mapping[Stage, int], environment: Environment) -> dict[Stage, float]:
     """Return for each stage about how long the stages after it will take, relative to its own duration.
 
-    The guess follows from their FLOPs, so it needs no device's speed.
+    The guess follows from their FLOPs, without the speed of the device.
 
     Args:
         steps: the steps of the stages to run, in order.

@@ -84,7 +84,7 @@ class Chart:
         x = _Axis.of([step for curve in curves for step in curve.steps], _LEFT, _WIDTH - _RIGHT, is_exact=True)
         values = [value for curve in curves for value in curve.values]
         y = _Axis.of(values, _HEIGHT - _BOTTOM, _TOP, is_log=self.scale == "log" and min(values, default=0) > 0)
-        parts = [*_frame(x, y)]
+        parts = [*_frame(x, y, whole=True)]
         for series, curve in zip(self.series, curves):
             if series.margin:
                 margins = thin(Curve(series.curve.steps, list(series.margin)), _MAX_POINTS).values
@@ -209,22 +209,22 @@ class _Axis(NamedTuple):
         share = min(max((value - self.low) / (self.high - self.low), 0.0), 1.0)
         return round(self.start + share * (self.end - self.start), 1)
 
-    def ticks(self, most: int) -> Iterator[tuple[float, float]]:
-        """Yield (value, pixel) of at most `most` round numbers."""
+    def ticks(self, most: int, *, whole: bool = False) -> Iterator[tuple[float, float]]:
+        """Yield (value, pixel) of at most `most` round numbers, which are `whole` if they count steps."""
         if self.is_log:
             powers = range(math.ceil(self.low), math.floor(self.high) + 1)
             numbers: Iterable[float] = (10.0**power for power in powers[:: max(1, -(-len(powers) // most))])
             if len(powers) < 2:
                 numbers = _round_numbers(10**self.low, 10**self.high, most)
         else:
-            numbers = _round_numbers(self.low, self.high, most)
+            numbers = _round_numbers(self.low, self.high, most, least=1 if whole else 0)
         for number in numbers:
             yield number, self(number)
 
 
-def _round_numbers(low: float, high: float, most: int) -> Iterator[float]:
-    """Yield equally spaced round numbers between `low` and `high`: about `most`, or fewer."""
-    step = _round_step((high - low) / most)
+def _round_numbers(low: float, high: float, most: int, least: float = 0) -> Iterator[float]:
+    """Yield equally spaced round numbers between `low` and `high`: about `most`, or fewer, at least `least` apart."""
+    step = _round_step(max((high - low) / most, least))
     for count in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1):
         yield count * step
 
@@ -235,13 +235,13 @@ def _round_step(step: float) -> float:
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= step * (1 - 1e-9))
 
 
-def _frame(x: _Axis, y: _Axis, *, percent: bool = False) -> Iterator[str]:
+def _frame(x: _Axis, y: _Axis, *, percent: bool = False, whole: bool = False) -> Iterator[str]:
     bottom = y.start
     for value, pixel in y.ticks(4):
         label = f"{value:.0%}" if percent else _label(value)
         yield f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{pixel:g}" y2="{pixel:g}"/>'
         yield f'<text class="tick" x="{_LEFT - 5}" y="{pixel + 3:g}" text-anchor="end">{label}</text>'
-    for value, pixel in x.ticks(5):
+    for value, pixel in x.ticks(5, whole=whole):
         label = _label(value)
         center = min(pixel, _WIDTH - _DIGIT * len(label) / 2)
         yield f'<text class="tick" x="{center:g}" y="{bottom + 14:g}" text-anchor="middle">{label}</text>'
@@ -249,7 +249,8 @@ def _frame(x: _Axis, y: _Axis, *, percent: bool = False) -> Iterator[str]:
 
 def _label(value: float) -> str:
     if value and not 1e-3 <= abs(value) < 1e5:
-        return f"{value:.1e}".replace(".0e", "e").replace("e-0", "e-").replace("e+0", "e")
+        digits, _, power = f"{value:.2e}".partition("e")
+        return f"{float(digits):g}e{int(power)}"
     return f"{value:,.6g}"
 
 

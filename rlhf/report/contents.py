@@ -155,11 +155,12 @@ def _stage_title(name: Stage, runs: Sequence[ExaminedRun]) -> str:
 
 def _charts(name: Stage, topic: Topic, runs: Sequence[ExaminedRun]) -> Iterator[Chart]:
     """Yield the charts of a stage about a topic, with the curves of all runs."""
+    recorded = [(run, stage) for run in runs if (stage := run.records.stage(name))]
     for plot in (plot for plot in _PLOTS[name] if plot.topic == topic):
-        series: list[Series] = []
-        for run in runs:
-            if stage := run.records.stage(name):
-                series += _own_series(stage, plot, run) if len(runs) == 1 else _compared_series(stage, plot, run)
+        if len(runs) > 1:
+            series = [*_compared_series(recorded, plot)]
+        else:
+            series = [curves for run, stage in recorded for curves in _own_series(run, stage, plot)]
         if any(_is_worth_drawing(curves.curve, topic) for curves in series):
             key = f"{name}-{plot.title.replace(' ', '-')}"
             about = plot.about + ", with its 95 % interval" * any(one.margin for one in series)
@@ -171,7 +172,7 @@ def _is_worth_drawing(curve: Curve, topic: Topic) -> bool:
     return len(curve.steps) > 1 and (topic == "learning" or len(set(curve.values)) > 1)
 
 
-def _own_series(stage: StageRecords, plot: _Plot, run: ExaminedRun) -> Iterator[Series]:
+def _own_series(run: ExaminedRun, stage: StageRecords, plot: _Plot) -> Iterator[Series]:
     """Yield the curves of the one run on the page: each number of the plot, and its held-out values."""
     position, group_size = 0, run.records.config.ppo.method.group_size
     for name in plot.find_names(stage):
@@ -179,21 +180,26 @@ def _own_series(stage: StageRecords, plot: _Plot, run: ExaminedRun) -> Iterator[
         for key, of_kind in ((name, ""), (f"heldout_{name}", "held-out ")):
             if curve := stage.curve(key):
                 margin = _reward_margin(stage, curve, group_size) if key == "reward" else []
-                yield Series(f"{of_kind}{label}", curve, position, margin, key.startswith("heldout_"))
+                yield Series(f"{of_kind}{label}", curve, position % COLORS, margin, key.startswith("heldout_"))
                 position += 1
 
 
-def _compared_series(stage: StageRecords, plot: _Plot, run: ExaminedRun) -> Iterator[Series]:
-    """Yield one curve of a run among several, because more could not be told apart: held-out if it has several points.
+def _compared_series(recorded: Sequence[tuple[ExaminedRun, StageRecords]], plot: _Plot) -> Iterator[Series]:
+    """Yield one curve of each run, because more could not be told apart: of the first number.
 
-    Two held-out points are those before and after training.
+    They are held-out values if all runs were evaluated in training, and not only before and after it. A plot of many
+    numbers has none.
     """
-    name = next(iter(plot.find_names(stage)), "")
-    training, heldout = stage.curve(name), stage.curve(f"heldout_{name}")
-    is_heldout = name.startswith("heldout_") or len(heldout.steps) > 2 or not training
-    if curve := heldout or training if is_heldout else training:
-        title = f"{run.records.name}{', held-out' * is_heldout}"
-        yield Series(title, curve, run.number % COLORS, dots=is_heldout)
+    name = plot.names[0]
+    if any("*" in other for other in plot.names):
+        return
+    evaluated = all(len(stage.curve(f"heldout_{name}").steps) > 2 for _, stage in recorded)
+    key = f"heldout_{name}" if evaluated or not any(stage.curve(name) for _, stage in recorded) else name
+    is_heldout = key.startswith("heldout_")
+    for run, stage in recorded:
+        if curve := stage.curve(key):
+            title = f"{run.records.name}{', held-out' * is_heldout}"
+            yield Series(title, curve, run.number % COLORS, dots=is_heldout)
 
 
 def _reward_margin(stage: StageRecords, curve: Curve, group_size: int) -> list[float]:

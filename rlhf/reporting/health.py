@@ -95,7 +95,8 @@ class HealthMonitor:
 def _find(reading: Reading, when: When) -> Iterator[tuple[Rule, str]]:
     """Yield the rules that fire, with the state that each describes."""
     for rule in RULES:
-        known = all(name in reading.now and name in reading.first for name in rule.needs)
+        needed = set(rule.needs)  # in the first step, too, which invariants are not compared with
+        known = needed <= reading.now.keys() and (rule.is_invariant or needed <= reading.first.keys())
         if reading.stage in rule.stages and when in rule.when and known and (state := rule.describe(reading)):
             yield rule, state
 

@@ -180,7 +180,7 @@ def _remaining(done: float, total: float, elapsed: float, later: float) -> str:
     if not done:
         return "? left"
     left, in_all = (format_seconds(elapsed / done * (total - done + more)) for more in (0, later))
-    return f"{left} left" + (f", ~{in_all} in all" if later else "")
+    return f"{left} left" + (f", ~{in_all} for all stages" if later else "")
 
 
 def _format_metrics(metrics: dict[str, float]) -> str:

@@ -394,7 +394,7 @@ RULES = (
         is_invariant=True,
     ),
     Rule("kl", "cheating", _PPO, _TRAINED, ("kl", "response_length"), _kl, _NEARER, ruins=True),
-    Rule("entropy", "exploring", _PPO, _TRAINED, ("entropy",), _entropy, _NEARER, ruins=True),
+    Rule("collapsed entropy", "exploring", _PPO, _TRAINED, ("entropy",), _entropy, _NEARER, ruins=True),
     Rule(
         "truncation",
         "cheating",
@@ -425,7 +425,7 @@ RULES = (
         "set ppo.score_clip to a higher value, or ppo.normalize_scores=running",
     ),
     Rule(
-        "critic",
+        "useless critic",
         "learning",
         _PPO,
         ("step",),

@@ -88,8 +88,9 @@ def fit(trainer: Trainer, context: StageContext, later: float = 0.0) -> dict[str
 
 
 def is_recorded(trainer: Trainer, step: int) -> bool:
-    """Return whether a step's metrics are recorded; the first step has those of checks that are not repeated."""
-    return step % trainer.settings.log_every == 0 or step in (1, trainer.total_steps)
+    """Return whether a step's metrics are recorded; the first step and epochs' ends have numbers that others lack."""
+    ends_epoch = trainer.epoch_steps is not None and step % trainer.epoch_steps == 0
+    return step % trainer.settings.log_every == 0 or step in (1, trainer.total_steps) or ends_epoch
 
 
 def end_early(trainer: Trainer, context: StageContext, step: int, metrics: Metrics) -> None:

@@ -313,7 +313,7 @@ def _describe(
 
 @contextmanager
 def _restore_environment() -> Iterator[None]:
-    """Restore the environment after the block, for the caller's program."""
+    """Restore the environment and `sys.excepthook` after the block, for the caller's program."""
     environment, hook = dict(os.environ), sys.excepthook
     try:
         with hub.restore_offline_flags():
@@ -323,8 +323,7 @@ def _restore_environment() -> Iterator[None]:
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
         os.environ.update(environment)
-        if current_process().size == 1:
-            sys.excepthook = hook  # each process group makes it print the rank once more
+        sys.excepthook = hook  # each process group makes it print the rank once more
 
 
 def format_base_models(config: Config, pending: Sequence[Stage]) -> str:

@@ -106,7 +106,10 @@ class SupervisedTrainer:
         context, engine = self.context, self.engine
         parts = self.batches.parts(index)
         on_host = [self.batches.collate(part.examples, part.real) for part in parts]
-        wrong = sum(self.count_wrong_targets(batch, *part[:2]) for batch, part in zip(on_host, parts, strict=True))
+        wrong = sum(
+            self.count_wrong_targets(batch, part.examples, part.real)
+            for batch, part in zip(on_host, parts, strict=True)
+        )
         batches: Sequence[Batch] = [context.accelerator.to_device(batch) for batch in on_host]
         with context.phases("training"):
             batches = self.prepare(batches)

@@ -14,6 +14,7 @@ from rlhf.diagnosis.findings import Finding, examine_stage, summarize_stage, wor
 from rlhf.diagnosis.records import read_run
 from rlhf.diagnosis.verdict import examine_run
 from rlhf.report.page import render_report
+from rlhf.reporting.rules import RULES
 from tests.diagnosis.records import write_run
 
 EVALUATED = [0, 10, 20, 50, 100, 150, 200]
@@ -374,22 +375,28 @@ def test_rows_that_lack_numbers_end_nothing(tmp_path: Path, heldout: Any) -> Non
     assert "<!DOCTYPE html>" in render_report([report])
 
 
-def test_one_part_of_the_reward_that_carries_its_gain_is_seen(tmp_path: Path) -> None:
-    """Weights 1 and 0.5: of a gain of 1.0, each part has half, or one has 0.95. A weight of 0 counts for nothing."""
+def test_parts_of_the_reward_that_fall_are_found(tmp_path: Path) -> None:
+    """Weights 1 and 0.5: parts that both rise, one that stays, one that falls; and a fall without a gain in the sum."""
     functions = [{"function": "m:length", "weight": 0.5}, {"function": "m:idle", "weight": 0}]
-    settings = {"ppo": {"reward_functions": functions}}
-    found = {}
-    for folder, model, length in (("a", 0.5, 1.0), ("b", 0.05, 1.9), ("c", -0.5, 3.0), ("d", -1.0, 1.0)):
-        gains = {"reward": model + length / 2, "reward_model": model, "reward/length": length, "reward/idle": 9.0}
+    settings, found = {"ppo": {"reward_functions": functions}}, {}
+    for folder, model, length in (("a", 0.5, 1.0), ("b", 0.0, 2.0), ("c", -0.5, 3.0), ("d", -1.0, 1.0)):
+        gains = {"reward": model + length / 2, "reward_model": model, "reward/length": length, "reward/idle": -9.0}
         numbers = {f"heldout_{name}": [2.0, 2.0 + gain] for name, gain in gains.items()}
         found[folder] = examine(tmp_path / folder, "ppo", numbers, settings=settings).get("reward parts")
-    assert found["d"] is None, "no gain"
-    assert {folder: finding.state for folder, finding in found.items() if finding} == {
-        "a": "fine",
-        "b": "look here",
-        "c": "look here",
-    }
-    assert "the sum of reward/length +1.50, reward_model -0.50: one part" in found["c"].text  # type: ignore[union-attr]
+    assert found["d"] is None
+    states = {folder: finding.state for folder, finding in found.items() if finding}
+    assert states == {"a": "fine", "b": "fine", "c": "look here"}
+    text = "parts of the gain in held-out reward: reward/length +1.50, reward_model -0.50: one rose"
+    assert found["c"].text.startswith(text)  # type: ignore[union-attr]
+
+
+def test_parts_of_a_gain_that_is_not_significant_say_nothing(tmp_path: Path) -> None:
+    settings = {"ppo": {"reward_functions": [{"function": "m:length", "weight": 1}]}}
+    numbers = {"heldout_reward": [0.0, 0.5], "heldout_reward_model": [0.0, -1.0], "heldout_reward/length": [0.0, 1.5]}
+    for folder, last, is_found in (("a", [2.0, -1.0], False), ("b", [0.6, 0.4], True)):
+        rows = {step: completions(rewards, [9.0] * 20) for step, rewards in enumerate(([0.0] * 20, last * 10))}
+        found = examine(tmp_path / folder, "ppo", numbers, settings=settings, heldout={"ppo": rows})
+        assert ("reward parts" in found) == is_found
 
 
 @pytest.mark.parametrize("recorded", [{"draw_gap": [4e-7], "draw_gap_max": [3e-6]}, {}])
@@ -414,6 +421,12 @@ def test_invariant_that_broke_in_training_is_wrong_whatever_is_recorded(
     found = {finding.name: finding for finding in examine_stage(run, run.stages[0])}
     assert found["drawing"] == Finding("drawing", "plumbing", "wrong", "stale; old", 3, "report it")
     assert worst([*found.values()]) == "wrong"
+
+
+def test_checks_and_rules_of_one_name_have_one_condition() -> None:
+    """Because the warning replaces the check."""
+    shared = {check.name for check in CHECKS} & {rule.name for rule in RULES}
+    assert shared == {rule.name for rule in RULES if rule.is_invariant} | {"no gradient"}
 
 
 def test_gap_without_the_first_step_is_judged_by_its_absolute_limit(tmp_path: Path) -> None:

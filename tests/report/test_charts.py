@@ -77,10 +77,16 @@ def test_label_of_the_last_step_is_inside_the_drawing() -> None:
     assert float(center) + 6 * 6 / 2 <= width, "six characters of six pixels"
 
 
-def test_small_numbers_have_two_digits() -> None:
-    svg = Chart("a", "n", [Series("n", Curve([0, 1], [3.4e-7, 4.6e-7]))]).svg()
-    labels = re.findall(r'text-anchor="end">([^<]*)<', svg)
-    assert len(labels) == len(set(labels)) > 1 and {"3.5e-7", "4e-7"} <= set(labels)
+def test_labels_of_very_small_and_large_numbers_differ() -> None:
+    for values, expected in (([3.4e-7, 4.6e-7], {"3.5e-7", "4e-7"}), ([1.0e6, 1.12e6], {"1e6", "1.05e6", "1.1e6"})):
+        svg = Chart("a", "n", [Series("n", Curve([0, 1], values))]).svg()
+        labels = re.findall(r'text-anchor="end">([^<]*)<', svg)
+        assert len(labels) == len(set(labels)) and expected <= set(labels)
+
+
+def test_steps_are_labelled_with_whole_numbers() -> None:
+    svg = Chart("a", "n", [Series("n", Curve([1, 2, 3], [0.0, 1.0, 2.0]))]).svg()
+    assert re.findall(r'text-anchor="middle">([^<]*)<', svg) == ["1", "2", "3"]
 
 
 def test_plane_marks_each_point_with_its_numbers() -> None:

@@ -155,19 +155,26 @@ def test_parts_of_the_reward_are_drawn_by_their_names(tmp_path: Path) -> None:
     assert labels == ["reward model", "reward/length", "held-out reward/length"]
 
 
-def test_several_runs_have_one_curve_each(tmp_path: Path) -> None:
-    """The held-out one if there are more evaluations than those before and after training."""
-    numbers = {
-        "training": {"reward": [0.0, 1.0], "heldout_reward": [0.0, 1.0]},
-        "evaluated": {"reward": [0.0, 1.0, 2.0], "heldout_reward": [0.0, 1.0, 3.0]},
-        "heldout": {"heldout_reward": [0.0, 4.0]},
-    }
-    runs = [write_run(tmp_path / name, {"ppo": curves}) for name, curves in numbers.items()]
+@pytest.mark.parametrize(
+    ("heldout", "labels"),
+    [
+        ([0.0, 1.0, 3.0], {"a, held-out": [0, 1, 3], "b, held-out": [0, 1, 3]}),
+        ([0.0, 3.0], {"a": [None, 0, 9], "b": [None, 0, 9]}),
+    ],
+    ids=["evaluated in training", "one of them before and after training only"],
+)
+def test_several_runs_have_one_curve_each(tmp_path: Path, heldout: list[float], labels: dict[str, Any]) -> None:
+    curves = {"reward": [0.0, 9.0], "heldout_reward": [0.0, 1.0, 3.0]}
+    runs = [
+        write_run(tmp_path / "a", {"ppo": curves}),
+        write_run(tmp_path / "b", {"ppo": curves | {"heldout_reward": heldout}}),
+    ]
     page = render_report([examine_run(run, number) for number, run in enumerate(runs)])
     island = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])  # type: ignore[index]
-    curves = {series["label"]: series["values"] for series in island["charts"]["ppo-reward"]["series"]}
-    assert curves.keys() == {"training", "evaluated, held-out", "heldout, held-out"}
-    assert 3 in curves["evaluated, held-out"]
+    series = island["charts"]["ppo-reward"]["series"]
+    assert {one["label"]: one["values"] for one in series} == {
+        label: [value for value in values if value is not None] for label, values in labels.items()
+    }
 
 
 def test_only_settings_of_the_stages_that_ran_are_listed(tmp_path: Path) -> None:

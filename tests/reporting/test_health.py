@@ -41,11 +41,11 @@ HEALTHY: dict[str, Any] = {
 # rule: (stage, numbers within the limit, numbers beyond it, steps until it is said, a key with its value)
 STEPS: dict[str, Any] = {
     "kl": ("ppo", {"kl": 9.9}, {"kl": 10.1}, 1, "ppo.kl_coef (now 0.1)"),
-    "entropy": ("ppo", {"entropy": 0.101}, {"entropy": 0.099}, 1, "ppo.optimizer.learning_rate (now 1e-05)"),
+    "collapsed entropy": ("ppo", {"entropy": 0.101}, {"entropy": 0.099}, 1, "ppo.optimizer.learning_rate (now 1e-05)"),
     "truncation": ("ppo", {"truncated_share": 0.5}, {"truncated_share": 0.51}, 1, "missing_eos_penalty (now empty)"),
     "equal scores": ("ppo", {"reward_std": 0.01}, {"reward_std": 0.0}, 3, "ppo.reward_functions"),
     "clipped scores": ("ppo", {"score_clip_fraction": 0.99}, {"score_clip_fraction": 1.0}, 1, "are clipped to ±5, so"),
-    "critic": ("ppo", {"explained_variance": -0.9}, {"explained_variance": -1.1}, 10, "ppo.critic_optimizer."),
+    "useless critic": ("ppo", {"explained_variance": -0.9}, {"explained_variance": -1.1}, 10, "ppo.critic_optimizer."),
     "vanished gradient": ("ppo", {"grad_norm": 1e-4}, {"grad_norm": 1e-6}, 3, "ppo.optimizer.learning_rate"),
     "vanished gradient of fp16": (
         "sft",

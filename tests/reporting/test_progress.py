@@ -5,9 +5,12 @@ import io
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +18,7 @@ from rlhf.reporting import progress as module
 from rlhf.reporting.console import Terminal
 from rlhf.reporting.progress import progress, show_hashing
 from rlhf.utils import manifest, signals
+from tests.helpers import user_environment
 
 
 class Clock:
@@ -72,8 +76,42 @@ def test_line_shows_the_time_of_later_stages(plain: io.StringIO, clock: Clock) -
             clock.now += 2
             bar.advance(1)
     lines = plain.getvalue().splitlines()
-    assert lines[1].endswith("1:50 left, ~5:50 in all")  # 55 and 175 steps of 2 s
+    assert lines[1].endswith("1:50 left, ~5:50 for all stages")  # 55 and 175 steps of 2 s
     assert lines[-1].endswith("in total")
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_narrow_terminal_shows_no_time_of_later_stages(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, width: int
+) -> None:
+    output = io.StringIO()
+    terminal = Terminal(file=output, force_terminal=True, width=width, color_system=None)
+    monkeypatch.setattr(module, "console", terminal)
+    with progress(60, "sft", unit="steps", later=120) as bar:
+        bar.advance(15)
+        terminal.display.refresh()  # type: ignore[union-attr]
+    assert any(" left" in line for line in lines_of(output))
+    assert any("for all stages" in line for line in lines_of(output)) == (width > 75)
+
+
+RUN = """
+import sys
+from rlhf.config.schema import load_config
+from rlhf.reporting import progress
+from rlhf.trainers.run import run
+
+progress._SECONDS_BETWEEN_LINES = 0
+settings = [f"output={sys.argv[2]}", "sft.max_steps=3", "reward.max_steps=3"]
+run(load_config(sys.argv[1], settings), stages=("sft", "reward"), accelerator="cpu")
+"""
+
+
+def test_run_shows_the_time_of_the_stages_to_come(rlhf: Any, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RUN, str(rlhf.recipe), str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, env=user_environment(), timeout=300)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if "training: " in line and " left" in line]
+    assert {line.partition(":")[0]: "for all stages" in line for line in lines} == {"sft": True, "reward": False}
 
 
 def test_slow_work_shows_seconds_per_unit(plain: io.StringIO, clock: Clock) -> None:

@@ -29,7 +29,7 @@ function draw(holder) {
     }
   }
   const legend = holder.parentElement.querySelector(".legend");
-  const named = chart.series.map((one, number) => ({ one, value: legend.children[number + 1] }));
+  const named = chart.series.map((one, number) => ({ one, value: legend.children[number] }));
   const axis = { stroke: shade("--faint"), grid: { stroke: shade("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
   const tens = (_, ticks) => isLog ? ticks.map((tick) => Math.abs(Math.log10(tick) % 1) < 1e-6 ? tick : null) : ticks;
   holder.replaceChildren();
@@ -48,7 +48,7 @@ function draw(holder) {
     hooks: {
       setCursor: [(self) => {
         const at = self.cursor.idx;
-        legend.children[0].textContent = at == null ? "" : `step ${chart.x[at].toLocaleString("en")}`;
+        legend.lastElementChild.textContent = at == null ? "" : `step ${chart.x[at].toLocaleString("en")}`;
         for (const { one, value } of named) {
           value.querySelector("b").textContent = at == null || one.values[at] == null ? "" : ` ${format(one.values[at])}`;
         }
