@@ -6,6 +6,7 @@ Limits are set on runs with even seeds and reported on those with odd ones.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -21,7 +22,7 @@ from rlhf.config.schema import Config
 from rlhf.reporting.health import HealthMonitor
 
 RESULTS = Path(__file__).with_name("results")
-_BAD, _GOOD = 0.15, 0.08  # of true quality lost since its peak: more is a bad run, less a good one
+_BAD, _GOOD = 0.15, 0.08  # true quality lost since its peak, which has a standard error of about 0.04: more is bad
 _FALSE_ALARMS = 0.05
 _FIRST = 3  # evaluations before a signal is read
 
@@ -46,18 +47,30 @@ def main() -> None:
 
 
 def quality(result: Result) -> list[float]:
-    """Return the share of held-out completions that the rule approves, at each evaluation.
+    """Return the share of held-out completions that the rule approves, at each evaluation."""
+    return list(result["heldout"]["heldout_approved_share"])
 
-    From the first step on it is the mean with the evaluations before and after: one alone is of 128 completions, so
-    that the best of 20 is as likely to be luck as to be quality.
+
+def peak(result: Result) -> float:
+    """Return the true quality of the best model that was evaluated.
+
+    It is found by one half of the held-out rows and read from the other, in both ways: the highest of 21 shares of 128
+    rows would be the luckiest, too.
     """
-    first, *values = result["heldout"]["heldout_approved_share"]
-    return [first, *(fmean(values[max(place - 1, 0) : place + 2]) for place in range(len(values)))]
+    first, second = ([fmean(map(int, rows[half::2])) for rows in result["approved"]] for half in (0, 1))
+    return fmean(read[find.index(max(find))] for find, read in ((first, second), (second, first)))
 
 
 def loss(result: Result) -> float:
     """Return the true quality that a run has lost since its peak."""
-    return max(quality(result)) - quality(result)[-1]
+    return peak(result) - quality(result)[-1]
+
+
+def find_peak_step(result: Result) -> int:
+    """Return the step of the highest mean quality of three evaluations that follow each other."""
+    values = quality(result)
+    means = [fmean(values[max(place - 1, 0) : place + 2]) for place in range(len(values))]
+    return int(result["steps"][means.index(max(means))])
 
 
 def describe_runs(results: Sequence[Result]) -> Iterator[str]:
@@ -66,9 +79,9 @@ def describe_runs(results: Sequence[Result]) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for group in dict.fromkeys(result["group"] for result in results):
         runs = [result for result in results if result["group"] == group]
-        peak, end = (fmean(choose(quality(run)) for run in runs) for choose in (max, lambda values: values[-1]))
+        best, end = fmean(map(peak, runs)), fmean(quality(run)[-1] for run in runs)
         bad = sum(loss(run) > _BAD for run in runs)
-        yield f"| {group} | {len(runs)} | {peak:.0%} | {end:.0%} | {bad} |"
+        yield f"| {group} | {len(runs)} | {best:.0%} | {end:.0%} | {bad} |"
 
 
 def describe_signals(results: Sequence[Result]) -> Iterator[str]:
@@ -77,25 +90,27 @@ def describe_signals(results: Sequence[Result]) -> Iterator[str]:
     good = [result for result in results if loss(result) < _GOOD]
     yield f"{len(bad)} over-optimized runs, {len(good)} good ones."
     yield ""
-    yield "| signal | source | AUC | found at 5 % false alarms | lead | at its published limit: found | false alarms |"
-    yield "|---|---|---|---|---|---|---|"
+    odd_bad, odd_good = ([run for run in runs if run["seed"] % 2] for runs in (bad, good))
+    fitted = f"limit at 5 % false alarms: found of {len(odd_bad)} | false alarms in {len(odd_good)} | lead"
+    published = f"published limit: found of {len(bad)} | false alarms in {len(good)}"
+    yield f"| signal | source | AUC | {fitted} | {published} |"
+    yield "|---|---|---|---|---|---|---|---|"
     for name, (source, statistic) in SIGNALS.items():
         highest = {run["name"]: max(values(run, statistic)) for run in (*bad, *good)}
         area = area_under_curve([highest[run["name"]] for run in bad], [highest[run["name"]] for run in good])
         limit = limit_at([highest[run["name"]] for run in good if run["seed"] % 2 == 0], _FALSE_ALARMS)
-        reported = [run for run in bad if run["seed"] % 2]
-        fired = [(run, step) for run in reported if (step := first_step(run, statistic, limit)) is not None]
-        leads = [run["steps"][quality(run).index(max(quality(run)))] - step for run, step in fired]
+        fired = [(run, step) for run in odd_bad if (step := first_step(run, statistic, limit)) is not None]
+        leads = [find_peak_step(run) - step for run, step in fired]
         lead = f"{median(leads):+.0f} steps" if leads else ""
-        published = ["", ""]
+        counts = ["", ""]
         if name in PUBLISHED:
-            published = [f"{_share_fired(runs, statistic, PUBLISHED[name]):.0%}" for runs in (bad, good)]
-        found = f"{len(fired) / max(len(reported), 1):.0%}"
-        yield f"| {name} | {source} | {area:.2f} | {found} | {lead} | {' | '.join(published)} |"
+            counts = [f"{_count_fired(runs, statistic, PUBLISHED[name])}" for runs in (bad, good)]
+        own = f"{area:.2f} | {len(fired)} | {_count_fired(odd_good, statistic, limit)} | {lead}"
+        yield f"| {name} | {source} | {own} | {' | '.join(counts)} |"
 
 
-def _share_fired(runs: Sequence[Result], statistic: Callable[[Any], float], limit: float) -> float:
-    return fmean(first_step(run, statistic, limit) is not None for run in runs)
+def _count_fired(runs: Sequence[Result], statistic: Callable[[Any], float], limit: float) -> int:
+    return sum(first_step(run, statistic, limit) is not None for run in runs)
 
 
 def values(result: Result, statistic: Callable[[Any], float]) -> list[float]:
@@ -124,7 +139,7 @@ def describe_choices(results: Sequence[Result]) -> Iterator[str]:
         cells = []
         for size in sizes:
             own = [run for run in runs if run["pairs"] == size]
-            best, kept = fmean(max(quality(run)) for run in own), fmean(map(rule, own))
+            best, kept = fmean(map(peak, own)), fmean(map(rule, own))
             cells.append(f"{kept:.0%} (regret {(best - kept) / best:.0%})")
         yield f"| {name} | {' | '.join(cells)} |"
 
@@ -146,20 +161,21 @@ def describe_stops(results: Sequence[Result]) -> Iterator[str]:
     ]
     yield f"| training ends | limit | {' | '.join(f'{name} ({len(own)})' for name, own in zip(names, groups))} |"
     yield "|---|---|---|---|---|"
-    for name, statistic in {"never": None, "at a fixed step": _count_evaluations, **signals}.items():
+    for name, statistic in {"never": None, "at a fixed step": _count_steps, **signals}.items():
         ends = {run["name"]: values(run, statistic) if statistic else [] for run in runs}
-        limits = sorted({value for numbers in ends.values() for value in numbers})
-        limits = limits[:: max(1, len(limits) // 200)]
-        limit = max(limits, key=lambda limit: fmean(_stop(run, ends, limit) for run in fitted), default=0.0)
-        cells = []
+        candidates = sorted({value for run in fitted for value in ends[run["name"]]})
+        candidates = [-math.inf, *candidates[:: max(1, len(candidates) // 200)], math.inf]
+        kept_by = {limit: fmean(_stop(run, ends, limit) for run in fitted) for limit in candidates}
+        best_limits = [limit for limit in candidates if kept_by[limit] == max(kept_by.values())]
+        limit, cells = best_limits[len(best_limits) // 2], []
         for own in groups:
-            best, kept = fmean(max(quality(run)) for run in own), fmean(_stop(run, ends, limit) for run in own)
+            best, kept = fmean(map(peak, own)), fmean(_stop(run, ends, limit) for run in own)
             cells.append(f"{kept:.0%} (regret {(best - kept) / best:.0%})")
-        yield f"| {name} | {f'{limit:.3g}' if statistic else ''} | {' | '.join(cells)} |"
+        yield f"| {name} | {f'{limit:.3g}' if math.isfinite(limit) else 'none'} | {' | '.join(cells)} |"
 
 
-def _count_evaluations(run: Prefix) -> float:
-    return len(run.heldout["reward"])
+def _count_steps(run: Prefix) -> float:
+    return len(run.training["reward"])
 
 
 def _stop(run: Result, ends: dict[str, list[float]], limit: float) -> float:
@@ -189,7 +205,7 @@ def _stop_by_judge(run: Result) -> float:
 
 
 CHOICES: dict[str, Callable[[Result], float]] = {
-    "the best by the rule of the world": lambda run: max(quality(run)),
+    "the best by the rule of the world": peak,
     "the last": lambda run: quality(run)[-1],
     "`keep: best(reward)`": partial(_keep, "reward"),
     "`keep: best(judge_reward)`": partial(_keep, "judge_reward"),

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+NUMBERS = ("reward", "judge_reward", "judge_fall", "kl", "response_length", "distinct_2", "truncated_share")
+TRAINING = {name: [1.0] * 40 for name in ("entropy", "response_length", "kl", "clip_fraction", "explained_variance")}
+
 
 def load(name: str) -> Any:
     """Return a module of ci/truth."""
@@ -27,8 +30,15 @@ def score(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return module
 
 
+def write_rows(share: float) -> str:
+    """Return the judgements of twenty rows, the same share of those with even and with odd numbers."""
+    return "".join("01"[place < round(share * 10)] * 2 for place in range(10))
+
+
 def write_result(folder: Path, name: str, seed: int, approved: list[float]) -> None:
-    result = {"name": name, "group": "kl", "seed": seed, "heldout": {"heldout_approved_share": approved}}
+    heldout = {"heldout_approved_share": approved}
+    rows = [write_rows(share) for share in approved]
+    result = {"name": name, "group": "kl", "seed": seed, "heldout": heldout, "approved": rows}
     (folder / f"{name}.json").write_text(json.dumps(result), encoding="utf-8")
 
 
@@ -68,6 +78,7 @@ def test_models_that_rules_keep_are_counted_by_hand(score: Any) -> None:
         "steps": [0, 10, 20, 30, 40],
         "training": {},
         "heldout": heldout,
+        "approved": [write_rows(share) for share in heldout["heldout_approved_share"]],
     }
     assert {name: rule(result) for name, rule in score.CHOICES.items()} == {
         "the best by the rule of the world": 0.8,
@@ -87,3 +98,34 @@ def test_models_that_rules_keep_are_counted_by_hand(score: Any) -> None:
     )
     table = list(score.describe_choices([result]))
     assert table[0] == "| kept | 32 pairs (1 runs) |" and table[3] == "| the last | 10% (regret 88%) |"
+
+
+def test_peak_is_found_by_one_half_of_the_rows_and_read_from_the_other(score: Any) -> None:
+    """Even rows: 0, 1, 0, 0, read from odd ones: 0.5. Odd rows: 0, 0.5, 1, 0, read from even ones: 0."""
+    assert score.peak({"approved": ["0000", "1110", "0101", "0000"]}) == (0.5 + 0.0) / 2
+
+
+def test_training_that_ends_keeps_the_model_before_the_alarm(score: Any) -> None:
+    """The first evaluation whose statistic is read is the third."""
+    run = {"name": "a", "heldout": {"heldout_approved_share": [0.1, 0.2, 0.3, 0.4, 0.5]}}
+    kept = [score._stop(run, {"a": statistic}, 1.0) for statistic in ([2, 0, 0], [0, 2, 2], [0, 0, 2], [1, 1, 1])]
+    assert kept == [0.2, 0.3, 0.4, 0.5]
+
+
+def test_rules_that_end_training_are_compared(score: Any) -> None:
+    """A run and its quality fall at the last evaluation, as the deviation of the reward does; another one does not."""
+    results = []
+    for seed in (0, 1):
+        approved = [0.4, 0.8, 0.8, 0.8, 0.1]
+        training = {"reward": [0.0] * 40, "reward_std": [2.0] * 30 + [0.1] * 10}
+        heldout = {"heldout_approved_share": approved, **{f"heldout_{name}": [1.0] * 5 for name in NUMBERS}}
+        rows = [write_rows(share) for share in approved]
+        place = {"name": f"run-{seed}", "group": "pairs", "pairs": 32, "seed": seed, "steps": [0, 10, 20, 30, 40]}
+        results.append({**place, "training": TRAINING | training, "heldout": heldout, "approved": rows})
+        good = {**place, "name": f"good-{seed}", "approved": rows[:1] + rows[1:2] * 4}
+        good_heldout = heldout | {"heldout_approved_share": [0.4, *[0.8] * 4]}
+        results.append({**good, "training": TRAINING | training | {"reward_std": [2.0] * 40}, "heldout": good_heldout})
+    rows_by_name = {line.split(" | ")[0].strip("| "): line for line in score.describe_stops(results)}
+    assert "10% (regret 88%) | 80% (regret 0%) | 45% (regret 44%)" in rows_by_name["never"]
+    assert "| 20 | 80% (regret 0%) | 80% (regret 0%)" in rows_by_name["at a fixed step"]
+    assert "80% (regret 0%) | 80% (regret 0%) | 80% (regret 0%)" in rows_by_name["reward deviation"]
