@@ -29,7 +29,7 @@ from rlhf.data.examples import Pair
 from rlhf.data.stage_dataset import load_stage
 from rlhf.diagnosis.records import read_run
 
-RUN = "pairs-2048-seed-0"
+RUN = "kl-0.0-seed-0"
 HEADS = 4
 _OTHER_SEED = 500  # of pairs that the reward model has not seen
 _STEPS, _DECAY = 300, 1e-3
