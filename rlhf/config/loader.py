@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import ConstructorError, SafeConstructor
-from ruamel.yaml.error import YAMLError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from rlhf.config import paths
 from rlhf.errors import ConfigError
 
 _MAX_SHOWN = 100  # characters of an override in an error
+_MAX_VALUES = 100_000  # in a recipe
 _SOURCE_KEYS = ("data.datasets", "data.pretraining")  # lists that may be written as their only item
 
 
@@ -236,9 +237,33 @@ def _parse(text: str, locate: Callable[[int], Origin], folder: str | None = None
     yaml.Constructor = _Constructor
     yaml.constructor.locate, yaml.constructor.folder = locate, folder
     try:
+        if root := YAML(typ="safe", pure=True).compose(text):
+            _count_values(root, {})
         return yaml.load(text)
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, endless nesting
         raise YAMLError(str(error)) from error
+    except KeyError as error:
+        raise YAMLError(f"{error} does not fit its tag") from error
+
+
+def _count_values(node: Node, counts: dict[int, int]) -> int:
+    """Return the number of values that a node stands for; `counts` are those of complete nodes, and 0 of open ones.
+
+    Raises:
+        YAMLError: a node contains itself, or aliases make more values than any recipe has.
+    """
+    if id(node) in counts:
+        if not counts[id(node)]:
+            raise MarkedYAMLError(problem="an alias is inside of what it stands for", problem_mark=node.start_mark)
+        return counts[id(node)]
+    counts[id(node)] = 0
+    below = [] if isinstance(node, ScalarNode) else node.value
+    parts = [part for item in below for part in (item if isinstance(item, tuple) else (item,))]
+    count = 1 + sum(_count_values(part, counts) for part in parts)
+    if count > _MAX_VALUES:
+        raise MarkedYAMLError(problem=f"more than {_MAX_VALUES:,} values, by aliases", problem_mark=node.start_mark)
+    counts[id(node)] = count
+    return count
 
 
 def _set(values: TrackedDict, keys: list[str], value: Any, origin: Origin) -> None:

@@ -18,6 +18,14 @@ from rlhf.config.schema import (
 from rlhf.errors import ConfigError
 from tests.helpers import NAMES
 
+ALIASES_IN_LISTS = "a0: &a0 [1, 1]\n" + "".join(
+    f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]\n" for level in range(1, 8)
+)
+"""Ten million values, in a text of 500 bytes."""
+ALIASES_IN_MERGES = "a0: &a0 {x: 1}\n" + "".join(
+    f"a{level}: &a{level} {{<<: [{', '.join([f'*a{level - 1}'] * 4)}]}}\n" for level in range(1, 14)
+)
+
 
 def sections(model: type[BaseModel]) -> set[type[BaseModel]]:
     """Return a section and all sections below it, also in items of lists."""
@@ -101,6 +109,7 @@ STEPS = "expected a number of steps, at least 0, or epoch, got"
         ("ppo.steps", "--set ppo.steps: expected key=value"),
         ("ppo.steps=[", "--set ppo.steps=[: the value is not valid YAML"),
         ("ppo.steps=!!int x", "the value is not valid YAML"),
+        ("engine.deepspeed={a: &a [*a]}", "the value is not valid YAML"),
         ("data.datasets.7.path=x", "'7' is not a key here"),
         ("engine.zzz=1", "unknown key 'engine.zzz'; use one of zero_stage"),
         ("engine.kernels={adam: x}", "unknown operation 'adam'; use one of adamw, adamw_cpu_offload, "),
@@ -266,6 +275,13 @@ def test_estimator_alone_is_valid(estimator: str) -> None:
         ("seed: 1\nsead: 2\n", r"recipe\.yaml:2: unknown key 'sead'"),
         ("[" * 600, "not valid YAML"),
         ("seed: " + "1" * 5000, "not valid YAML"),
+        ("seed: !!bool x", r"recipe\.yaml: not valid YAML \('x' does not fit its tag\)"),
+        (
+            "engine: {deepspeed: &a {x: *a}}",
+            r"recipe\.yaml:1: not valid YAML \(an alias is inside of what it stands for",
+        ),
+        (ALIASES_IN_LISTS, r"recipe\.yaml:\d: not valid YAML \(more than 100,000 values"),
+        (ALIASES_IN_MERGES, r"recipe\.yaml:\d+: not valid YAML \(more than 100,000 values"),
         ("\udcff\udcfe", "not a UTF-8 text file"),
         (None, r"recipe\.yaml: cannot be read"),
     ],
