@@ -15,11 +15,12 @@ from typing import Any, Literal, NamedTuple
 
 from rlhf.config.schema import Config, Stage, build_config
 from rlhf.errors import RunError
-from rlhf.reporting.recorder import WARNING_TAGS, read_heldout, read_records
+from rlhf.reporting.recorder import WARNING_TAGS, read_heldout
+from rlhf.runs.description import read_description
 from rlhf.runs.directory import RunDirectory
 from rlhf.runs.stage_directory import StageDirectory
-from rlhf.utils.atomic_io import read_json
 from rlhf.utils.file_lock import find_owner
+from rlhf.utils.jsonl import read_records
 
 Progress = Literal["complete", "running", "not complete"]
 _LOST_AFTER = 3600.0  # seconds
@@ -187,7 +188,7 @@ def read_run(path: Path) -> RunRecords:
     directory = RunDirectory(path)
     if not directory.description.is_file():
         raise RunError(f"{path}: contains no run.json; name the folder of a run")
-    description = read_json(directory.description)
+    description = read_description(directory.description)
     config = build_config(description.get("config", {}), source=str(directory.description))
     stages = [records for stage in directory.stages if (records := _read_stage(stage, config))]
     if not stages:
@@ -196,7 +197,7 @@ def read_run(path: Path) -> RunRecords:
 
 
 def _read_stage(stage: StageDirectory, config: Config) -> StageRecords | None:
-    records = read_records(stage.metrics)
+    records = list(read_records(stage.metrics))
     if not records:
         return None
     points: dict[str, Curve] = {}

@@ -30,6 +30,7 @@ from rlhf.models.compatibility import (
 from rlhf.reporting.progress import progress
 from rlhf.roles.base_sharing import ADAPTER
 from rlhf.roles.model_identity import check_model_files
+from rlhf.runs import description
 from rlhf.runs.directory import RunDirectory
 from rlhf.runs.stage_directory import AVERAGE, CRITIC, StageDirectory
 from rlhf.utils.atomic_io import read_json
@@ -354,7 +355,7 @@ def read_summary(folder: Path | str) -> dict[str, Any]:
     """Return the `stage.json` of the stage that wrote the model in `folder`, else {}."""
     folder = Path(folder)
     summary = folder.parent / "stage.json"
-    return read_json(summary) if folder.name in _NAMES and summary.is_file() else {}
+    return description.read_summary(summary) if folder.name in _NAMES and summary.is_file() else {}
 
 
 def _recover_path(path: Path | str) -> Path:

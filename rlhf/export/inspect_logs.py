@@ -17,7 +17,7 @@ from typing import Any
 
 from rlhf.diagnosis.records import RunRecords, StageRecords
 from rlhf.errors import RunError
-from rlhf.reporting.recorder import read_records
+from rlhf.utils.jsonl import read_records
 
 _NUMBERS = ("reward", "kl")
 """The scores that are numbers; `approved`, of the embedded data, is Inspect's C (correct) or I (incorrect)."""

@@ -14,8 +14,9 @@ from typing import Any
 from rlhf.diagnosis.records import RunRecords
 from rlhf.errors import RLHFError, RunError, summarize_error
 from rlhf.reporting.hookspecs import SinkStage
-from rlhf.reporting.recorder import add_events, read_records
+from rlhf.reporting.recorder import add_events
 from rlhf.reporting.sinks import describe_stage, find_sink
+from rlhf.utils.jsonl import read_records
 
 
 class TensorBoardSink:

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rlhf.diagnosis.records import RunRecords
-from rlhf.reporting.recorder import read_records, select_numbers
+from rlhf.reporting.recorder import select_numbers
+from rlhf.utils.jsonl import read_records
 
 
 def format_tables(run: RunRecords) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,6 +11,7 @@ from rlhf.errors import ConfigError
 from rlhf.memory.environment import Environment
 from rlhf.memory.model_state import ModelMemory
 from rlhf.memory.stage import Models, build_models
+from rlhf.runs.description import read_summary
 
 if TYPE_CHECKING:
     from accelerators import KnownDevice
@@ -75,14 +75,13 @@ def measure_duration(config: Config, stage: Stage, measured: Path, rows: int | N
 
     Raises:
         ConfigError: the folder contains no run.
+        RunError: the stage's summary was changed.
     """
     if not (measured / "run.json").is_file():
         raise ConfigError(f"--measured {measured}: holds no run; name a run's folder, the value of its --output")
-    try:
-        summary = json.loads((measured / stage / "stage.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    if not summary.get("steps"):
+    path = measured / stage / "stage.json"
+    summary = read_summary(path) if path.is_file() else {}
+    if not (summary.get("steps") and summary.get("seconds")):
         return None
     return Duration(count_steps(config, stage, rows) or summary["steps"], summary["seconds"] / summary["steps"])
 

@@ -11,11 +11,12 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rlhf.utils.atomic_io import atomic_file, open_no_link
+from rlhf.utils.jsonl import read_records
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -161,21 +162,6 @@ def add_events(events: SummaryWriter, record: Mapping[str, Any]) -> None:
         # TensorBoard renders Markdown; an indented block shows the text literally.
         indented = "".join(f"    {line}\n" for line in record["text"].splitlines())
         events.add_text(f"{record['stage']}/{record['tag']}", indented, step, walltime=recorded_at)
-
-
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a `metrics.jsonl`, without lines that a crash cut short; none if there is no file."""
-    records = []
-    try:
-        lines = path.read_bytes().split(b"\n")  # str.splitlines would split at other characters too
-    except FileNotFoundError:
-        return []
-    for line in lines:
-        with suppress(ValueError):
-            record = json.loads(line)
-            if isinstance(record, dict) and isinstance(record.get("step"), int):
-                records.append(record)
-    return records
 
 
 def read_heldout(path: Path, newest: int) -> dict[int, list[dict[str, Any]]]:

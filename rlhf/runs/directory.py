@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from rlhf.config.dump import write_recipe
 from rlhf.config.schema import EVERY_STAGE, STAGES, Config, Stage
 from rlhf.errors import ConfigError, RunError
 from rlhf.roles.model_identity import StartModel
+from rlhf.runs.description import read_description
 from rlhf.runs.resume import (
     Fingerprints,
     StartModels,
@@ -33,7 +35,7 @@ from rlhf.runs.resume import (
     stage_settings,
 )
 from rlhf.runs.stage_directory import StageDirectory
-from rlhf.utils.atomic_io import CONSOLE, PARTIAL, atomic_write_json, check_writable, read_json, refuse_link, sync
+from rlhf.utils.atomic_io import CONSOLE, PARTIAL, atomic_write_json, check_writable, refuse_link, sync
 from rlhf.utils.file_lock import LOCK, LOCK_FILES, lock_folder
 from rlhf.utils.process_info import current_process, get_command_line
 
@@ -84,7 +86,7 @@ class RunDirectory:
         """Return `recipe.yaml`, written from `run.json` if it is missing; None if there is no run."""
         if self.description.is_file() and not self.recipe.is_file():
             with suppress(OSError, ConfigError):  # a read-only disk, or keys of another version
-                write_recipe(self.recipe, read_json(self.description).get("config", {}))
+                write_recipe(self.recipe, read_description(self.description).get("config", {}))
         return self.recipe if self.description.is_file() and self.recipe.is_file() else None
 
     def check(
@@ -130,8 +132,10 @@ class RunDirectory:
                 )
             return
         remaining = self._remaining(stages, overwrite)
+        for stage in filter(attrgetter("done"), remaining):
+            stage.summary()  # else a damaged one would be met when all stages are done
         for stage in remaining if overwrite else ():
-            sources = find_started_from(read_json(self.description), stage.name)
+            sources = find_started_from(read_description(self.description), stage.name)
             if replaced := [name for name in sources if name in stages]:
                 raise RunError(
                     f"{self.path}: {stage.name} comes from the {replaced[0]} stage, which --overwrite replaces; "
@@ -256,7 +260,7 @@ class RunDirectory:
 
     def _read_description(self) -> dict[str, Any]:
         """Return what `run.json` holds; empty if there is none, as in a script that trains a stage by itself."""
-        return read_json(self.description) if self.description.is_file() else {}
+        return read_description(self.description) if self.description.is_file() else {}
 
     def describe_saved(self) -> str | None:
         """Return what is on disk, in one line, for a run that was stopped; None if nothing is saved."""
@@ -315,7 +319,7 @@ class RunDirectory:
         data: Fingerprints,
     ) -> None:
         """Raise `RunError` if the run was made with other settings or other rows."""
-        recorded = read_json(self.description)
+        recorded = read_description(self.description)
         kept_stages = [stage.name for stage in remaining if stage.done or stage.name not in stages]
         complete = [name for name in kept_stages if name in stages]
         resumed = [stage.name for stage in remaining if stage.name not in kept_stages]
@@ -348,7 +352,7 @@ class RunDirectory:
         recorded: dict[str, Any] = {}
         try:
             if self._holds_run():
-                recorded = read_json(self.description)
+                recorded = read_description(self.description)
                 self.ensure_recipe()
                 self.create_backup([name for name in stages if overwrite and self.stage(name).started])
             self._remove_unstarted(stages)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -12,7 +11,9 @@ from typing import Any
 
 from rlhf.config.schema import Stage
 from rlhf.errors import RunError
-from rlhf.utils.atomic_io import atomic_write_json, read_json
+from rlhf.runs.description import read_summary
+from rlhf.utils.atomic_io import atomic_write_json
+from rlhf.utils.jsonl import read_records
 from rlhf.utils.manifest import find_damage
 
 STATE = "state-rank{rank}.pt"
@@ -150,11 +151,11 @@ class StageDirectory:
         """Return the summary that `finish` wrote.
 
         Raises:
-            RunError: the stage is not complete.
+            RunError: the stage is not complete, or the summary was changed.
         """
         if not self.done:
             raise RunError(f"{self.path}: the {self.name} stage is not complete; run `rlhf {self.name}` first")
-        return read_json(self._summary)
+        return read_summary(self._summary)
 
     @property
     def _summary(self) -> Path:
@@ -163,21 +164,9 @@ class StageDirectory:
     @property
     def _has_trained(self) -> bool:
         """True if a step is recorded; evaluation before the first one is step 0."""
-        try:
-            with self.metrics.open("rb") as lines:
-                return any(_step(line) > 0 for line in lines)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
+        return any(record["step"] > 0 for record in read_records(self.metrics))
 
 
 def parse_step(checkpoint: Path) -> int:
     """Return the last step that a checkpoint holds."""
     return int(checkpoint.name.removeprefix("step-"))
-
-
-def _step(line: bytes) -> int:
-    """Return the step of a record; 0 if a crash cut it short."""
-    try:
-        return int(json.loads(line)["step"])
-    except ValueError:
-        return 0

@@ -32,9 +32,9 @@ from rlhf.roles.lineage import (
 )
 from rlhf.roles.model_identity import check_model_files
 from rlhf.roles.roles import check_placements, model_placements
+from rlhf.runs.description import read_description
 from rlhf.runs.directory import RunDirectory, find_run
 from rlhf.runs.resume import Fingerprints, StartModels, find_other_division
-from rlhf.utils.atomic_io import read_json
 from rlhf.utils.process_info import current_process
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def describe_divisions(config: Config, pending: Sequence[Stage]) -> list[str]:
         run = find_run(path) if path and is_path(path) else None
         if run is None or run.path.resolve() == config.output.resolve():
             continue
-        if differences := find_other_division(read_json(run.description), config):
+        if differences := find_other_division(read_description(run.description), config):
             lines.append(
                 f"{ref.key}: the run that trained {path} divides the same rows differently: {', '.join(differences)}; "
                 "use its values, or this run may hold out rows that the model was trained on"

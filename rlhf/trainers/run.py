@@ -29,12 +29,12 @@ from rlhf.reporting.console import console
 from rlhf.reporting.health import describe_rates
 from rlhf.reporting.summary import print_summary
 from rlhf.roles.lineage import base_models
+from rlhf.runs.description import read_description
 from rlhf.runs.directory import RunDirectory
 from rlhf.runs.resume import find_first_difference
 from rlhf.trainers import preflight
 from rlhf.trainers.interruption import RunTermination
 from rlhf.utils import file_lock, signals
-from rlhf.utils.atomic_io import read_json
 from rlhf.utils.process_info import current_process
 from rlhf.version import __version__
 
@@ -209,7 +209,7 @@ def _resolve_auto(config: Config, pending: Sequence[Stage], accelerator: Acceler
     with distributed.on_main("planning the run") as main:
         if main:
             started = [stage for stage in pending if directory.stage(stage).started]
-            recorded = read_json(directory.description).get("stages", {}).get(started[0], {}) if started else {}
+            recorded = read_description(directory.description).get("stages", {}).get(started[0], {}) if started else {}
             resolved, line = resolve_engine(config, pending, accelerator, ranks, recorded.get("engine", {}))
             if line:
                 console.print(line, markup=False, soft_wrap=True)

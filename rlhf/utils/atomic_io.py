@@ -55,7 +55,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise RunError(f"{path}: cannot be read ({error.strerror}); check the folder") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RunError(f"{path}: is not readable as JSON ({error}); restore it or choose another --output") from error
     if not isinstance(value, dict):
         raise RunError(f"{path}: expected an object, got a {type(value).__name__}; choose another --output")

@@ -161,7 +161,7 @@ def test_help_lists_every_known_device(forks: Forks) -> None:
 def test_measured_run_gives_its_pace(forks: Forks, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
     (tmp_path / "ppo").mkdir()
-    (tmp_path / "ppo" / "stage.json").write_text(json.dumps({"steps": 10, "seconds": 50.0}))
+    (tmp_path / "ppo" / "stage.json").write_text(json.dumps({"stage": "ppo", "steps": 10, "seconds": 50.0}))
     measured = ["--memory", "1TB", "--measured", str(tmp_path), "--stage", "ppo", "--set", "ppo.steps=720"]
     assert plan_reports(forks, *measured)[0]["hours"] == pytest.approx(1.0)
 

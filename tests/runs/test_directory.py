@@ -105,7 +105,7 @@ def test_resume_keeps_stages_and_complete_ones_no_checkpoint(tmp_path: Path) -> 
     config = config_in(tmp_path / "run")
     run = run_stages(config, "sft", finish=False)
     checkpoint(run.stage("sft"), 1)
-    run.stage("sft").finish({})
+    run.stage("sft").finish({"stage": "sft"})
     run_stages(config, "reward", finish=False)
     with check(config, resume=True).open_for(config, resume=True):
         pass
@@ -172,7 +172,7 @@ def test_the_latest_checkpoint_is_a_complete_one(tmp_path: Path) -> None:
 def test_describe_saved_names_stages_and_the_last_checkpoint(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     assert run.describe_saved() is None
-    run.stage("sft").finish({})
+    run.stage("sft").finish({"stage": "sft"})
     (run.stage("ppo").checkpoints / "step-00000010").mkdir(parents=True)
     assert run.describe_saved() == f"in {tmp_path}, sft is complete, ppo is saved up to step-00000010"
 

@@ -221,7 +221,7 @@ def test_stage_resumes_only_in_its_precision(tmp_path: Path, finish: bool) -> No
     with run.open_for(config, stages=("sft",), accelerator=accelerator("bf16")):
         record(run.stage("sft"), 1)
         if finish:
-            run.stage("sft").finish({})
+            run.stage("sft").finish({"stage": "sft"})
     before = contents(run.path)
     wishes: Any = {"stages": ("sft",), "resume": True}
     check(config, **wishes)

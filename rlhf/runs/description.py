@@ -1,0 +1,131 @@
+"""What `run.json` and `stage.json` contain, and their readers: people edit them, and disks lose parts of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from typing_extensions import Required, TypedDict
+
+from rlhf.errors import RunError
+from rlhf.utils.atomic_io import read_json
+
+Section = dict[str, Any]
+
+
+class _Open(TypedDict):
+    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]  # other versions have other keys
+
+
+class _Settings(_Open, total=False):
+    output: str
+    data: Section
+    model: Section
+    sft: Section
+    reward: Section
+    dpo: Section
+    ppo: Section
+    engine: Section
+    lora: Section
+    roles: dict[str, Section]
+
+
+class _StartModel(_Open):
+    path: str
+    identity: dict[str, str]
+
+
+class _StageRecord(_Open, total=False):
+    precision: str | None
+    engine: Section
+    lora: Section
+    roles: dict[str, Section]
+    models: dict[str, _StartModel]
+
+
+class _Source(_Open):
+    rows: int
+    digest: str
+
+
+class _Accelerator(_Open, total=False):
+    name: str
+    reason: str
+    device: Section | None
+    precision: Section | None
+    attention: dict[str, Section] | None
+
+
+class _Invocation(_Open):
+    command: str
+    stages: list[str]
+    started: str
+
+
+class _Description(_Open, total=False):
+    config: _Settings
+    accelerator: _Accelerator | None
+    stages: dict[str, _StageRecord]
+    data: dict[str, _Source]
+    versions: dict[str, str]
+    invocations: list[_Invocation]
+
+
+class _Kept(_Open, total=False):
+    step: Required[int]
+    metric: str
+    value: float
+
+
+class _Sample(_Open):
+    prompt: str
+    before: str
+    after: str
+
+
+class _Summary(_Open, total=False):
+    stage: Required[str]
+    title: str
+    before: dict[str, float]
+    after: dict[str, float]
+    steps: int
+    seconds: float
+    set_up_seconds: float
+    peak_memory: float
+    planned_memory: float
+    planned_reserve: float
+    tflops: float
+    phases: dict[str, float]
+    kept: _Kept
+    over_optimized_since: int
+    samples: list[_Sample]
+    warnings: list[str]
+
+
+_DESCRIPTION, _SUMMARY = TypeAdapter(_Description), TypeAdapter(_Summary)
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """Return the contents of a `run.json`.
+
+    Raises:
+        RunError: it cannot be read, or was changed into something else.
+    """
+    return _check(_DESCRIPTION, path)
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """Return the contents of a `stage.json`; errors are those of `read_description`."""
+    return _check(_SUMMARY, path)
+
+
+def _check(shape: TypeAdapter[Any], path: Path) -> dict[str, Any]:
+    value = read_json(path)
+    try:
+        shape.validate_python(value)
+    except ValidationError as error:
+        (first, *_) = error.errors(include_url=False)
+        where = ".".join(map(str, first["loc"]))
+        raise RunError(f"{path}: is not as rlhf wrote it ({where}: {first['msg']}); restore it") from error
+    return value
