@@ -114,8 +114,8 @@ def as_resource_error(
             f"not enough memory ({summarize_error(lack, 160)}); lower the stage's micro_batch_size or set "
             "model.gradient_checkpointing=true, also with --resume (shorter data.max_*_length need a new --output)"
         )
-    from_library = isinstance(error, RuntimeError) or type(error).__name__ == "SafetensorError"
-    if from_library and _DISK_FULL_TEXT.search(describe_error(error)):
+    # Libraries have their own types for it; tokenizers raises a plain Exception.
+    if not isinstance(error, RLHFError) and _DISK_FULL_TEXT.search(describe_error(error)):
         folder = f"{output}: " if output else ""
         return RunError(f"{folder}the disk is full ({summarize_error(error, 160)}); make room, then {resume}")
     return None

@@ -97,8 +97,11 @@ def read_records(
         raise DataError(f"{source}: unknown kind of file; use one of {', '.join(_READERS)}")
     else:
         values, prefix = _load_from_hub(source, subset, split, revision), f"{source}, row "
-    sampled = _sample(values, limit, seed)
-    return [SourceRecord.from_value(value, f"{prefix}{index + 1}") for index, value in sampled]
+    try:
+        sampled = _sample(values, limit, seed)
+        return [SourceRecord.from_value(value, f"{prefix}{index + 1}") for index, value in sampled]
+    except Exception as error:  # a damaged file that could be opened; the reader's errors have no common base
+        raise DataError(f"{source}: cannot be read as a whole ({_first_line(error)}); copy it here again") from error
 
 
 def _sample(values: Any, limit: int | None, seed: int) -> Iterable[tuple[int, Any]]:
@@ -114,6 +117,13 @@ def check_source_exists(source: str, key: str = "data.datasets") -> None:
     """Raise `DataError` if a file or folder does not exist; hub names pass. Nothing is opened."""
     if is_path(source) and not Path(source).exists():
         raise DataError(f"{source}: no such file or folder; check {key}{missing_path_hint(source)}")
+    _refuse_endless(Path(source))
+
+
+def _refuse_endless(path: Path) -> None:
+    """Raise `DataError` for a pipe or a device, which is read once, or never ends."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise DataError(f"{path}: is a pipe or a device, and sources are read more than once; save its rows to a file")
 
 
 def has_splits(source: str) -> bool:
@@ -159,7 +169,8 @@ def _hash_folder(path: Path) -> Iterator[tuple[str, str]]:
             continue
         below[:] = sorted(name for name in below if not name.startswith("."))  # readers skip .git and .cache
         for file in sorted(file for file in files if not file.startswith(".")):
-            if (place := Path(folder, file)).is_file():
+            _refuse_endless(place := Path(folder, file))
+            if place.is_file():  # no link without an end
                 yield str(place.relative_to(path)), _hash(place)
 
 
@@ -206,8 +217,8 @@ def _read_json(path: Path) -> Iterable[SourceRecord]:
         raise DataError(
             f"{path}:{error.lineno}: not readable as JSON ({error.msg}); check that the file is complete"
         ) from error
-    except RecursionError as error:
-        raise DataError(f"{path}: not readable as JSON (nested too deeply)") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, endless nesting
+        raise DataError(f"{path}: not readable as JSON ({_first_line(error)})") from error
     rows = content.get("data") if isinstance(content, dict) else content
     if not isinstance(rows, list):
         raise DataError(f'{path}: expected a list of objects, or {{"data": [...]}}')

@@ -55,6 +55,10 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise load_error(path, "its tokenizer cannot be loaded", error, "check its files, or name another") from error
+    if not isinstance(tokenizer.model_max_length, int | float):
+        raise ModelError(
+            f"{path}: model_max_length is {tokenizer.model_max_length!r}, not a number; correct tokenizer_config.json"
+        )
     if tokenizer.is_fast:  # its file keeps how the last call before saving truncated and padded; each call sets both
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()

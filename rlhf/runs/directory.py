@@ -201,7 +201,9 @@ class RunDirectory:
             self._delete_backup()
 
     def recover(self) -> None:
-        """Restore the backup of a killed process; all ranks but the first wait until it is restored.
+        """Restore the backup of a killed process, and remove what it left half-written.
+
+        All ranks but the first wait until the backup is restored.
 
         Raises:
             RunError: a living process writes to the folder.
@@ -213,6 +215,7 @@ class RunDirectory:
         elif (self.path / LOCK).exists() or self.backup.exists():
             with lock_folder(self.path):
                 self._restore_backup()
+                self._remove_partial()
 
     def commit(self, stage: StageDirectory) -> None:
         """Delete the backup of `open_for`, if `stage` has written a record or a checkpoint."""
@@ -412,7 +415,7 @@ class RunDirectory:
         """Remove what a crash left half-written."""
         for stage in self.stages:
             if stage.done:
-                shutil.rmtree(stage.checkpoints, ignore_errors=True)
+                stage.remove_candidates()
             for path in (*stage.path.glob(f"*{PARTIAL}"), *stage.checkpoints.glob(f"*{PARTIAL}")):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 

@@ -144,6 +144,10 @@ class StageDirectory:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         atomic_write_json(self._summary, summary | ({"average": self.averages} if self.averages else {}))
+        self.remove_candidates()
+
+    def remove_candidates(self) -> None:
+        """Remove what a complete stage does not need: its checkpoints, and the models that may have become the best."""
         shutil.rmtree(self.checkpoints, ignore_errors=True)
         shutil.rmtree(self.best, ignore_errors=True)
 

@@ -127,13 +127,14 @@ def read_manifest(folder: Path) -> dict[str, FileDigest]:
         OSError: there is none, or it cannot be read.
         ValueError: it is damaged.
     """
-    content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     try:
+        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         files = {name: FileDigest(**digest) for name, digest in content["files"].items()}
         intact = content == {"files": content["files"], "sha256": hash_json(content["files"])}
-    except (AttributeError, KeyError, TypeError) as error:
+        typed = all(isinstance(size, int) and isinstance(digest, str) for size, digest in files.values())
+    except (AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError("not a manifest") from error
-    if not intact:
+    if not (intact and typed):
         raise ValueError("its own digest differs")
     return files
 
@@ -148,7 +149,7 @@ def find_damage(folder: Path, select: Callable[[str], bool] = lambda name: True)
         expected = read_manifest(folder)
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
-    except ValueError:
+    except (ValueError, IsADirectoryError):
         return f"{MANIFEST} is damaged"
     names = [name for name in expected if name != _FOR_PEOPLE]
     for name in names:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -120,6 +121,43 @@ def test_json_file_may_have_an_object_per_line(tmp_path: Path) -> None:
         for record in read_records(write_jsonl(tmp_path / "rows.jsonl", lines))
     ]
     assert values(records) == [*ROWS, None]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "folder"])
+@pytest.mark.parametrize("is_pipe", [True, False], ids=["a pipe", "a device"])
+def test_source_that_is_read_once_or_never_ends_is_refused(tmp_path: Path, name: str, is_pipe: bool) -> None:
+    path = tmp_path / name
+    place = path
+    if name == "folder":
+        path.mkdir()
+        place = path / "rows.jsonl"
+    if is_pipe:
+        os.mkfifo(place)
+    else:
+        place.symlink_to("/dev/zero")
+    for read in (hash_source, read_records)[: 1 if name == "folder" else 2]:  # a folder is hashed before it is read
+        with pytest.raises(DataError, match=f"{place}: is a pipe or a device"):
+            read(str(path))
+
+
+def test_integer_of_thousands_of_digits_in_a_json_file_is_an_error_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(f'[{{"prompt": {"9" * 5000}}}]')
+    with pytest.raises(DataError, match=r"rows\.json: not readable as JSON"):
+        read_records(str(path))
+
+
+def test_damaged_file_of_a_saved_data_set_is_named(tmp_path: Path) -> None:
+    """It can be opened: its text is no UTF-8."""
+    folder = tmp_path / "saved"
+    Dataset.from_list([{"prompt": "ä" * 2000}] * 50).save_to_disk(str(folder))
+    (file,) = folder.glob("*.arrow")
+    content = bytearray(file.read_bytes())
+    place = content.index("ä".encode() * 100)
+    content[place : place + 1000] = b"\xff" * 1000
+    file.write_bytes(content)
+    with pytest.raises(DataError, match=f"{folder}: cannot be read as a whole"):
+        read_records(str(folder))
 
 
 def test_world_depends_on_the_seed() -> None:

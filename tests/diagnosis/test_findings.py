@@ -273,7 +273,9 @@ def test_kept_model_is_judged_not_the_last(tmp_path: Path) -> None:
     numbers = {"heldout_judge_reward": [0.0, 2.0, 1.0], "heldout_reward": [0.0, 1.0, 2.0]}
     for kept, state in ((1, "fine"), (2, "look here")):
         folder = tmp_path / str(kept)
-        found = examine(folder, "ppo", numbers, heldout={"ppo": rows}, summaries={"ppo": {"stage": "ppo", "kept": {"step": kept}}})
+        found = examine(
+            folder, "ppo", numbers, heldout={"ppo": rows}, summaries={"ppo": {"stage": "ppo", "kept": {"step": kept}}}
+        )
         assert found["judge"].state == state
 
 

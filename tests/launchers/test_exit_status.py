@@ -17,6 +17,7 @@ from rlhf.errors import DataError, OutOfMemory, RemoteRankError, RLHFError
 from rlhf.launchers.exit_status import ExitStatus, InternalError, Interrupted, find_root_cause
 from rlhf.runs.directory import RunDirectory
 from rlhf.trainers import run as launch
+from tests.helpers import build_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ def test_translated_lack_of_memory_is_not_reported_again() -> None:
     assert ExitStatus.from_error(first).code == 1, "a ring of causes has an end"
 
 
-@pytest.mark.parametrize("library", ["torch", "safetensors"])
+@pytest.mark.parametrize("library", ["torch", "safetensors", "tokenizers"])
 def test_full_disk_is_reported_with_the_remedy(library: str) -> None:
     import torch
     from safetensors import SafetensorError
@@ -138,6 +139,9 @@ def test_full_disk_is_reported_with_the_remedy(library: str) -> None:
     if library == "torch":
         with pytest.raises(RuntimeError) as caught:
             torch.save(torch.zeros(100_000), "/dev/full")
+    elif library == "tokenizers":
+        with pytest.raises(Exception, match="No space left on device") as caught:
+            build_tokenizer().backend_tokenizer.save("/dev/full")
     else:  # the text of its releases; it cannot write to /dev/full, since it renames a temporary file
         with pytest.raises(SafetensorError) as caught:
             raise SafetensorError('I/O error: Os { code: 28, kind: StorageFull, message: "No space left on device" }')
@@ -194,7 +198,7 @@ def test_what_can_be_known_is_known_before_a_run_is_replaced(
     config = load_config(None, [f"output='{run.path}'"])
     with run.open_for(config):
         for name in STAGES:
-            run.stage(name).finish({})
+            run.stage(name).finish({"stage": name})
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
     other = load_config(None, [f"output='{run.path}'", override.replace("{run}", str(run.path))])
     with pytest.raises(RLHFError, match=re.escape(message)):

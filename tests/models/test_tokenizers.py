@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from rlhf.config.schema import ModelConfig
+from rlhf.errors import ModelError
 from rlhf.models.loading import load_causal_lm, load_model_tokenizer
 from rlhf.models.tokenizers import find_end_tokens, load_tokenizer
 from tests.helpers import build_tokenizer, llama
@@ -161,3 +163,12 @@ def test_model_ends_with_its_tokenizers_token(tmp_path: Path, before: Any, after
     rows = grown.get_input_embeddings().weight
     assert len(rows) == 301
     torch.testing.assert_close(rows[300], rows[:300].mean(0))
+
+
+@pytest.mark.parametrize("limit", ["x", [5]])
+def test_maximum_length_that_is_no_number_is_refused(tmp_path: Path, limit: Any) -> None:
+    build_tokenizer().save_pretrained(tmp_path)
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_max_length": limit}))
+    with pytest.raises(ModelError, match=r"model_max_length is .*, not a number; correct tokenizer_config\.json"):
+        load_tokenizer(str(tmp_path))

@@ -11,6 +11,7 @@ from rlhf.errors import RunError
 from rlhf.roles.model_identity import StartModel
 from rlhf.runs.directory import RunDirectory
 from rlhf.utils.atomic_io import atomic_directory, atomic_rename_dir, atomic_write_json
+from rlhf.utils.file_lock import LOCK
 from tests.run_folders import check, checkpoint, config_in, fail_in, record, run_stages
 
 
@@ -111,6 +112,18 @@ def test_resume_keeps_stages_and_complete_ones_no_checkpoint(tmp_path: Path) -> 
         pass
     assert run.stage("sft").done and not run.stage("sft").checkpoints.exists()
     assert run.stage("reward").started
+
+
+def test_files_that_a_killed_process_did_not_delete_are_deleted(tmp_path: Path) -> None:
+    """It was killed after `stage.json` was written."""
+    config = config_in(tmp_path / "run")
+    run = run_stages(config, "sft", finish=False)
+    run.stage("sft").finish({"stage": "sft"})
+    checkpoint(run.stage("sft"), 1)
+    (run.stage("sft").best / "step-00000001").mkdir(parents=True)
+    (run.path / LOCK).touch()
+    run.recover()
+    assert run.stage("sft").done and not run.stage("sft").checkpoints.exists() and not run.stage("sft").best.exists()
 
 
 def test_stage_without_a_step_starts_again_without_any_flag(tmp_path: Path) -> None:
