@@ -217,8 +217,9 @@ def _read_json(path: Path) -> Iterable[SourceRecord]:
         raise DataError(
             f"{path}:{error.lineno}: not readable as JSON ({error.msg}); check that the file is complete"
         ) from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, endless nesting
-        raise DataError(f"{path}: not readable as JSON ({_first_line(error)})") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or endless nesting
+        reason = "nested too deeply" if isinstance(error, RecursionError) else _first_line(error)
+        raise DataError(f"{path}: not readable as JSON ({reason})") from error
     rows = content.get("data") if isinstance(content, dict) else content
     if not isinstance(rows, list):
         raise DataError(f'{path}: expected a list of objects, or {{"data": [...]}}')

@@ -74,7 +74,7 @@ class Fake(Processes):
         if name == "train_stages":
             for stage in ("sft", "reward", "ppo"):
                 before, after = ({"perplexity": value} for value in self.perplexity)
-                summary = {"before": before, "after": after, "seconds": 1.0, "peak_memory": 2**30}
+                summary = {"stage": stage, "before": before, "after": after, "seconds": 1.0, "peak_memory": 2**30}
                 write(Path(arguments[1]) / stage / "stage.json", summary)
         if name == "save_in_the_middle":
             write(Path(arguments[1]) / "run.json", {})

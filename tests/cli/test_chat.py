@@ -27,7 +27,7 @@ def finished_run(tmp_path: Path) -> RunDirectory:
     with run.open_for(Config()):
         for name in ("sft", "reward", "ppo"):
             run.stage(name).model.mkdir(parents=True)
-            run.stage(name).finish({})
+            run.stage(name).finish({"stage": name})
     return run
 
 
@@ -187,7 +187,7 @@ def test_prompt_is_written_as_in_training(
     tokenizer.add_tokens(["Human", "Assistant", ":"])
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
-    run.stage("sft").finish({"prompt_format": recorded} if recorded else {})
+    run.stage("sft").finish({"stage": "sft"} | ({"prompt_format": recorded} if recorded else {}))
     model = chat_model(folder, monkeypatch)
     assert model.writer.tokenizer.decode(model._prompt([("user", "hello")])) == prompt
     assert model.converses == converses

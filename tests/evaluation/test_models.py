@@ -78,11 +78,11 @@ def test_reward_model_of_a_run_is_that_of_its_reward_stage(tmp_path: Path) -> No
     with run.open_for(Config()):
         for name in ("sft", "ppo"):
             run.stage(name).model.mkdir(parents=True)
-            run.stage(name).finish({})
+            run.stage(name).finish({"stage": name})
     with pytest.raises(RunError, match="has no finished reward stage"):
         reward_model_folder(run.path)
     run.stage("reward").model.mkdir(parents=True)
-    run.stage("reward").finish({})
+    run.stage("reward").finish({"stage": "reward"})
     expected = run.stage("reward").model
     assert reward_model_folder(run.path) == reward_model_folder(run.path / "reward") == expected
     assert reward_model_folder(expected) == expected
@@ -104,7 +104,9 @@ def test_prompts_and_ends_are_those_of_the_training(
     """The reward stage's summary says how it wrote prompts and which tokens ended its replies."""
     folder = Path(shutil.copytree(judge_folder[0], tmp_path / "reward" / "model"))
     (moo,) = tokenizer("moo", add_special_tokens=False)["input_ids"][:1]
-    (tmp_path / "reward" / "stage.json").write_text(json.dumps({"prompt_format": "transcript", "end_ids": [1, moo]}))
+    (tmp_path / "reward" / "stage.json").write_text(
+        json.dumps({"stage": "reward", "prompt_format": "transcript", "end_ids": [1, moo]})
+    )
     judge = load_reward_model(folder, Config(), device)
     row = make_conversation_row([Message("user", "cow")], judge.prompt_format)
     (ids,) = judge.encode([row], ["moo moo"])
@@ -253,7 +255,7 @@ def test_folder_of_a_stage_with_only_adapters_is_the_adapters(tmp_path: Path) ->
     ppo = run.stage("ppo")
     for name in ("adapter", "adapter-ema"):
         (ppo.path / name).mkdir(parents=True)
-    ppo.finish({"prompt_format": "plain"})
+    ppo.finish({"stage": "ppo", "prompt_format": "plain"})
     for ema, name in ((False, "adapter"), (True, "adapter-ema")):
         assert folder_of(run.path, ema=ema) == ppo.path / name
     for name in ("adapter", "adapter-ema", "model", "model-ema", "critic"):

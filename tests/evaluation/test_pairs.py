@@ -121,7 +121,7 @@ def test_bare_prompts_are_written_as_in_training(
     """Prompts that have a form already keep it."""
     folder, model = judge_folder
     trained = Path(shutil.copytree(folder, tmp_path / "reward" / "model"))
-    summary = {"prompt_format": prompt_format, "end_ids": [tokenizer.eos_token_id]}
+    summary = {"stage": "reward", "prompt_format": prompt_format, "end_ids": [tokenizer.eos_token_id]}
     (tmp_path / "reward" / "stage.json").write_text(json.dumps(summary))
     text = prompt_format if "{prompt}" in prompt_format else "Human: {prompt}\n\nAssistant:"
     expected = [[plain_score(model, tokenizer, text, prompt, reply) for reply in both] for prompt, *both in PAIRS]

@@ -50,7 +50,7 @@ def run_that(monkeypatch: pytest.MonkeyPatch, folder: Path, error: BaseException
     def fail(config: Config, *_: object) -> None:
         directory = RunDirectory(config.output)
         with directory.open_for(config):
-            directory.stage("sft").finish({})
+            directory.stage("sft").finish({"stage": "sft"})
             raise error
 
     monkeypatch.setattr(launch, "_open", fail)

@@ -58,7 +58,7 @@ def finish(config: Config, folder: str) -> None:
     run = RunDirectory(Path(folder))
     with run.open_for(config, stages=("sft",)):
         run.stage("sft").model.mkdir(parents=True)
-        run.stage("sft").finish({})
+        run.stage("sft").finish({"stage": "sft"})
 
 
 SOURCE: dict[str, Any] = {
