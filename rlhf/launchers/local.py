@@ -97,12 +97,15 @@ def spawn_ranks(
     for process in processes.values():
         assert process.stdin
         process.stdin.close()
-    if len(signals_seen) >= 2:  # ranks that the second signal ended before they were killed are interrupted as well
+    is_ended_at_once = len(signals_seen) >= 2
+    if is_ended_at_once:  # ranks that the second signal ended before they were killed are interrupted as well
         exit_codes = {rank: code for rank, code in exit_codes.items() if code not in _STOPPED}
     statuses, has_silent = [], False
     for rank in processes:
         name = rank_name(rank) if rendezvous else f"rank {rank}"
         status = ExitStatus.read(folder, rank) if exit_codes.get(rank) != 0 else None
+        if status and is_ended_at_once and status.time == math.inf:
+            continue  # it only says that another rank has ended
         if status:
             statuses.append(status.prefix_with(name) if rendezvous else status)
         elif exit_codes.get(rank):

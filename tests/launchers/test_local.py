@@ -21,7 +21,7 @@ from rlhf.launchers.multinode import NodeSpec, join_rendezvous, serve_rendezvous
 HEAD = """
 import os, signal, sys, time
 from rlhf.launchers.exit_status import ExitStatus
-from rlhf.errors import DataError
+from rlhf.errors import DataError, RemoteRankError
 rank = os.environ["RANK"]
 def interrupt(number, frame):
     raise KeyboardInterrupt
@@ -144,6 +144,13 @@ def test_ranks_that_a_second_signal_ends_are_interrupted_at_once(
     monkeypatch.setattr(local, "time", slow)
     signal_ranks(tmp_path, signal.SIGINT, signal.SIGTERM)
     status = start(until_signalled(tmp_path, "time.sleep(60)"))
+    assert status is not None and status.code == INTERRUPTED and "interrupted at once" in status.line
+
+
+def test_rank_that_notices_the_end_of_another_after_a_second_signal_is_not_its_cause(tmp_path: Path) -> None:
+    signal_ranks(tmp_path, signal.SIGINT, signal.SIGTERM)
+    report = "ExitStatus.from_error(RemoteRankError('rank 0 exited and reported no error')).report()"
+    status = start(until_signalled(tmp_path, f"rank == '1' and {report}; time.sleep(60)"))
     assert status is not None and status.code == INTERRUPTED and "interrupted at once" in status.line
 
 
