@@ -15,6 +15,7 @@ from types import UnionType
 from typing import Annotated, Any, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -126,6 +127,14 @@ def _parse_shares(value: Any) -> tuple[float, ...]:
     return shares
 
 
+def _check_encodable(path: Path) -> Path:
+    """Refuse a path that no file of settings can name: its bytes are no UTF-8."""
+    absolute = paths.join_path(os.getcwd(), str(path))
+    if absolute.encode("utf-8", "ignore").decode() != absolute:
+        raise ValueError(f"expected a path in UTF-8, got {absolute!a}")
+    return path
+
+
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 # JSON is read from other working directories, so its paths are absolute.
 PathOrHubId = Annotated[
@@ -139,6 +148,7 @@ OptionalPathOrHubId = Annotated[
 Folder = Annotated[
     Path,
     BeforeValidator(_resolve_path),
+    AfterValidator(_check_encodable),
     PlainSerializer(lambda path: paths.join_path(os.getcwd(), str(path)), when_used="json"),
 ]
 Shares = Annotated[tuple[float, float, float], BeforeValidator(_parse_shares)]

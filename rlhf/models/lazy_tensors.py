@@ -223,11 +223,10 @@ def _open_safetensors(path: Path) -> dict[str, Any]:
     """Return its tensors; None for each whose type is that of a quantized checkpoint."""
     from safetensors import safe_open
 
-    with safe_open(path, "pt"):  # raises if the file is damaged
-        pass
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
+        with safe_open(path, "pt"):  # raises if the file is damaged
+            header = json.loads(file.read(length))
     header.pop("__metadata__", None)
     return {
         name: OnDisk(path, 8 + length + entry["data_offsets"][0], torch.Size(entry["shape"]), _TYPES[entry["dtype"]])

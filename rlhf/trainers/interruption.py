@@ -54,6 +54,16 @@ class RunTermination:
                 self._log(ExitStatus.from_error(error))
             raise
 
+    @contextmanager
+    def notice_deletion(self) -> Iterator[None]:
+        """Raise `RunError` for an error of the block, in which the run's folder is open, if somebody deleted it."""
+        try:
+            yield
+        except Exception as error:
+            if deleted := self._find_deleted(error):
+                raise RunError(f"{deleted}: was deleted or moved while the run wrote to it; start it again") from error
+            raise
+
     def conclude(self, status: ExitStatus) -> None:
         """Repair the folder after killed ranks, log how the run ended, and write the report if no rank did."""
         with suppress(RunError):  # the next start tries again
@@ -113,6 +123,14 @@ class RunTermination:
         launcher = "" if process.size == 1 or process.launcher == "rlhf" else " (with the launcher that you used)"
         verb = "continue" if self._has_written else "start again"
         return f"{saved}; to {verb}{launcher}: {self._next_command()}"
+
+    def _find_deleted(self, error: BaseException) -> Path | None:
+        """Return the folder of the run, or of the stage that was running, if it is gone and the error says so."""
+        unfinished = [stage.path for stage in map(self._directory.stage, self._stages) if not stage.done]
+        if not self._directory.description.is_file():
+            return self._directory.path
+        is_of_path = isinstance(error, FileNotFoundError) or "does not exist" in str(error)
+        return unfinished[0] if is_of_path and unfinished and not unfinished[0].is_dir() else None
 
     def _next_command(self) -> str:
         """Return the command that continues with the settings of this run.

@@ -100,7 +100,8 @@ def run(
                 if not dry_run:
                     from rlhf.trainers import pipeline  # imports DeepSpeed, which is configured for the device by now
 
-                    pipeline.run(opened.config, opened.accelerator, directory, stages, opened.later)
+                    with termination.notice_deletion():
+                        pipeline.run(opened.config, opened.accelerator, directory, stages, opened.later)
                     if current_process().rank == 0:
                         print_summary([stage.summary() for stage in directory.stages if stage.done], console)
         finally:

@@ -92,6 +92,12 @@ def test_invalid_file_names_the_line(text: str, expected: str) -> None:
     assert problem(text).startswith(expected)
 
 
+def test_folder_whose_name_is_not_utf8_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--output .*: expected a path in UTF-8, got '.*\\udcff'"):
+        load_config(options={"output": "runs/\udcff"})
+    assert load_config(options={"output": "runs/ä"}).output == Path("runs/ä")
+
+
 def test_merged_key_may_be_given_again() -> None:
     Path("r.yaml").write_text("sft: &s {epochs: 3}\nreward: {<<: *s, epochs: 4}\n")
     config = load_config(Path("r.yaml"))

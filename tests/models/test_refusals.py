@@ -42,6 +42,12 @@ def cut_weights(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:5000])
 
 
+def link_to_unreadable(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.unlink()
+    path.symlink_to("/proc/self/mem")  # it exists and opens, and cannot be read
+
+
 def rename_weights(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "weights.safetensors")
 
@@ -102,6 +108,7 @@ def load_tokenizer(folder: str) -> Any:
         (remove("model.safetensors"), load_policy, "holds no weights"),
         (remove("tokenizer*"), load_tokenizer, "holds no tokenizer"),
         (cut_weights, load_policy, "AutoModelForCausalLM (a .safetensors file is incomplete or damaged: "),
+        (link_to_unreadable, load_policy, "Input/output error"),
         (rename_weights, load_policy, "(there is no model.safetensors, or pytorch_model.bin)"),
         (name_missing_shard, load_policy, "model-00001-of-00001.safetensors"),
         (change_config, load_policy, "model.layers.0.mlp.down_proj.weight is 32 x 48, expected 32 x 64; check config"),

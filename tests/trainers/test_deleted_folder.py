@@ -1,0 +1,40 @@
+"""The folder of a run, or of its stage, is deleted while the run writes to it: one line, no bug report."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import user_environment
+
+SCRIPT = """
+import shutil, sys
+import rlhf.cli
+from rlhf.trainers import supervised
+
+deleted, recipe, output = sys.argv[1:]
+step = supervised.SFTTrainer.step
+
+def delete(self, index):
+    if index == 1:
+        shutil.rmtree(deleted)
+    return step(self, index)
+
+supervised.SFTTrainer.step = delete
+sys.argv = ["rlhf", "sft", "--config", recipe, "--output", output, "--set", "sft.max_steps=3", "--accelerator", "cpu"]
+rlhf.cli.main()
+"""
+
+
+@pytest.mark.parametrize("deleted", [".", "sft"], ids=["the run", "the stage"])
+def test_folder_that_is_deleted_during_the_run_is_named(rlhf: Any, tmp_path: Path, deleted: str) -> None:
+    output = tmp_path / "run"
+    command = [sys.executable, "-c", SCRIPT, str(output / deleted), str(rlhf.recipe), str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, env=user_environment(), timeout=300)
+    assert done.returncode == 2, done.stderr
+    *_, line = done.stderr.splitlines()
+    assert line == f"rlhf: error: {output / deleted}: was deleted or moved while the run wrote to it; start it again"
