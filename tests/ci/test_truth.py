@@ -129,3 +129,9 @@ def test_rules_that_end_training_are_compared(score: Any) -> None:
     assert "10% (regret 88%) | 80% (regret 0%) | 45% (regret 44%)" in rows_by_name["never"]
     assert "| 20 | 80% (regret 0%) | 80% (regret 0%)" in rows_by_name["at a fixed step"]
     assert "80% (regret 0%) | 80% (regret 0%) | 80% (regret 0%)" in rows_by_name["reward deviation"]
+
+
+def test_page_has_the_tables_of_the_results(capsys: pytest.CaptureFixture[str]) -> None:
+    load("score").main()
+    page = (Path(__file__).parents[2] / "docs/diagnosis.md").read_text(encoding="utf-8").splitlines()
+    assert [line for line in capsys.readouterr().out.splitlines() if line and line not in page] == []
