@@ -90,7 +90,7 @@ def bad_run(folder: Path) -> ExaminedRun:
             recorder.text("heldout_0", step, f"{BAD}\n{BAD}")
     description = json.loads(run.directory.description.read_text())
     description["invocations"][0]["command"] = description["versions"][BAD] = f"{BAD} \udcff"
-    description["data"] = {BAD: {"rows": 1, "dropped": 2}}
+    description["data"] = {BAD: {"rows": 1, "digest": "d", "dropped": 2}}
     description["accelerator"] = {"name": BAD, "reason": BAD, "device": {"model": BAD, "count": 1, "software": BAD}}
     run.directory.description.write_text(json.dumps(description))
     return examine_run(read_run(run.path))
