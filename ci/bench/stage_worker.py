@@ -40,7 +40,7 @@ class FitOnCommand:
         self._channel = channel
         self._facts = facts
 
-    def __call__(self, trainer: Any, context: Any) -> Any:
+    def __call__(self, trainer: Any, context: Any, later: float = 0.0) -> Any:
         self._channel.reply(**self._facts)
         step = trainer.step
 
@@ -53,7 +53,7 @@ class FitOnCommand:
             return metrics
 
         trainer.step = step_on_command
-        return self._fit(trainer, context)
+        return self._fit(trainer, context, later)
 
 
 if __name__ == "__main__":
