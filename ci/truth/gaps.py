@@ -2,15 +2,17 @@
 
 Trains a tiny random model of each family (`tests/families/table.py`) for some steps of three stages, and the embedded
 example whole, each in fp32 and in bf16 (on a processor with bf16 instructions). Writes `gaps.json` in this folder, and
-prints the table of docs/diagnosis.md. Takes about a quarter of an hour on one core. `--print` only prints the table.
+prints the table of docs/diagnosis.md. Takes about a quarter of an hour on one core.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping
 from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -49,7 +51,9 @@ Gaps = dict[str, float]
 
 def main() -> None:
     """Train, and print the table."""
-    if "--print" not in sys.argv:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--print", action="store_true", help="print the table of gaps.json, and train nothing")
+    if not parser.parse_args().print:
         console.quiet = True
         runs: dict[str, dict[str, Any]] = {}
         for family, precision in product((*FAMILIES, None), PRECISIONS):
@@ -117,15 +121,12 @@ def describe(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
                 if values and name.endswith(f", {precision}"):
                     own[name.removesuffix(f", {precision}")] = max(values)
             embedded = own.pop(EMBEDDED)
-            largest = [f"{value:.1g} ({name})" if value else "0" for name, value in sorted(own.items(), key=_falling)]
+            falling = sorted(own.items(), key=itemgetter(1), reverse=True)
+            largest = [f"{value:.1g} ({name})" if value else "0" for name, value in falling]
             numbers = f"{median(own.values()):.1g} | {' | '.join(largest[:2])} | {embedded:.1g}"
             yield f"| {number} | {precision} | {numbers} |"
     broken = [f"{name}: {text}" for name, found in runs.items() for text in found["wrong"]]
     yield from ("", f"{len(runs)} runs, {len(broken)} broken invariants", *broken)
-
-
-def _falling(item: tuple[str, float]) -> float:
-    return -item[1]
 
 
 if __name__ == "__main__":

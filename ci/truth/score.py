@@ -104,7 +104,7 @@ def describe_signals(results: Sequence[Result]) -> Iterator[str]:
         lead = f"{median(leads):+.0f} steps" if leads else ""
         counts = ["", ""]
         if name in PUBLISHED:
-            counts = [f"{_count_fired(runs, statistic, PUBLISHED[name])}" for runs in (bad, good)]
+            counts = [str(_count_fired(runs, statistic, PUBLISHED[name])) for runs in (bad, good)]
         own = f"{area:.2f} | {len(fired)} | {_count_fired(odd_good, statistic, limit)} | {lead}"
         yield f"| {name} | {source} | {own} | {' | '.join(counts)} |"
 

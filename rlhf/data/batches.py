@@ -131,8 +131,12 @@ class Part(NamedTuple):
     """
 
     examples: list[Any]
-    real: int
     numbers: list[int]
+
+    @property
+    def real(self) -> int:
+        """The number of real examples."""
+        return len(self.numbers)
 
 
 class Batches(Generic[E]):
@@ -226,7 +230,7 @@ class Batches(Generic[E]):
         for start in range(0, len(positions), size):
             places = positions[start : start + size]
             numbers = [rows[place][0] for place in places if place < real]
-            parts.append(Part([rows[place][1] for place in places], len(numbers), numbers))
+            parts.append(Part([rows[place][1] for place in places], numbers))
         return parts
 
 

@@ -100,7 +100,7 @@ def read_records(
     try:
         sampled = _sample(values, limit, seed)
         return [SourceRecord.from_value(value, f"{prefix}{index + 1}") for index, value in sampled]
-    except Exception as error:  # a damaged file that could be opened; the reader's errors have no common base
+    except (OSError, ValueError, SystemError) as error:  # of pyarrow, for a damaged file that could be opened
         raise DataError(f"{source}: cannot be read as a whole ({_first_line(error)}); copy it here again") from error
 
 

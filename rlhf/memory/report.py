@@ -22,7 +22,7 @@ from rlhf.memory.advice import (
     plan_stages,
     resolve_auto,
 )
-from rlhf.memory.duration import compare_later_stages, estimate_duration, find_speed, measure_duration
+from rlhf.memory.duration import estimate_duration, find_speed, measure_duration
 from rlhf.memory.environment import Environment, detect_environment
 from rlhf.memory.stage import MemoryPlan, Shapes, plan_stage
 from rlhf.models.shape import shape_of
@@ -127,16 +127,6 @@ def plan_next_stage(
             f"{left} are free; {remedy}"
         )
     return StartPlan(plan, [f"{stage}: plan: will hardly fit: {peak}; {remedy}"], refusal, environment.reserved)
-
-
-def guess_later_durations(
-    config: Config, steps: Mapping[Stage, int], accelerator: Accelerator, ranks: int
-) -> dict[Stage, float]:
-    """Return the relative durations of `compare_later_stages`; empty if the shape of a model is not known."""
-    try:
-        return compare_later_stages(config, steps, detect_environment(accelerator, config, ranks))
-    except ConfigError:
-        return {}
 
 
 def report_stage(

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import datetime, timezone
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,7 +58,7 @@ def run(
     accelerator: Accelerator,
     directory: RunDirectory,
     stages: Sequence[Stage] = STAGES,
-    later: Mapping[Stage, float] = MappingProxyType({}),
+    later: Mapping[Stage, float] = {},
 ) -> None:
     """Run the stages that are not complete yet.
 

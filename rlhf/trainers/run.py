@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -162,9 +162,11 @@ def _open(config: Config, selection: Selection, request: Request, pending: Seque
     # They import torch, which needs the environment that `select_accelerator` has set.
     from rlhf.checkpoint.training_state import verify_checkpoint
     from rlhf.engine import distributed
-    from rlhf.memory.report import guess_later_durations
+    from rlhf.memory.duration import compare_later_stages
+    from rlhf.memory.environment import detect_environment
 
-    directory, later = RunDirectory(config.output), {}
+    directory = RunDirectory(config.output)
+    later: dict[Stage, float] = {}
     with distributed.start_process_group(selection, timeout=config.engine.timeout) as accelerator, ExitStack() as stack:
         settings = config.model_dump(mode="json")
         if differing := find_first_difference(distributed.all_gather_objects(settings)):
@@ -194,7 +196,9 @@ def _open(config: Config, selection: Selection, request: Request, pending: Seque
                 else:
                     stack.enter_context(directory.open_for(config, **arguments))
                     steps = {plan.stage: plan.steps(config) for plan in findings.plans}
-                    later = guess_later_durations(config, steps, accelerator, distributed.world().size)
+                    with suppress(ConfigError):  # the shape of a model is not known
+                        environment = detect_environment(accelerator, config, distributed.world().size)
+                        later = compare_later_stages(config, steps, environment)
                 del findings  # frees the rows
         if not request.dry_run:
             _check_shared(directory)
