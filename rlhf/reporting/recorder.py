@@ -9,9 +9,11 @@ import json
 import math
 import os
 import re
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -52,6 +54,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._directory, self._enabled, self._resume_step = directory, enabled, resume_step
         self._sink = sink
         self._open: tuple[TextIO, SummaryWriter] | None = None
+        self._thread_hook = threading.excepthook
         if enabled:
             directory.path.mkdir(parents=True, exist_ok=True)
 
@@ -86,8 +89,11 @@ class Recorder(AbstractContextManager["Recorder"]):
 
     def close(self) -> None:
         """Close both files, and the sink."""
-        for file in self._open or ():
-            file.close()
+        try:
+            for file in self._open or ():
+                file.close()
+        finally:
+            threading.excepthook = self._thread_hook
         if self._sink:
             self._sink.close()
 
@@ -118,7 +124,14 @@ class Recorder(AbstractContextManager["Recorder"]):
         with atomic_file(directory.metrics) as temporary:
             temporary.write_bytes(b"".join(records))
         file = open_no_link(directory.metrics, "a")
+        threading.excepthook = partial(_report_thread_error, self._thread_hook)
         return file, SummaryWriter(str(directory.tensorboard), purge_step=purge_step)
+
+
+def _report_thread_error(report: Callable[[threading.ExceptHookArgs], object], error: threading.ExceptHookArgs) -> None:
+    """Report the error that ended a thread, but not of TensorBoard's writer, which raises it in our thread, too."""
+    if not type(error.thread).__module__.startswith("tensorboard."):
+        report(error)
 
 
 _SPEED = re.compile(
