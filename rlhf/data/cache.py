@@ -181,7 +181,7 @@ class StageCache:
             if content["digest"] != hash_json(content["metadata"]):
                 return False
             return all(hash_file(self.folder / name) == digest for name, digest in content["files"].items())
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return False
 
 

@@ -139,7 +139,7 @@ def _parse_json(line: str) -> Any:
     """Return the value of a line of JSON; None if it is not JSON."""
     try:
         return json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

@@ -200,7 +200,7 @@ def read_line(line: str, source: str) -> ReplySet:
         return parse_reply_set(prompt, [reply for reply in replies if reply], source)
     try:
         values = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{source}: not readable as JSON ({error}); {_FORMAT_HINT}") from error
     several, named = values.get("replies"), [values[key] for key in _REPLIES if key in values]
     return parse_reply_set(values.get("prompt"), several if isinstance(several, list) else named, source)

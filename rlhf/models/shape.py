@@ -165,7 +165,7 @@ def shape_of(model: str) -> Shape:
     if folder.is_dir():
         try:
             values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(
                 f"{model}: its config.json cannot be read ({reason}); name a folder that holds a model, or a known name"

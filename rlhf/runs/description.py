@@ -1,4 +1,4 @@
-"""What `run.json` and `stage.json` contain, and their readers: people edit them, and disks lose parts of them."""
+"""Contents and readers of a run's JSON files: people edit them, and disks lose parts of them."""
 
 from __future__ import annotations
 
@@ -103,7 +103,14 @@ class _Summary(_Open, total=False):
     warnings: list[str]
 
 
+class _Evaluation(TypedDict):
+    numbers: dict[str, float]
+    samples: list[dict[str, str]]
+    judged: list[float]
+
+
 _DESCRIPTION, _SUMMARY = TypeAdapter(_Description), TypeAdapter(_Summary)
+_EVALUATIONS = TypeAdapter(dict[int, _Evaluation])
 
 
 def read_description(path: Path) -> dict[str, Any]:
@@ -118,6 +125,11 @@ def read_description(path: Path) -> dict[str, Any]:
 def read_summary(path: Path) -> dict[str, Any]:
     """Return the contents of a `stage.json`; errors are those of `read_description`."""
     return _check(_SUMMARY, path)
+
+
+def read_evaluations(path: Path) -> dict[str, Any]:
+    """Return the contents of an `evaluations.json`; errors are those of `read_description`."""
+    return _check(_EVALUATIONS, path)
 
 
 def _check(shape: TypeAdapter[Any], path: Path) -> dict[str, Any]:

@@ -12,10 +12,11 @@ from rlhf.engine.engine import Metrics
 from rlhf.errors import RunError
 from rlhf.reporting.summary import format_value
 from rlhf.roles.base_sharing import adapter_folder
+from rlhf.runs.description import read_evaluations
 from rlhf.runs.stage_directory import parse_step
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.trainer import EvalResult, Trainer
-from rlhf.utils.atomic_io import atomic_rename_dir, atomic_write_json, read_json
+from rlhf.utils.atomic_io import atomic_rename_dir, atomic_write_json
 from rlhf.utils.statistics import has_fallen_significantly
 
 
@@ -193,7 +194,7 @@ class EvaluationSchedule:
         """Read the results up to the checkpoint that the stage resumes from, on rank 0, and send them to all ranks."""
         latest = self.context.directory.latest_checkpoint
         resumes = self.context.world.is_main and latest and self._path.is_file()
-        saved = read_json(self._path) if resumes else {}
+        saved = read_evaluations(self._path) if resumes else {}
         (saved, first), *_ = distributed.all_gather_objects((saved, parse_step(latest) if latest else 0))
         return {int(step): EvalResult(**result) for step, result in saved.items() if int(step) <= first}
 

@@ -11,6 +11,7 @@ import pytest
 from rlhf.config.schema import build_config
 from rlhf.diagnosis.records import read_run
 from rlhf.errors import RunError
+from rlhf.runs.description import read_evaluations
 from rlhf.runs.directory import RunDirectory
 from tests.diagnosis.records import write_run
 
@@ -63,6 +64,23 @@ def test_edited_file_is_named_in_one_line(tmp_path: Path, edit: str) -> None:
         with pytest.raises(RunError, match=message) as caught:
             read()
         assert "\n" not in str(caught.value) and str(tmp_path / "run" / name) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"x": {}}, "x.*: Input should"),
+        ({"5": {"numbers": 5, "samples": [], "judged": []}}, r"5\.numbers: Input should"),
+        ({"5": {"numbers": {}, "samples": []}}, r"5\.judged: Field required"),
+    ],
+)
+def test_edited_evaluations_are_named_in_one_line(tmp_path: Path, content: Any, message: str) -> None:
+    path = tmp_path / "evaluations.json"
+    path.write_text(json.dumps({"0": {"numbers": {"kl": 1}, "samples": [{"prompt": "p"}], "judged": [1.5]}}))
+    assert read_evaluations(path)["0"]["judged"] == [1.5]
+    path.write_text(json.dumps(content))
+    with pytest.raises(RunError, match=message):
+        read_evaluations(path)
 
 
 @pytest.mark.parametrize(
