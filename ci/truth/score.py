@@ -22,7 +22,8 @@ from rlhf.config.schema import Config
 from rlhf.reporting.health import HealthMonitor
 
 RESULTS = Path(__file__).with_name("results")
-_BAD, _GOOD = 0.15, 0.08  # true quality lost since its peak, which has a standard error of about 0.04: more is bad
+# True quality lost since its peak: a run is over-optimized above one, and good below the other, two standard errors.
+_BAD, _GOOD = 0.15, 0.08
 _FALSE_ALARMS = 0.05
 _FIRST = 3  # evaluations before a signal is read
 

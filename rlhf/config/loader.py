@@ -254,14 +254,16 @@ def _count_values(node: Node, counts: dict[int, int]) -> int:
     """
     if id(node) in counts:
         if not counts[id(node)]:
-            raise MarkedYAMLError(problem="an alias is inside of what it stands for", problem_mark=node.start_mark)
+            raise MarkedYAMLError(problem="an alias contains itself", problem_mark=node.start_mark)
         return counts[id(node)]
     counts[id(node)] = 0
     below = [] if isinstance(node, ScalarNode) else node.value
     parts = [part for item in below for part in (item if isinstance(item, tuple) else (item,))]
     count = 1 + sum(_count_values(part, counts) for part in parts)
     if count > _MAX_VALUES:
-        raise MarkedYAMLError(problem=f"more than {_MAX_VALUES:,} values, by aliases", problem_mark=node.start_mark)
+        raise MarkedYAMLError(
+            problem=f"its aliases make more than {_MAX_VALUES:,} values", problem_mark=node.start_mark
+        )
     counts[id(node)] = count
     return count
 

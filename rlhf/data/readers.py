@@ -117,10 +117,10 @@ def check_source_exists(source: str, key: str = "data.datasets") -> None:
     """Raise `DataError` if a file or folder does not exist; hub names pass. Nothing is opened."""
     if is_path(source) and not Path(source).exists():
         raise DataError(f"{source}: no such file or folder; check {key}{missing_path_hint(source)}")
-    _refuse_endless(Path(source))
+    _refuse_special_file(Path(source))
 
 
-def _refuse_endless(path: Path) -> None:
+def _refuse_special_file(path: Path) -> None:
     """Raise `DataError` for a pipe or a device, which is read once, or never ends."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise DataError(f"{path}: is a pipe or a device, and sources are read more than once; save its rows to a file")
@@ -169,7 +169,7 @@ def _hash_folder(path: Path) -> Iterator[tuple[str, str]]:
             continue
         below[:] = sorted(name for name in below if not name.startswith("."))  # readers skip .git and .cache
         for file in sorted(file for file in files if not file.startswith(".")):
-            _refuse_endless(place := Path(folder, file))
+            _refuse_special_file(place := Path(folder, file))
             if place.is_file():  # no link without an end
                 yield str(place.relative_to(path)), _hash(place)
 

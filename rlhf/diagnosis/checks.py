@@ -29,7 +29,7 @@ from rlhf.utils.units import format_number
 _FIRST_NATS = 0.3  # KL per sequence from which its first price is measured
 _LATE_NATS, _LATE_TOKEN_NATS = 1.0, 0.05  # growth of KL per sequence, and per token, below which KL has settled
 PRICE_FALL, MOST_FALL = 20.0, 1000.0  # times, from the early price to the late one
-_LOST_PARTS = 0.1  # share of the gain in reward from which parts that fell are said
+_LOST_PARTS = 0.1  # parts of the reward may lose this share of its gain
 _MIN_ROWS = 20
 
 _PPO: tuple[Stage, ...] = ("ppo",)
@@ -223,7 +223,7 @@ def _best_of_n(subject: Subject) -> Outcome | None:
 
 
 def _reward_parts(subject: Subject) -> Outcome | None:
-    """Has one part of the reward risen at the others' cost?"""
+    """Has the reward risen although parts of it fell?"""
     settings, gains = subject.config.ppo, {}
     weights = {f"reward/{function.label}": function.weight for function in settings.reward_functions}
     for name, weight in ({"reward_model": settings.reward_weight} | weights).items():
@@ -234,9 +234,9 @@ def _reward_parts(subject: Subject) -> Outcome | None:
     if len(gains) < 2 or total <= 0 or (rows_gain and rows_gain.interval and rows_gain.interval.low <= 0):
         return None
     listed = ", ".join(f"{name} {gain:+.2f}" for name, gain in sorted(gains.items(), key=lambda item: -item[1]))
-    text = f"parts of the gain in held-out reward: {listed}"
+    text = f"gain in held-out reward by part: {listed}"
     if sum(gain for gain in gains.values() if gain < 0) < -_LOST_PARTS * total:
-        return Outcome("look here", f"{text}: one rose at the other's cost", subject.stage.final_step)
+        return Outcome("look here", f"{text}; some parts fell", subject.stage.final_step)
     return Outcome("fine", text)
 
 

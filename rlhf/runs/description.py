@@ -139,5 +139,5 @@ def _check(shape: TypeAdapter[Any], path: Path) -> dict[str, Any]:
     except ValidationError as error:
         (first, *_) = error.errors(include_url=False)
         where = ".".join(map(str, first["loc"]))
-        raise RunError(f"{path}: is not as rlhf wrote it ({where}: {first['msg']}); restore it") from error
+        raise RunError(f"{path}: is not what rlhf wrote ({where}: {first['msg']}); restore it") from error
     return value

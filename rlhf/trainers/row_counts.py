@@ -27,7 +27,7 @@ class RowCounts:
     def add(self, numbers: Sequence[int]) -> None:
         """Count these rows."""
         for number in numbers:
-            self._counts[number] = min(self._counts[number] + 1, 2)  # more are no news
+            self._counts[number] = min(self._counts[number] + 1, 2)  # only "more than once" matters
 
     def compare(self) -> Metrics:
         """Return the number of rows that all ranks together have read more than once."""

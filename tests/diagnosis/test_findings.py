@@ -388,7 +388,7 @@ def test_parts_of_the_reward_that_fall_are_found(tmp_path: Path) -> None:
     assert found["d"] is None
     states = {folder: finding.state for folder, finding in found.items() if finding}
     assert states == {"a": "fine", "b": "fine", "c": "look here"}
-    text = "parts of the gain in held-out reward: reward/length +1.50, reward_model -0.50: one rose"
+    text = "gain in held-out reward by part: reward/length +1.50, reward_model -0.50; some"
     assert found["c"].text.startswith(text)  # type: ignore[union-attr]
 
 
