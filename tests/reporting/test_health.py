@@ -198,6 +198,15 @@ def test_resumed_stage_repeats_nothing_and_remembers_its_start() -> None:
     assert "fell from 2 to 0.01" in warning.state
 
 
+def test_invariants_are_judged_in_a_stage_whose_first_step_lacks_their_numbers() -> None:
+    """It began with an earlier version of rlhf. A rule that compares with the first step says nothing."""
+    monitor = HealthMonitor(build_config({}), "sft")
+    assert monitor.judge_step(1, {"grad_norm": 1.0}) == []
+    for step in range(2, 9):
+        warnings = monitor.judge_step(step, {"grad_norm": 1.0, "repeated_rows": 3.0, "loss": 99.0 * step})
+        assert [warning.rule.name for warning in warnings] == ["repeated rows"][: step == 2]
+
+
 def test_gradient_of_zero_from_the_first_step_does_not_ask_for_a_lower_rate() -> None:
     monitor = HealthMonitor(build_config({}), "ppo")
     warnings = [warning for step in range(1, 9) for warning in monitor.judge_step(step, PPO | {"grad_norm": 0.0})]

@@ -14,7 +14,7 @@ from rlhf.data.stage_dataset import load_stage
 from rlhf.engine.distributed import World
 from rlhf.models.loading import load_causal_lm
 from rlhf.trainers import supervised
-from rlhf.trainers.loop import fit, resume_or_seed
+from rlhf.trainers.loop import fit, is_recorded, resume_or_seed
 from rlhf.trainers.supervised import SFTTrainer
 from rlhf.utils import signals
 from tests.helpers import assert_same_weights
@@ -33,6 +33,15 @@ def train(accelerator, recipe, tokenizer):
         return fit(SFTTrainer(context, one_model(model), tokenizer, data), context)
 
     return run
+
+
+def test_steps_whose_numbers_others_lack_are_recorded():
+    """Besides every fifth step: the first one, the last one, and the ends of epochs of four steps."""
+    trainer = StubTrainer(build_config({"sft": {"log_every": 5}}).sft, total_steps=13)
+    recorded = {}
+    for trainer.epoch_steps in (None, 4):
+        recorded[trainer.epoch_steps] = [step for step in range(1, 14) if is_recorded(trainer, step)]
+    assert recorded == {None: [1, 5, 10, 13], 4: [1, 4, 5, 8, 10, 12, 13]}
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, RuntimeError])
