@@ -93,7 +93,8 @@ class Recorder(AbstractContextManager["Recorder"]):
             for file in self._open or ():
                 file.close()
         finally:
-            threading.excepthook = self._thread_hook
+            if self._open:
+                threading.excepthook = self._thread_hook
         if self._sink:
             self._sink.close()
 
