@@ -52,7 +52,7 @@ def generate_completions(
     decoder = Decoder(
         accelerator, eos_ids=model.end_ids, pad_id=pad, max_new_tokens=settings.max_tokens, shapes=device.shapes
     )
-    accelerator.seed(settings.seed)
+    decoder.random.manual_seed(settings.seed)
     completions: list[Ids] = []
     for real, (rows,) in _batches(settings.batch_size, prompts):
         ids, mask = accelerator.to_device(_left(model, rows, longest))

@@ -1,15 +1,18 @@
 """Generate with a static KV cache: one prefill, then one token per step, with all shapes known in advance.
 
 Every few steps the decoder reads which rows have ended; if the decode state can drop rows, it removes them. A rollout
-may be split into batches of one shape, one after the other in the same buffers (`rlhf.generation.decode_state`); the
-random numbers are those of the whole rollout, so the split changes the samples by rounding only: a backend may compute
+may be split into batches of one shape, one after the other in the same buffers (`rlhf.generation.decode_state`).
+
+The host draws the random numbers of the rollouts of all ranks, and each rank takes those of its rows. So neither the
+split into batches, nor the number of ranks, nor the device changes the samples, but for rounding: a backend may compute
 small and large batches by other routines (in bf16 the CPU's do, from 512 positions on).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -18,6 +21,7 @@ from torch.nn.functional import pad
 
 from accelerators import Accelerator, CaptureError
 from rlhf.config.schema import SamplingConfig
+from rlhf.engine import distributed
 from rlhf.generation.decode_state import Capture, DecodeOptions, DecodeState
 from rlhf.generation.rank_groups import PromptBatch, SingleRank
 
@@ -46,6 +50,7 @@ class Decoder:
     """Samples completions. The buffers, the cache and the captured steps of each shape are reused by later calls.
 
     Attributes:
+        random: the generator of random numbers, on the host; all ranks must seed it alike.
         steps: the decoding steps of the latest call, in all of its batches; each adds a token to every row.
     """
 
@@ -78,6 +83,7 @@ class Decoder:
         self.shapes = shapes or accelerator.shape_policy()
         self.batch_size = batch_size
         self.rank_group = rank_group or SingleRank()
+        self.random = torch.Generator(accelerator.host_device())
         self._capture: Capture | None = accelerator.capture if self.rank_group.can_capture else None
         self.steps = 0
         self._states: list[DecodeState] = []
@@ -91,7 +97,7 @@ class Decoder:
         prompt_mask: Tensor,
         sampling: SamplingConfig,
     ) -> Completions:
-        """Complete each prompt until it ends or has `max_new_tokens` tokens.
+        """Complete each prompt until it ends or has `max_new_tokens` tokens; every rank calls it with as many rows.
 
         Args:
             model: causal language model of transformers with the rank group's weights, in evaluation mode.
@@ -102,8 +108,7 @@ class Decoder:
         Returns:
             A columns: `max_new_tokens` under a static shape policy, fewer under the others if all rows end early.
         """
-        uniform = torch.rand(self.max_new_tokens, len(prompt_ids), device=prompt_ids.device)
-        prompts = PromptBatch(prompt_ids, prompt_mask, uniform)
+        prompts = PromptBatch(prompt_ids, prompt_mask, self._draw(len(prompt_ids)))
         try:
             return self._generate(model, prompts, sampling)
         except CaptureError as refusal:
@@ -117,6 +122,24 @@ class Decoder:
             self._capture = None
             self.release()
             return self._generate(model, prompts, sampling)
+
+    @contextmanager
+    def seeded(self, seed: int) -> Iterator[None]:
+        """Sample with random numbers from `seed` in this block, and afterwards as if it had not been."""
+        state = self.random.get_state()
+        self.random.manual_seed(seed)
+        try:
+            yield
+        finally:
+            self.random.set_state(state)
+
+    def _draw(self, rows: int) -> Tensor:
+        """Return numbers from [0, 1) for this rank's rows of a rollout, [A, B]."""
+        rank, size = distributed.world().rank, distributed.world().size
+        numbers = torch.rand(
+            self.max_new_tokens, rows * size, generator=self.random, device=self.accelerator.host_device()
+        )
+        return self.accelerator.to_device(numbers[:, rank * rows : (rank + 1) * rows].contiguous())
 
     def release(self) -> None:
         """Free the caches, buffers and captured steps; the next call makes new ones."""

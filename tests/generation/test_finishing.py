@@ -142,7 +142,7 @@ def test_samples_are_those_of_a_rollout_whose_rows_all_stay(
         decode = decoder(accelerator, eos=range(1, 8), length=24)
         for _ in range(2):  # on a lazy device, the first takes all steps with all rows in any case
             seen.clear()
-            accelerator.seed(5)
+            decode.random.manual_seed(5)
             completions = decode.generate(model, ids, mask, sampling)
         drawn.append(completions)
         assert (min(rows for rows, *_ in seen) < 6) == (not lazy)
@@ -162,8 +162,9 @@ def test_rows_leave_in_sixteenths(
         WindowedStaticCache, "move", lambda self, *rows: moved.append(len(rows[0])) or move(self, *rows)
     )
     model, (ids, mask) = build("llama"), prompts(rows=rows)
-    accelerator.seed(5)
-    completions = decoder(accelerator, eos=range(1, 4), length=40).generate(model, ids, mask, SamplingConfig())
+    decode = decoder(accelerator, eos=range(1, 4), length=40)
+    decode.random.manual_seed(5)
+    completions = decode.generate(model, ids, mask, SamplingConfig())
     assert {step[0] for step in seen} <= {min(count, rows) for count in counts}
     for index, (used, *_) in enumerate(seen):
         asked = index + 1 - (index + 1) % 4

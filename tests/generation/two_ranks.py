@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.runtime.zero import GatheredParameters
+from torch.nn.functional import pad
 
 import accelerators
 from accelerators import Memory
@@ -68,20 +69,33 @@ def biased(model: Any) -> Any:
     return model
 
 
+ROWS = 3
+
+
 def prompts(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Three rows, padded left; rank 1's are longer."""
-    ids = torch.randint(3, 60, (3, 6 + 3 * rank), generator=torch.Generator().manual_seed(rank))
+    ids = torch.randint(3, 60, (ROWS, 6 + 3 * rank), generator=torch.Generator().manual_seed(rank))
     ids[0, :3] = 0
     return ids, (ids != 0).long()
 
 
-def draw(accelerator: Any, module: Any, rank: int, sampling: SamplingConfig, **options: Any) -> Completions:
-    """A rank's completions; some rows of a sampled rollout end early."""
+def all_prompts(ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of all ranks, in their order."""
+    each = [prompts(rank) for rank in range(ranks)]
+    width = max(ids.shape[1] for ids, _ in each)
+    joined = [torch.cat([pad(tensor, (width - tensor.shape[1], 0)) for tensor in tensors]) for tensors in zip(*each)]
+    return joined[0], joined[1]
+
+
+def draw(
+    accelerator: Any, module: Any, rows: tuple[torch.Tensor, torch.Tensor], sampling: SamplingConfig, **options: Any
+) -> Completions:
+    """Completions of this rank's rows; some rows of a sampled rollout end early."""
     shapes, eos = accelerators.ShapePolicy("dynamic"), range(1, 12) if sampling == SAMPLED else []
     options = {"eos_ids": eos, **options}
     decoder = Decoder(accelerator, pad_id=0, max_new_tokens=LENGTH, shapes=shapes, **options)
-    accelerator.seed(3 + rank)
-    return decoder.generate(module, *prompts(rank), sampling)
+    decoder.random.manual_seed(3)
+    return decoder.generate(module, *rows, sampling)
 
 
 CASES = {
@@ -141,11 +155,12 @@ def main(folder: str, names: Sequence[str]) -> None:
                 with generation_mode(trained, rank_group) as module:
                     for sampling in (GREEDY, SAMPLED):
                         result[name, mode, sampling.temperature] = draw(
-                            accelerator, module, rank, sampling, batch_size=2, rank_group=rank_group
+                            accelerator, module, prompts(rank), sampling, batch_size=2, rank_group=rank_group
                         )
         with generation_mode(trained, rank_groups["layerwise"]) as module:
             ends = range(61) if rank else []  # this rank is done after a token, the other never
-            result["early"] = draw(accelerator, module, rank, GREEDY, eos_ids=ends, rank_group=rank_groups["layerwise"])
+            options = {"eos_ids": ends, "rank_group": rank_groups["layerwise"]}
+            result["early"] = draw(accelerator, module, prompts(rank), GREEDY, **options)
         result["chosen"] = {case: chosen(trained, rank, *case) for case in CASES}
         gc.disable()
         with (
@@ -167,6 +182,6 @@ def groups_of_two(folder: str, names: Sequence[str]) -> None:
         rank, rank_group = distributed.world().rank, TensorParallelGroup.create(2)
         with generation_mode(build_engine(accelerator, 3, model=model(*names)), rank_group) as module:
             torch.save(
-                draw(accelerator, module, rank, SAMPLED, batch_size=2, rank_group=rank_group),
+                draw(accelerator, module, prompts(rank), SAMPLED, batch_size=2, rank_group=rank_group),
                 Path(folder) / f"rank {rank}",
             )

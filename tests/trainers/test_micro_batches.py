@@ -17,7 +17,6 @@ def build(accelerator, recipe, tokenizer, tmp_path):
     def ppo(**changes) -> PPOTrainer:
         size = len(tokenizer)
         models = ppo_models(llama(size), llama(size, seed=5), scalar(llama(size)), scalar(llama(size)))
-        accelerator.seed(0)
         changes = {"engine": {"shapes": "dynamic"}, **SETTINGS, **changes}
         built = build_ppo(accelerator, tmp_path, recipe, tokenizer, models, **changes)
         built.decoder.eos_ids = torch.arange(0, size, 6)  # completions of all lengths
@@ -42,7 +41,7 @@ def test_packed_or_not_ppo_learns_the_same(build, monkeypatch, changes):
         if ppo is whole:
             monkeypatch.setattr(MicroBatcher, "lengths", lambda *_: None)
         handle = ppo.reward.register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1]))
-        ppo.accelerator.seed(1)
+        ppo.decoder.random.manual_seed(1)
         runs.append([ppo.step(index) for index in range(2)])
         handle.remove()
     assert len(set(packed.experience.action_mask.sum(1).tolist())) > 1

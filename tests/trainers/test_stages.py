@@ -38,6 +38,20 @@ def test_ranks_and_micro_batches_change_no_weight(rlhf, finished_run, tmp_path, 
     assert_same_weights(output / stage / "model", finished_run / stage / "model", atol=2e-5)
 
 
+def test_ppo_on_two_ranks_is_ppo_on_one(rlhf, finished_run, tmp_path):
+    """Both draw the same completions, in training and in evaluation, and both take their updates over the same rows."""
+    keys = sets(*models_of(finished_run), "ppo.minibatch_size=4", "ppo.eval_every=2")
+    for ranks in (1, 2):
+        rlhf("ppo", "--output", tmp_path / f"{ranks}", "--ranks", ranks, *keys)
+    one, two = tmp_path / "1" / "ppo", tmp_path / "2" / "ppo"
+    assert (one / "heldout.jsonl").read_text().count("\n") == 3
+    for line, other in zip(*((folder / "heldout.jsonl").read_text().splitlines() for folder in (one, two))):
+        completions = [[row["completion"] for row in json.loads(text)["rows"]] for text in (line, other)]
+        assert completions[0] == completions[1] and len(set(completions[0])) > 1
+    assert_same_weights(two / "model", one / "model", atol=2e-5)
+    assert_same_weights(two / "critic", one / "critic", atol=2e-5)
+
+
 def test_another_seed_changes_the_weights(rlhf, finished_run, tmp_path):
     """The same seed gives the same weights: tests/preflight/test_before_training.py repeats the run."""
     rlhf("sft", "--output", tmp_path, "--seed", 1)

@@ -49,13 +49,11 @@ class HeldoutPrompts:
     rule: Approves | None
 
     def evaluate(self, when: str, generate: Generate, score: Score, *, draws: int = 1) -> EvalResult:
-        """Evaluate completions by `generate` and `score`, sampled with the same random numbers each time.
+        """Evaluate completions by `generate` and `score`.
 
         With several `draws`, rows also have the rewards of as many completions, the first one's among them.
         """
         context, examples = self.context, self.examples
-        state = context.accelerator.rng_state()
-        context.accelerator.seed(context.config.seed + context.world.rank)
         sums, center = MetricSums(), None
         ids: list[list[int]] = []
         measured: list[dict[str, Any]] = []
@@ -69,7 +67,6 @@ class HeldoutPrompts:
         if draws > 1:
             for row, rewards in zip(measured, self._draw_more(generate, score, draws - 1), strict=True):
                 row["rewards"] = [row["reward"], *rewards]
-        context.accelerator.set_rng_state(state)
 
         numbers = rollout_means(sums.read())
         del numbers["tokens"]

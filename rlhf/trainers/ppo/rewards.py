@@ -129,11 +129,10 @@ class RewardShaping:
         return {"kl_coef": self.kl_coef, "scores": self._moments.state.tolist(), "reward_ema": self._mean_reward.state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`; values that an earlier version did not save restart."""
+        """Restore `state_dict`."""
         self.kl_coef = state["kl_coef"]
-        if "scores" in state:
-            self._moments.state = torch.tensor(state["scores"])
-            self._mean_reward.state = tuple(state["reward_ema"])
+        self._moments.state = torch.tensor(state["scores"])
+        self._mean_reward.state = tuple(state["reward_ema"])
 
 
 class RunningMoments:

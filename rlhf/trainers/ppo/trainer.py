@@ -175,6 +175,7 @@ class PPOTrainer:
             batch_size=settings.generation_batch_size,
             rank_group=choose_rank_group(self.actor, context.config, say=context.say),
         )
+        self.decoder.random.manual_seed(context.config.seed * 100_003)
         # Of experts, a step reads only some; such a model has no known shape.
         is_known = context.model_flops is not None
         self._step_bytes = count_step_bytes(self.actor, self.decoder.rank_group) if is_known else None
@@ -490,12 +491,16 @@ class PPOTrainer:
     # --- evaluation, checkpoints and results
 
     def evaluate(self, when: str) -> EvalResult:
-        """Evaluate the policy on the held-out prompts, then the moving average of its weights if there is one."""
-        draws = self.settings.best_of if when == "before" else 1
-        result = self.held_out.evaluate(when, self.generate, self.score, draws=draws)
+        """Evaluate the policy on the held-out prompts, then the moving average of its weights if there is one.
+
+        Completions are sampled with the same random numbers each time.
+        """
+        seed, draws = self.context.config.seed, self.settings.best_of if when == "before" else 1
+        with self.decoder.seeded(seed):
+            result = self.held_out.evaluate(when, self.generate, self.score, draws=draws)
         if not self.actor.ema or when == "before":  # the average starts at the same weights
             return result
-        with self.actor.ema.in_place():
+        with self.actor.ema.in_place(), self.decoder.seeded(seed):
             average = self.held_out.evaluate(f"{when}, by the average", self.generate, self.score)
         return result._replace(numbers=result.numbers | {f"ema_{key}": value for key, value in average.numbers.items()})
 
@@ -511,11 +516,13 @@ class PPOTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs in addition to the engines."""
-        return self.shaping.state_dict() | ({"ema": self.actor.ema.save_state()} if self.actor.ema else {})
+        average = {"ema": self.actor.ema.save_state()} if self.actor.ema else {}
+        return self.shaping.state_dict() | {"random": self.decoder.random.get_state()} | average
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
         self.shaping.load_state_dict(state)
+        self.decoder.random.set_state(state["random"])
         if self.actor.ema:
             self.actor.ema.load_state(state["ema"])
 
