@@ -1,7 +1,7 @@
 """Write safetensors files tensor by tensor, so that no more than one tensor is in memory.
 
 The names, shapes and types of all tensors are known first; then the tensors come one by one, in any order. The result
-is one file, or several with an index, named as `save_pretrained` does.
+is one file, or several with an index, named as `save_pretrained` does unless another `stem` is given.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ _NAMES = {dtype: name for name, dtype in _TYPES.items()}  # private; safetensors
 class SafetensorsWriter:
     """Files in a folder that tensors are written to; a context manager that ends when all tensors are written."""
 
-    def __init__(self, folder: Path, outlines: Mapping[str, Tensor], *, file_size: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, outlines: Mapping[str, Tensor], *, stem: str = "model", file_size: int | None = None
+    ) -> None:
         """`outlines` have the shapes and types, and may be on the meta device; `file_size` is FILE_SIZE by default."""
         self._open = ExitStack()
         self._positions: dict[str, tuple[BinaryIO, int, Tensor]] = {}
         groups = _split(outlines, file_size or FILE_SIZE)
-        names = ["model.safetensors"]
+        names = [f"{stem}.safetensors"]
         if len(groups) > 1:
-            names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+            names = [f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
         for name, group in zip(names, groups):
             self._begin(folder / name, group)
         if len(groups) > 1:
@@ -44,7 +46,7 @@ class SafetensorsWriter:
             numbers = sum(tensor.numel() for tensor in outlines.values())
             index = {key: name for name, group in zip(names, groups) for key in group}
             metadata = {"total_parameters": numbers, "total_size": total}
-            atomic_write_json(folder / "model.safetensors.index.json", {"metadata": metadata, "weight_map": index})
+            atomic_write_json(folder / f"{stem}.safetensors.index.json", {"metadata": metadata, "weight_map": index})
 
     def __enter__(self) -> SafetensorsWriter:
         return self

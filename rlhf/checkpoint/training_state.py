@@ -1,6 +1,7 @@
-"""Checkpoints of a stage: DeepSpeed's shards of every engine and the stage's state, complete or absent.
+"""Checkpoints of a stage: the trained numbers of every engine and the stage's state, complete or absent.
 
-Frozen weights (LoRA) are not included: the stage loads them again from their source.
+Any number of ranks can read them, at any ZeRO stage (`rlhf.checkpoint.engine_state`). Only the random generators are
+those of a rank.
 
 A checkpoint is written under a temporary name, with a manifest of its files as the last one, and renamed when every
 rank has finished, so a crash does not damage earlier ones. The newest two are kept, in case a disk damages one, which
@@ -14,13 +15,14 @@ import shutil
 from collections import ChainMap
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from rlhf.engine import distributed
+from rlhf.checkpoint.engine_state import load_engine, save_engine
+from rlhf.engine import distributed, fragments
 from rlhf.errors import as_resource_error
-from rlhf.runs.stage_directory import STATE, parse_step
+from rlhf.runs.stage_directory import parse_step
 from rlhf.utils.atomic_io import PARTIAL, PICKLE_PROTOCOL, atomic_rename_dir
 from rlhf.utils.manifest import digest_folder, write_manifest
 
@@ -29,11 +31,16 @@ if TYPE_CHECKING:
     from rlhf.runs.stage_directory import StageDirectory
 
 _KEPT = 2
-_RANK = re.compile(r"(?<!mp_)rank_?(\d+)")  # zero_pp_rank_3_mp_rank_00_optim_states.pt, state-rank3.pt
+_RANK = re.compile(r"rank(\d+)\.")  # actor/rank3.safetensors, random-rank3.pt
+_STATE, _RANDOM = "state.pt", "random-rank{rank}.pt"
 
 
 def save_checkpoint(
-    directory: StageDirectory, step: int, engines: dict[str, TrainingEngine], state: dict[str, Any]
+    directory: StageDirectory,
+    step: int,
+    engines: dict[str, TrainingEngine],
+    state: dict[str, Any],
+    random: dict[str, Any] | None = None,
 ) -> None:
     """Write the checkpoint of `step` and remove all but the newest two; every rank calls it.
 
@@ -41,21 +48,26 @@ def save_checkpoint(
         directory: the stage's folder.
         step: the number of steps taken.
         engines: the engines by name.
-        state: this rank's numbers and tensors (random generators, counters).
+        state: numbers and tensors that are the same on all ranks (counters); those of rank 0 are written.
+        random: the state of this rank's random generators.
     """
     final = directory.checkpoints / f"step-{step:08d}"
     with distributed.on_main("writing the checkpoint") as main:
         if main:
             shutil.rmtree(_partial(final), ignore_errors=True)
             _partial(final).mkdir(parents=True)
+            for name in engines:
+                (_partial(final) / name).mkdir()
     # Renamed only after all ranks have written: a rank that still writes would lose its folder.
     with distributed.on_all_ranks("writing the checkpoint"):
         for name, engine in engines.items():
-            engine.engine.save_checkpoint(
-                str(_partial(final) / name), tag="weights", save_latest=False, exclude_frozen_parameters=True
-            )
-        file = _partial(final) / STATE.format(rank=distributed.world().rank)
-        torch.save(state, file, pickle_protocol=PICKLE_PROTOCOL)
+            save_engine(engine, _partial(final) / name)
+        files = {_RANDOM.format(rank=distributed.world().rank): random}
+        if distributed.world().is_main:
+            counters = {name: fragments.read_counters(engine) for name, engine in engines.items()}
+            files[_STATE] = {"state": state, "engines": counters}
+        for name, content in files.items():
+            torch.save(content, _partial(final) / name, pickle_protocol=PICKLE_PROTOCOL)
     with distributed.on_all_ranks("reading the checkpoint's files"):
         digests = digest_folder(_partial(final), _is_of_this_rank)
     gathered = distributed.all_gather_objects(digests)
@@ -81,32 +93,44 @@ def verify_checkpoint(directory: StageDirectory) -> None:
             directory.check_files(path, _is_of_this_rank)
 
 
-def restore_checkpoint(
-    directory: StageDirectory, engines: dict[str, TrainingEngine]
-) -> tuple[int, dict[str, Any]] | None:
-    """Load the newest complete checkpoint of a stage into its engines.
+class Checkpoint(NamedTuple):
+    """What a stage continues with, in addition to its engines.
 
-    Returns:
-        (step, this rank's state), or None if there is no checkpoint.
+    Attributes:
+        step: the number of steps taken.
+        state: what was given to `save_checkpoint`.
+        random: the state of this rank's random generators; None if fewer ranks wrote the checkpoint.
+        ranks: the number of ranks that wrote it.
+    """
+
+    step: int
+    state: dict[str, Any]
+    random: dict[str, Any] | None
+    ranks: int
+
+
+def restore_checkpoint(directory: StageDirectory, engines: dict[str, TrainingEngine]) -> Checkpoint | None:
+    """Load the newest complete checkpoint of a stage into its engines; None if there is none.
 
     Raises:
-        RunError: it was written by another number of ranks, or cannot be read.
+        RunError: it cannot be read.
     """
     path = directory.latest_checkpoint
     if path is None:
         return None
-    directory.check_checkpoint(distributed.world().size)
     verify_checkpoint(directory)
+    random = path / _RANDOM.format(rank=distributed.world().rank)
     try:
+        content = torch.load(path / _STATE, weights_only=True)
         for name, engine in engines.items():
-            whole = engine.parameter_counts["trainable"] == engine.parameter_counts["all"]
-            engine.engine.load_checkpoint(str(path / name), tag="weights", load_module_strict=whole)
-        state = torch.load(path / STATE.format(rank=distributed.world().rank), weights_only=True)
+            load_engine(engine, path / name)
+            fragments.set_counters(engine, content["engines"][name])
+        own = torch.load(random, weights_only=True) if random.exists() else None
     except Exception as error:  # the remedy is the same for all errors in the files
         if as_resource_error(error):  # the files may be intact
             raise
         raise directory.unreadable(_reason(error)) from error
-    return parse_step(path), state
+    return Checkpoint(parse_step(path), content["state"], own, len(list(path.glob(_RANDOM.format(rank="*")))))
 
 
 def _is_of_this_rank(name: str) -> bool:

@@ -17,18 +17,13 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 from deepspeed.runtime.zero.partition_parameters import register_external_parameter
-from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
 from rlhf.errors import DependencyError
-from rlhf.utils.atomic_io import PICKLE_PROTOCOL
 
 KNOWN = (0, 19)  # the release series that these patches were written for and are tested with
-_IN_CHECKPOINTS = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
 
 
 def check_version(version: str) -> None:
@@ -132,24 +127,9 @@ def _step(optimizer: Any) -> bool:
     return False
 
 
-def read_without_code(engine: Any) -> None:
-    """Read checkpoints without running code in them, and write them so that any device can read them.
-
-    DeepSpeed unpickles whatever a file names (`TorchCheckpointEngine.load`). Its own checkpoints name the classes in
-    `_IN_CHECKPOINTS` in addition to those of tensors.
-    """
-    engine.checkpoint_engine.load = _load_file
-    zipped = engine.checkpoint_engine.zipfile_serialization
-    engine.checkpoint_engine.save = partial(_save_file, zipped=zipped)
-
-
-def _save_file(state_dict: Any, path: str, *, zipped: bool) -> None:
-    torch.save(state_dict, path, pickle_protocol=PICKLE_PROTOCOL, _use_new_zipfile_serialization=zipped)
-
-
-def _load_file(path: str, map_location: Any = None) -> Any:
-    with torch.serialization.safe_globals(_IN_CHECKPOINTS):
-        return torch.load(path, map_location=map_location, weights_only=True)
+def find_loss_scaler(optimizer: Any) -> Any:
+    """Return what holds an optimizer's loss scale; None in fp32 at ZeRO 0."""
+    return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
 
 
 def missing_loss_scale(engine: Any, *, loss_scaling: bool, zero_stage: int) -> float:
@@ -179,7 +159,7 @@ def step_at_lowest_scale(engine: Any) -> bool:
     (`FP16_UnfusedOptimizer`, whose `loss_scale_config` is its scaler).
     """
     optimizer, before = engine.optimizer, float(engine.optimizer.loss_scale)
-    scaler = getattr(optimizer, "loss_scaler", None) or optimizer.loss_scale_config
+    scaler = find_loss_scaler(optimizer)
     lowest = getattr(scaler, "min_scale", None) or getattr(scaler, "min_loss_scale", None)
     if lowest is None:  # a constant scale
         engine.step()

@@ -147,7 +147,6 @@ class TrainingEngine:
                 ),
             )
         patches.undo_setup_step(self.engine)
-        patches.read_without_code(self.engine)
         if self.zero_stage == 3:
             patches.declare_adapters(find_adapted_layers(model).values())
         if self.zero_stage == 0:

@@ -47,16 +47,40 @@ def restore_precision(engine: Any) -> None:
             set_source(parameter, None)
 
 
-def get_fp32_weights(optimizer: Any) -> list[Tensor]:
-    """Return the float32 numbers that a DeepSpeed optimizer updates on this rank, each tensor contiguous.
+def list_weights(optimizer: Any) -> list[Tensor]:
+    """Return the float32 tensors that a DeepSpeed optimizer updates on this rank, each contiguous.
 
     At ZeRO 1 to 3 they are flat shares of groups of parameters. At ZeRO 0 there is one for each parameter: a copy, or
     in fp32 the parameter itself.
     """
     for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):  # ZeRO 1-2, ZeRO 3
         if shares := getattr(optimizer, name, None):
-            return [share.data for share in shares]
-    return [weight.data for group in optimizer.param_groups for weight in group["params"]]
+            return list(shares)
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
+
+
+def get_fp32_weights(optimizer: Any) -> list[Tensor]:
+    """Return the numbers of `list_weights`."""
+    return [weight.data for weight in list_weights(optimizer)]
+
+
+@contextmanager
+def in_memory(optimizer: Any, index: int, *, write: bool = False) -> Iterator[None]:
+    """In this block, have one of `list_weights` in memory with the optimizer's states of it, if they wait on NVMe.
+
+    With `write`, changed numbers are stored again. The methods are those of ZeRO-3 in DeepSpeed 0.19.8.
+    """
+    if not hasattr(optimizer, "swap_optimizer") or not optimizer._swappable_optimizer_subgroup(index):
+        yield
+        return
+    optimizer._optimizer_states_and_gradient_swap_in(index)
+    try:
+        yield
+    finally:
+        if write:
+            optimizer._optimizer_states_and_gradient_swap_out(index)
+        else:
+            optimizer._release_swap_buffers(index)
 
 
 @torch.no_grad()
@@ -68,7 +92,8 @@ def round_fp32_weights(optimizer: Any) -> None:
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         optimizer._partition_all_parameters()  # a gathered parameter would keep its numbers
         for index in range(len(optimizer.fp32_partitioned_groups_flat)):
-            optimizer._reassign_or_swap_out_partitioned_parameters(index)
+            with in_memory(optimizer, index):
+                optimizer._reassign_or_swap_out_partitioned_parameters(index)
         optimizer._post_step(())  # gather the parameters that are never released
     elif hasattr(optimizer, "update_lp_params"):
         optimizer.update_lp_params()
@@ -98,8 +123,7 @@ class EMA:
         """
         self.decay = decay
         self._optimizer = optimizer
-        self._host = accelerator.host_device()
-        device = self._host if on_host else accelerator.device()
+        device = accelerator.host_device() if on_host else accelerator.device()
         self.tensors = [weight.to(device, copy=True) for weight in get_fp32_weights(optimizer)]
         if on_host and accelerator.pins_memory():
             self.tensors = [average.pin_memory() for average in self.tensors]
@@ -121,15 +145,6 @@ class EMA:
             yield
         finally:
             self._exchange()
-
-    def save_state(self) -> list[Tensor]:
-        """Return this rank's part of the average, in the host's memory."""
-        return [average.to(self._host) for average in self.tensors]
-
-    def load_state(self, state: list[Tensor]) -> None:
-        """Set the average to what `save_state` returned."""
-        for average, saved in zip(self.tensors, state, strict=True):
-            average.copy_(saved)
 
     @torch.no_grad()
     def _exchange(self) -> None:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from accelerators import Precision
 
-# Bytes per parameter: two moments of AdamW, and a float32 copy of a weight that has fewer bits or is sharded.
-_MOMENTS, _MASTER = 8, 4
+# Bytes per parameter in a checkpoint: the float32 weight and two moments of AdamW; and its moving average.
+_STATE, _AVERAGE = 12, 4
 
 
 class StorageNeed(NamedTuple):
@@ -48,16 +48,15 @@ def check_disk_space(config: Config, folder: Path, needs: Mapping[Stage, Storage
 def bytes_needed(config: Config, needs: Mapping[Stage, StorageNeed], precision: Precision) -> int:
     """Return the largest number of bytes on disk at any time: saved models and the checkpoints of a stage."""
     width = precision.dtype.itemsize
-    state = width + _MOMENTS + (_MASTER if width < 4 or config.engine.zero_stage else 0)
     saved, most = 0, 0
     for stage, need in needs.items():
         counts = [sum(parameter.numel() for parameter in model.parameters()) for model in need.models]
         adapters_only = config.lora.rank > 0  # small compared with the weights, which are not in checkpoints
-        checkpoint = 0 if adapters_only else state * sum(counts)
+        checkpoint = 0 if adapters_only else _STATE * sum(counts)
         every = getattr(config, stage).checkpoint_every
         written = -(-need.steps // every) if every else 1
         averaged = stage == "ppo" and config.ppo.ema is not None  # the actor once more, in checkpoints and as a model
-        checkpoint += 0 if adapters_only else _MASTER * averaged * sum(counts[:1])
+        checkpoint += 0 if adapters_only else _AVERAGE * averaged * sum(counts[:1])
         # The newest two are kept. A third is written before the oldest is deleted, and the model next to two.
         critic = sum(counts[1:]) if stage == "ppo" and config.ppo.save_critic else 0
         trained = width * ((1 + averaged) * sum(counts[:1]) + critic)

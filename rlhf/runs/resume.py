@@ -22,7 +22,8 @@ _LENGTHS = {"steps", "epochs", "max_steps"}
 CHANGEABLE_ON_RESUME = _LENGTHS | {
     *("output", "accelerator", "timeout", "reward_timeout", "kernels", "nothing"),
     *("log_every", "checkpoint_every", "eval_every", "samples_every", "samples"),
-    *("micro_batch_size", "gradient_checkpointing", "offload", "share_base", "merge", "reuse_forward", "ema_on_host"),
+    *("zero_stage", "zero_persistence_threshold", "offload", "nvme", "micro_batch_size", "gradient_checkpointing"),
+    *("share_base", "merge", "reuse_forward", "ema_on_host"),
     *("generation_batch_size", "generation_weights", "tensor_parallel", "save", "save_critic"),
 }
 # The plan chooses their values if the settings say auto; a resumed stage keeps the values that it started with.

@@ -16,7 +16,6 @@ from rlhf.utils.atomic_io import atomic_write_json
 from rlhf.utils.jsonl import read_records
 from rlhf.utils.manifest import find_damage
 
-STATE = "state-rank{rank}.pt"
 """The file in a checkpoint with the state that a rank saved in addition to its engines."""
 
 CRITIC = "critic"
@@ -105,15 +104,10 @@ class StageDirectory:
         """The newest complete checkpoint."""
         return max(self.all_checkpoints, default=None)
 
-    def check_checkpoint(self, ranks: int) -> None:
-        """Raise `RunError` if the newest checkpoint was not written by `ranks` ranks, or lacks a part of a file."""
-        path = self.latest_checkpoint
-        if path is None:
-            return
-        writers = len(list(path.glob(STATE.format(rank="*"))))
-        if writers not in (0, ranks):
-            raise RunError(f"{path}: written by {writers} ranks, resumed by {ranks}; resume with --ranks {writers}")
-        self.check_files(path, lambda name: False)
+    def check_checkpoint(self) -> None:
+        """Raise `RunError` if the newest checkpoint lacks a file or a part of one."""
+        if path := self.latest_checkpoint:
+            self.check_files(path, lambda name: False)
 
     def check_files(self, checkpoint: Path, select: Callable[[str], bool]) -> None:
         """Raise `RunError` if a checkpoint differs from its manifest: in sizes, or in the content of selected files."""

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 
 from rlhf.checkpoint import training_state
+from rlhf.checkpoint.training_state import Checkpoint
 from rlhf.engine import distributed
 from rlhf.engine.engine import Metrics
 from rlhf.errors import DivergedError
+from rlhf.models.dropout import is_stochastic
 from rlhf.reporting.progress import progress
 from rlhf.runs.stage_directory import parse_step
 from rlhf.trainers.context import StageContext
@@ -125,10 +127,15 @@ def resume_or_seed(trainer: Trainer, context: StageContext) -> int:
     if not restored:
         context.accelerator.seed(_rank_seed(context))
         return 0
-    done, state = restored
+    done, state = restored.step, restored.state
     context.health.load_state_dict(state["health"])
     trainer.load_state_dict(state["stage"])
-    _restore_generators(context, state["rng"], done)
+    reason = _restore_generators(context, restored)
+    if reason and any(is_stochastic(engine.module) for engine in trainer.engines.values()):
+        context.say(
+            f"{context.directory.name}: {reason}: dropout continues from the seed, so this run will not equal an "
+            "uninterrupted one"
+        )
     context.clock.earlier += state["seconds"]
     context.phases.totals.update(state["phases"])
     context.say(f"{context.directory.name}: resumed after step {done:,}")
@@ -178,13 +185,13 @@ def save_checkpoint(trainer: Trainer, context: StageContext, done: int) -> None:
     """Write the checkpoint after `done` steps."""
     state = {
         "stage": trainer.state_dict(),
-        "rng": context.accelerator.rng_state(),
         "seconds": context.clock.seconds(),
         "phases": dict(context.phases.totals),
         "health": context.health.state_dict(),
     }
     with context.phases.running("writing a checkpoint"):
-        training_state.save_checkpoint(context.directory, done, trainer.engines, state)
+        random = context.accelerator.rng_state()
+        training_state.save_checkpoint(context.directory, done, trainer.engines, state, random)
     context.commit()
 
 
@@ -205,23 +212,24 @@ def _rank_seed(context: StageContext) -> int:
     return context.config.seed * 100_003 + context.world.rank
 
 
-def _restore_generators(context: StageContext, state: dict[str, Any], step: int) -> None:
-    """Restore the checkpoint's random generators; if they are those of another accelerator, seed again and log it."""
-    current = context.accelerator.rng_state()
+def _restore_generators(context: StageContext, checkpoint: Checkpoint) -> str:
+    """Restore the checkpoint's random generators, or seed them if it has others; return why, or an empty string."""
+    ranks, reason = context.world.size, ""
+    if checkpoint.ranks != ranks:
+        reason = f"{checkpoint.ranks} {'rank' if checkpoint.ranks == 1 else 'ranks'} wrote the checkpoint, not {ranks}"
     try:
-        if current.keys() != state.keys():
+        if checkpoint.random is None or context.accelerator.rng_state().keys() != checkpoint.random.keys():
             raise KeyError
-        context.accelerator.set_rng_state(state)
+        context.accelerator.set_rng_state(checkpoint.random)
         fits = True
     except (KeyError, TypeError, ValueError, RuntimeError):  # other generators, or the same in another format
         fits = False
-    if all(distributed.all_gather_objects(fits)):
-        return
-    context.accelerator.seed((_rank_seed(context) + step * 1_000_003) % 2**32)  # not those of the first step
-    context.say(
-        f"{context.directory.name}: the checkpoint's random numbers are of another accelerator; they continue from the "
-        "seed, so this run will not equal an uninterrupted one"
-    )
+    if not all(distributed.all_gather_objects(fits)):
+        reason = reason or "another accelerator wrote the checkpoint"
+    if reason:
+        # Not the numbers of the first step.
+        context.accelerator.seed((_rank_seed(context) + checkpoint.step * 1_000_003) % 2**32)
+    return reason
 
 
 def _check_finite(metrics: Metrics, context: StageContext, step: int) -> None:

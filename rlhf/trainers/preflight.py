@@ -128,7 +128,7 @@ def check(
                 readers.check_source_exists(source.path)
                 readers.check_source_exists(source.heldout or source.path)
         if not overwrite:
-            directory.stage(stage).check_checkpoint(ranks)
+            directory.stage(stage).check_checkpoint()
     return pending
 
 

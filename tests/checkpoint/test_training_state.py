@@ -57,7 +57,7 @@ def test_the_newest_two_are_kept(engine, tmp_path):
     for step in (1, 2, 3):
         training_state.save_checkpoint(place(tmp_path), step, {"model": engine}, {"number": step})
     assert names(tmp_path) == ["step-00000002", "step-00000003"]
-    assert training_state.restore_checkpoint(place(tmp_path), {"model": engine}) == (3, {"number": 3})
+    assert training_state.restore_checkpoint(place(tmp_path), {"model": engine})[:2] == (3, {"number": 3})
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 3])
@@ -67,20 +67,20 @@ def test_checkpoint_of_a_lazy_gaudi_is_read_elsewhere(accelerator, monkeypatch, 
     train(lazy)
     with monkeypatch.context() as bridge:
         bridge.setattr(torch, "save", lambda *a, pickle_protocol=4, **k: save(*a, pickle_protocol=pickle_protocol, **k))
-        training_state.save_checkpoint(place(tmp_path), 1, {"model": lazy}, {"rng": torch.get_rng_state()})
-    step, state = training_state.restore_checkpoint(place(tmp_path), {"model": build(accelerator, zero_stage)})
-    assert step == 1 and torch.equal(state["rng"], torch.get_rng_state())
+        training_state.save_checkpoint(place(tmp_path), 1, {"model": lazy}, {}, {"torch": torch.get_rng_state()})
+    restored = training_state.restore_checkpoint(place(tmp_path), {"model": build(accelerator, zero_stage)})
+    assert restored.step == 1 and torch.equal(restored.random["torch"], torch.get_rng_state())
 
 
 def test_unreadable_checkpoint_error_names_the_one_before(engine, tmp_path):
     for step in (1, 2):
         training_state.save_checkpoint(place(tmp_path), step, {"model": engine}, {})
     newest = place(tmp_path).latest_checkpoint
-    (newest / "state-rank0.pt").write_bytes(b"cut off")
+    (newest / "state.pt").write_bytes(b"cut off")
     with pytest.raises(RunError, match=r"step-00000002: cannot be read .*; rename it \(mv .*\) to .*step-00000001$"):
         training_state.restore_checkpoint(place(tmp_path), {"model": engine})
     newest.rename(f"{newest}.bad")
-    assert training_state.restore_checkpoint(place(tmp_path), {"model": engine}) == (1, {})
+    assert training_state.restore_checkpoint(place(tmp_path), {"model": engine})[:2] == (1, {})
 
 
 def test_folders_of_other_names_are_no_checkpoints(engine, tmp_path):
@@ -92,7 +92,7 @@ def test_folders_of_other_names_are_no_checkpoints(engine, tmp_path):
     for step in (1, 2, 3):
         training_state.save_checkpoint(place(tmp_path), step, {"model": engine}, {})
     assert names(tmp_path) == sorted(["step-00000002", "step-00000003", *others])
-    assert training_state.restore_checkpoint(place(tmp_path), {"model": engine}) == (3, {})
+    assert training_state.restore_checkpoint(place(tmp_path), {"model": engine})[:2] == (3, {})
 
 
 DAMAGES = {
@@ -122,7 +122,7 @@ def test_damage_of_every_file_is_named(accelerator, zero_stage, tmp_path):
             with pytest.raises(RunError, match=rf"step-00000001: cannot be read \({file.relative_to(checkpoint)} "):
                 training_state.restore_checkpoint(place(tmp_path), engines)
             file.write_bytes(intact)
-    assert training_state.restore_checkpoint(place(tmp_path), engines) == (1, {"number": 1})
+    assert training_state.restore_checkpoint(place(tmp_path), engines)[:2] == (1, {"number": 1})
 
 
 class Malicious:
@@ -144,7 +144,7 @@ def test_code_in_any_file_is_not_run(accelerator, zero_stage, tmp_path):
     for file in sorted(checkpoint.rglob("*.pt")):
         intact = file.read_bytes()
         content = torch.load(file, weights_only=False)
-        torch.save({**content, "more": Malicious(ran)}, file)
+        torch.save({"content": content, "more": Malicious(ran)}, file)
         write_manifest(checkpoint)
         with pytest.raises(RunError, match=r"step-00000001: cannot be read \(a file holds objects other than .*\)"):
             training_state.restore_checkpoint(place(tmp_path), engines)
@@ -158,7 +158,7 @@ def test_code_in_any_file_is_not_run(accelerator, zero_stage, tmp_path):
 @pytest.mark.parametrize("is_cut", [True, False])
 def test_error_of_the_only_checkpoint_names_no_earlier_one(engine, tmp_path, is_cut):
     training_state.save_checkpoint(place(tmp_path), 5, {"model": engine}, {})
-    state = place(tmp_path).latest_checkpoint / "state-rank0.pt"
+    state = place(tmp_path).latest_checkpoint / "state.pt"
     state.write_bytes(b"cut off") if is_cut else state.unlink()
     with pytest.raises(RunError, match=r"step-00000005: cannot be read .*; there is no other"):
         training_state.restore_checkpoint(place(tmp_path), {"model": engine})
@@ -171,7 +171,7 @@ def test_resource_errors_do_not_blame_the_checkpoint(engine, tmp_path, monkeypat
     def load(*arguments, **options):
         raise error
 
-    monkeypatch.setattr(engine.engine, "load_checkpoint", load)
+    monkeypatch.setattr(training_state, "load_engine", load)
     with pytest.raises(type(error)):
         training_state.restore_checkpoint(place(tmp_path), {"model": engine})
 
@@ -226,26 +226,23 @@ from rlhf.runs.directory import RunDirectory
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 
-class Engine:  # DeepSpeed's, as far as a checkpoint asks it
-    def save_checkpoint(self, folder, tag, **options):
-        time.sleep(0.3 * rank)  # a slow disk on the second machine
-        Path(folder, tag).mkdir(parents=True, exist_ok=True)
-        Path(folder, tag, f"shard{{rank}}").write_text("weights")
-        if rank == 1 and "step-00000004" in folder:
-            raise OSError(28, "No space left on device")
+def save_engine(engine, folder):
+    time.sleep(0.3 * rank)  # a slow disk on the second machine
+    (folder / f"rank{{rank}}.safetensors").write_text("weights")
+    if rank == 1 and "step-00000004" in str(folder):
+        raise OSError(28, "No space left on device")
 
-class Holder:
-    engine = Engine()
-
+training_state.save_engine = save_engine
+training_state.fragments.read_counters = lambda engine: dict()
 stage = RunDirectory(Path("{folder}")).stage("sft")
 for step in (3, 4):
     try:
-        training_state.save_checkpoint(stage, step, dict(model=Holder()), dict(rank=rank))
+        training_state.save_checkpoint(stage, step, dict(model=None), dict(), dict(rank=rank))
     except BaseException as error:
         Path("{folder}", f"error{{rank}}-{{step}}").write_text(str(error))
 training_state.verify_checkpoint(stage)
 if rank == 1:
-    (stage.latest_checkpoint / "state-rank1.pt").open("r+b").write(b"?")
+    (stage.latest_checkpoint / "random-rank1.pt").open("r+b").write(b"?")
 try:
     training_state.verify_checkpoint(stage)
 except BaseException as error:
@@ -259,13 +256,11 @@ def test_checkpoint_is_published_once_every_rank_has_written(forks, tmp_path):
     forks.ranks(2, TWO_RANKS.format(folder=tmp_path))
     assert names(tmp_path) == ["step-00000003", "step-00000004.partial"]
     saved = place(tmp_path).latest_checkpoint
-    assert sorted(path.name for path in (saved / "model" / "weights").iterdir()) == ["shard0", "shard1"]
-    assert sorted(path.name for path in saved.glob("state-*")) == ["state-rank0.pt", "state-rank1.pt"]
-    assert set(read_manifest(saved)) == {f"model/weights/shard{rank}" for rank in (0, 1)} | {
-        f"state-rank{rank}.pt" for rank in (0, 1)
-    }
+    of_ranks = {name for rank in (0, 1) for name in (f"random-rank{rank}.pt", f"model/rank{rank}.safetensors")}
+    files = {path.relative_to(saved).as_posix() for path in saved.rglob("*") if path.is_file()}
+    assert files - {"manifest.json"} == set(read_manifest(saved)) == of_ranks | {"state.pt"}
     assert sorted(path.name for path in tmp_path.glob("error*")) == ["error0-4", "error0-5", "error1-4", "error1-5"]
     assert "rank 1: " in (tmp_path / "error0-5").read_text()
-    assert "(state-rank1.pt has other content" in (tmp_path / "error1-5").read_text()
+    assert "(random-rank1.pt has other content" in (tmp_path / "error1-5").read_text()
     assert (tmp_path / "error0-4").read_text().startswith("writing the checkpoint failed on rank 1: ")
     assert "No space left" in (tmp_path / "error1-4").read_text()

@@ -126,17 +126,6 @@ def test_upstream_takes_a_step_while_it_sets_up(accelerator, monkeypatch):
     assert steps and set(steps) == {1.0}
 
 
-def test_upstream_runs_code_in_checkpoints(accelerator, monkeypatch, tmp_path):
-    class Code:
-        def __reduce__(self):
-            return str.upper, ("it ran",)
-
-    monkeypatch.setattr(patches, "read_without_code", lambda engine: None)
-    torch.save(Code(), tmp_path / "file.pt")
-    engine = build(accelerator, 0)
-    assert engine.engine.checkpoint_engine.load(str(tmp_path / "file.pt")) == "IT RAN"
-
-
 def test_upstream_reads_a_number_for_every_gradient(accelerator, monkeypatch):
     monkeypatch.setattr(patches, "replace_step", lambda engine, **options: None)
     engine = build(accelerator, 0, "bf16")

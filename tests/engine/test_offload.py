@@ -82,7 +82,7 @@ def test_checkpoint_continues_wherever_its_state_was(accelerator, tmp_path, zero
     losses(first, 2)
     training_state.save_checkpoint(stage, 2, {"model": first}, {})
     resumed = build(accelerator, zero_stage, offload=after)
-    assert training_state.restore_checkpoint(stage, {"model": resumed}) == (2, {})
+    assert training_state.restore_checkpoint(stage, {"model": resumed})[:2] == (2, {})
     assert resumed.steps == 2
     expected = losses(whole)[2:]
     assert losses(resumed, 2) == pytest.approx(expected, rel=1e-6 if zero_stage == 3 else 0)

@@ -56,16 +56,8 @@ def test_bytes_needed_are_those_of_a_real_run(
 
 
 def test_at_the_fullest_moment_three_checkpoints_lie_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Engine:
-        """Writes 1000 bytes, as DeepSpeed writes its files."""
-
-        @property
-        def engine(self) -> Any:
-            return self
-
-        def save_checkpoint(self, folder: str, **options: Any) -> None:
-            Path(folder).mkdir()
-            (Path(folder) / "weights").write_bytes(b"x" * 1000)
+    def write_1000_bytes(engine: Any, folder: Path) -> None:
+        (folder / "weights").write_bytes(b"x" * 1000)
 
     sizes = []
 
@@ -74,8 +66,10 @@ def test_at_the_fullest_moment_three_checkpoints_lie_there(tmp_path: Path, monke
         atomic_rename_dir(temporary, path)
 
     monkeypatch.setattr(training_state, "atomic_rename_dir", measured)
+    monkeypatch.setattr(training_state, "save_engine", write_1000_bytes)
+    monkeypatch.setattr(training_state.fragments, "read_counters", lambda engine: {})
     for step in range(1, 6):
-        training_state.save_checkpoint(StageDirectory(tmp_path, "sft"), step, {"model": Engine()}, {})  # type: ignore[dict-item]
+        training_state.save_checkpoint(StageDirectory(tmp_path, "sft"), step, {"model": None}, {})  # type: ignore[dict-item]
     assert sizes == [1000, 2000, 3000, 3000, 3000]
 
 

@@ -137,10 +137,10 @@ def test_texts_of_ppo_may_be_named_when_it_begins_and_no_later(tmp_path: Path) -
 
 
 def test_each_stage_is_compared_with_its_own_settings(tmp_path: Path) -> None:
-    run_stages(config_in(tmp_path / "run", "engine.zero_stage=2"), "ppo", finish=False)
-    run_stages(config_in(tmp_path / "run", "engine.zero_stage=0"), "sft")
-    check(config_in(tmp_path / "run", "engine.zero_stage=2"), stages=("ppo",), resume=True)
-    with pytest.raises(RunError, match="zero_stage"):
+    run_stages(config_in(tmp_path / "run", "engine.frozen=int8"), "ppo", finish=False)
+    run_stages(config_in(tmp_path / "run", "engine.frozen=auto"), "sft")
+    check(config_in(tmp_path / "run", "engine.frozen=int8"), stages=("ppo",), resume=True)
+    with pytest.raises(RunError, match="frozen"):
         check(config_in(tmp_path / "run"), stages=("ppo",), resume=True)
 
 
@@ -148,7 +148,8 @@ def test_each_stage_is_compared_with_its_own_settings(tmp_path: Path) -> None:
     ("override", "unfinished", "complete"),
     [
         ("ppo.kl_coef=0.3", False, False),
-        ("engine.zero_stage=2", False, False),
+        ("engine.frozen=int8", False, False),
+        ("engine.zero_stage=2", True, True),
         ("precision=fp32", False, False),
         ("ppo.steps=200", True, False),
         ("ppo.log_every=5", True, True),
@@ -175,8 +176,10 @@ def test_stage_resumes_with_settings_that_change_no_result(
 HARMLESS = {
     *("output", "accelerator", "precision", "sinks", "alarms.stop"),
     *("model.gradient_checkpointing", "data.datasets.0.prefer.nothing"),
-    *("lora.share_base", "lora.merge", "lora.save", "engine.offload", "engine.kernels", "engine.timeout"),
+    *("lora.share_base", "lora.merge", "lora.save", "engine.kernels", "engine.timeout"),
+    *(f"engine.{key}" for key in ("zero_stage", "zero_persistence_threshold", "offload", "nvme")),
     *(f"roles.{role}.{key}" for role in RolesConfig.model_fields for key in ("offload", "gradient_checkpointing")),
+    *(f"roles.{role}.zero_stage" for role in RolesConfig.model_fields),
     *(f"{stage}.{key}" for stage in EVERY_STAGE for key in ("micro_batch_size", "log_every", "epochs")),
     *(f"{stage}.{key}" for stage in EVERY_STAGE for key in ("checkpoint_every", "eval_every")),
     *("sft.max_steps", "reward.max_steps", "dpo.max_steps", "ppo.steps"),

@@ -111,7 +111,7 @@ def test_checkpoint_of_adapters_resumes_to_the_same_weights(accelerator, zero_st
     training_state.save_checkpoint(place, 2, {"model": engine}, {})
     train(engine, 2)
     resumed = build(accelerator, zero_stage)
-    assert training_state.restore_checkpoint(place, {"model": resumed}) == (2, {})
+    assert training_state.restore_checkpoint(place, {"model": resumed})[:2] == (2, {})
     train(resumed, 2)
     assert changed(state(engine), state(resumed)) == set()
 

@@ -256,7 +256,7 @@ def events_between(
     """
     rounding = 0.0005  # records have milliseconds
     between = [event for event in events if first["time"] + rounding < event["time"] <= last["time"] + rounding]
-    return [event for event in between if "rlhf/checkpoint/training_state.py:" not in event["line"]]
+    return [event for event in between if "rlhf/checkpoint/" not in event["line"]]
 
 
 def _print(reports: Sequence[StageReport]) -> None:

@@ -50,8 +50,8 @@ def save(accelerator: Any) -> dict[str, Any]:
     engine = engines.build(accelerator, int(ZERO_STAGE))
     for _ in range(2):
         step(accelerator, engine)
-    state = {"rng": accelerator.rng_state()}
-    save_checkpoint(RunDirectory(Path(FOLDER[0])).stage("sft"), 2, {"model": engine}, state)
+    random = accelerator.rng_state()
+    save_checkpoint(RunDirectory(Path(FOLDER[0])).stage("sft"), 2, {"model": engine}, {}, random)
     return numbers(accelerator, engine)
 
 

@@ -516,15 +516,12 @@ class PPOTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs in addition to the engines."""
-        average = {"ema": self.actor.ema.save_state()} if self.actor.ema else {}
-        return self.shaping.state_dict() | {"random": self.decoder.random.get_state()} | average
+        return self.shaping.state_dict() | {"random": self.decoder.random.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
         self.shaping.load_state_dict(state)
         self.decoder.random.set_state(state["random"])
-        if self.actor.ema:
-            self.actor.ema.load_state(state["ema"])
 
 
 def action_values(token_values: Tensor, completion_length: int) -> Tensor:
