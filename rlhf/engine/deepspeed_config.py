@@ -151,7 +151,7 @@ def build_deepspeed_config(
         "steps_per_print": 10**9,
         # The timer's hook waits for the device in every forward pass, and a step that waits cannot be recorded.
         "timers": {"throughput": {"enabled": False}},
-        **({"gradient_clipping": max_grad_norm} if max_grad_norm else {}),
+        "gradient_clipping": max_grad_norm or 0.0,  # DeepSpeed 0.19 clips to a norm of 1 unless this is given
         **_sum_in_float32(placement, precision, accumulation),
         **precision_section,
     }

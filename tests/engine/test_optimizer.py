@@ -7,11 +7,13 @@ from torch import nn
 from rlhf.config.schema import LoraConfig, ModelConfig, OptimizerConfig, build_config
 from rlhf.engine.deepspeed_config import build_deepspeed_config
 from rlhf.engine.engine import TrainingEngine, compute_adapter_factor, compute_learning_rate, group_parameters
+from rlhf.engine.fp32_weights import list_weights
+from rlhf.engine.fragments import OptimizerTensors
 from rlhf.models.loading import load_causal_lm
 from rlhf.models.lora import add_adapters
 from rlhf.models.weight_loading import is_sharded, place_in_memory, place_sharded
 from rlhf.roles.roles import model_placements
-from tests.engine.engines import weights_of
+from tests.engine.engines import CONSTANT, IDS, build, scaled, weights_of
 from tests.helpers import build_tokenizer, llama
 from tests.in_process import make_placement
 
@@ -127,6 +129,22 @@ def test_engine_steps_adapters_and_head_by_recorded_rates(accelerator, zero_stag
     moved = {name: (before[name] - tensor).abs().max().item() for name, tensor in weights_of(engine).items()}
     assert moved["score.weight"] == pytest.approx(5e-4, rel=1e-3)
     assert moved["layer.lora_B.default.weight"] == pytest.approx(5e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize("most", [0.5, 3.0, 1e6])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_gradients_are_clipped_to_max_grad_norm_and_no_further(accelerator, zero_stage, precision, most):
+    """DeepSpeed clips to a norm of 1 unless it is told otherwise. The first moment is a tenth of the gradient."""
+    plain = llama(60)
+    scaled(20)(plain, IDS)[0].backward()
+    norm = torch.stack([parameter.grad.norm() for parameter in plain.parameters()]).norm().item()
+    assert norm > 2 * 3.0
+    engine = build(accelerator, zero_stage, precision, optimizer=CONSTANT | {"max_grad_norm": most})
+    engine.step([IDS], scaled(20))
+    tensors = [OptimizerTensors(engine, index).numbers for index in range(len(list_weights(engine.optimizer)))]
+    moment = torch.stack([numbers["exp_avg"].norm() for numbers in tensors]).norm().item()
+    assert moment == pytest.approx(0.1 * min(norm, most), rel=1e-5 if precision == "fp32" else 0.02)
 
 
 def adapted():
