@@ -62,6 +62,21 @@ class DivergedError(RLHFError):
     """Training produced a number that is not finite; the last good checkpoint stays."""
 
 
+class StepNotTakenError(DivergedError):
+    """The gradients of a step are not finite, so the weights are those before it.
+
+    Attributes:
+        reason: what is not finite, and where.
+    """
+
+    def __init__(self, reason: str, stage: str, last_checkpoint: str) -> None:
+        super().__init__(
+            f"{stage}: {reason}; {last_checkpoint}; lower {stage}.optimizer.learning_rate, look at these rows and this "
+            "model, or set alarms.skip_not_finite to leave out such steps"
+        )
+        self.reason = reason
+
+
 class RemoteRankError(Exception):
     """Another rank failed; the message is its report, and this rank ends as a consequence."""
 

@@ -249,6 +249,12 @@ class AlarmsConfig(ConfigModel):
         description="end the run at the first step at which an invariant does not hold, such as rollouts that were "
         "drawn from other weights than those that are trained; false: only warn",
     )
+    skip_not_finite: int = Field(
+        0,
+        ge=0,
+        description="steps that a stage may leave out because their gradients are not finite; the next such step ends "
+        "the run",
+    )
 
 
 class Config(ConfigModel):

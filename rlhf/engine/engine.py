@@ -77,6 +77,18 @@ def padding_share(sums: Metrics) -> float:
     return 1 - sums["present"] / max(sums["positions"], 1)
 
 
+class NotFiniteError(Exception):
+    """The gradients of an update are not finite, on all ranks, so it was not taken; the weights are those before it.
+
+    Attributes:
+        engine, micro_batches, loss: the arguments of the update; see `TrainingEngine.step`.
+    """
+
+    def __init__(self, engine: TrainingEngine, micro_batches: Sequence[Any], loss: Loss) -> None:
+        super().__init__(f"gradients of the {engine.name} model are not finite")
+        self.engine, self.micro_batches, self.loss = engine, micro_batches, loss
+
+
 class TrainingEngine:
     """A model, its optimizer and its learning-rate schedule.
 
@@ -171,7 +183,7 @@ class TrainingEngine:
 
     @property
     def skipped(self) -> int:
-        """Optimizer steps not taken because gradients overflowed."""
+        """Optimizer steps not taken because gradients were not finite."""
         return int(self.engine.skipped_steps)
 
     @property
@@ -207,6 +219,9 @@ class TrainingEngine:
 
         Returns:
             The statistics of `loss`, and the loss, summed on the device.
+
+        Raises:
+            NotFiniteError: the gradients are not finite; not with loss scaling, which lowers the scale instead.
         """
         world_size = distributed.world().size
         boundary = self.accelerator.step_boundary
@@ -230,16 +245,23 @@ class TrainingEngine:
                 self.engine.step()  # counts the micro-batch
                 boundary(f"{self.name}/step")
             sums.add(loss=value, **statistics)
+        skipped = self.skipped
         if apply:
             self.apply()
+        if self.skipped > skipped and not self.precision.loss_scaling:
+            raise NotFiniteError(self, micro_batches, loss)
         return sums
 
     def apply(self) -> None:
-        """Update the weights with the gradients of the last `step`, unless they overflowed."""
+        """Update the weights with the gradients of the last `step`, unless these are not finite."""
         if self._clips_itself:
             clip = self.accelerator.kernels.get("clip_grad_norm", required=True)
             trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
             self._norm = clip(trained, self.optimizer_config.max_grad_norm)
+            if not math.isfinite(self._norm):  # DeepSpeed's optimizers skip such a step
+                for parameter in trained:
+                    parameter.grad = None
+                self.engine.skipped_steps += 1
         skipped = self.skipped
         if self.precision.loss_scaling:
             self.overflows_always |= patches.step_at_lowest_scale(self.engine)

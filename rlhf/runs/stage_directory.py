@@ -80,6 +80,11 @@ class StageDirectory:
         return self.path / "heldout.jsonl"
 
     @property
+    def not_finite(self) -> Path:
+        """The folder of rows of steps that were not taken, because numbers were not finite."""
+        return self.path / "not-finite"
+
+    @property
     def console(self) -> Path:
         """The log of what the terminal showed, as text."""
         return self.path / "console.log"

@@ -69,6 +69,9 @@ class StageContext:
     bases: dict[str, SharedBase] = field(default_factory=dict)
     """Frozen weights of models trained with LoRA, by role, which other models may share."""
 
+    left_out: list[int] = field(default_factory=list)
+    """Steps that were left out because numbers were not finite."""
+
     def say(self, line: str) -> None:
         """Print a line on rank 0."""
         if self.world.is_main:

@@ -14,14 +14,16 @@ import torch
 
 from rlhf.checkpoint import training_state
 from rlhf.checkpoint.training_state import Checkpoint
-from rlhf.engine import distributed
-from rlhf.engine.engine import Metrics
-from rlhf.errors import DivergedError
+from rlhf.engine import distributed, fragments
+from rlhf.engine.engine import Metrics, NotFiniteError
+from rlhf.errors import DivergedError, StepNotTakenError
 from rlhf.models.dropout import is_stochastic
+from rlhf.reporting.console import console
 from rlhf.reporting.progress import progress
 from rlhf.runs.stage_directory import parse_step
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.evaluation_schedule import EvaluationSchedule
+from rlhf.trainers.not_finite import explain_step
 from rlhf.trainers.trainer import Trainer
 from rlhf.utils import signals
 
@@ -61,14 +63,13 @@ def fit(trainer: Trainer, context: StageContext, later: float = 0.0) -> dict[str
         if schedule.over_optimized_since(first) is not None:
             total_steps = first
         for index in range(first, total_steps):
-            with measure_step(trainer, context, index) as metrics:
-                metrics |= trainer.step(index)
+            metrics = take_step(trainer, context, index)
             done = index + 1
-            if is_recorded(trainer, done):
+            if metrics and is_recorded(trainer, done):
                 context.recorder.log(done, metrics)
                 context.commit()
-            displayed = {key: metrics[key] for key in trainer.displayed}
-            bar.advance(1, **displayed, **{f"{unit}/s": metrics[f"{unit}_per_second"]})
+            displayed = {key: metrics[key] for key in trainer.displayed if key in metrics}
+            bar.advance(1, **displayed, **({f"{unit}/s": metrics[f"{unit}_per_second"]} if metrics else {}))
             interrupted = any_rank_signalled(signals_seen, context)
             due = settings.checkpoint_every and done % settings.checkpoint_every == 0
             # After the last step too: the evaluation and the export that follow may fail, or be interrupted.
@@ -86,7 +87,34 @@ def fit(trainer: Trainer, context: StageContext, later: float = 0.0) -> dict[str
             raise KeyboardInterrupt
     if total_steps == trainer.total_steps:
         schedule.run(total_steps)
-    return schedule.finish(total_steps) | trainer.summarize()
+    left_out = {"left_out_steps": context.left_out} if context.left_out else {}
+    return schedule.finish(total_steps) | left_out | trainer.summarize()
+
+
+def take_step(trainer: Trainer, context: StageContext, index: int) -> Metrics:
+    """Take step `index` and return its metrics; nothing if it was left out (`alarms.skip_not_finite`).
+
+    Raises:
+        DivergedError: see `measure_step`.
+    """
+    most, phase = context.config.alarms.skip_not_finite, context.phases.current
+    before = trainer.state_dict() if most else {}
+    try:
+        with measure_step(trainer, context, index) as metrics:
+            metrics |= trainer.step(index)
+    except StepNotTakenError as error:
+        if len(context.left_out) >= most:
+            raise
+        context.left_out.append(index + 1)
+        context.phases.current = phase
+        trainer.load_state_dict(before)
+        number = f"{len(context.left_out)} of at most {most}, alarms.skip_not_finite"
+        line = f"{context.directory.name}: warning: step {index + 1} is left out ({number}): {error.reason}"
+        with console.loudly():
+            context.say(line)
+        context.recorder.text("left_out", index + 1, line)
+        return {}
+    return metrics
 
 
 def is_recorded(trainer: Trainer, step: int) -> bool:
@@ -129,6 +157,7 @@ def resume_or_seed(trainer: Trainer, context: StageContext) -> int:
         return 0
     done, state = restored.step, restored.state
     context.health.load_state_dict(state["health"])
+    context.left_out[:] = state["left_out"]
     trainer.load_state_dict(state["stage"])
     reason = _restore_generators(context, restored)
     if reason and any(is_stochastic(engine.module) for engine in trainer.engines.values()):
@@ -149,6 +178,7 @@ def measure_step(trainer: Trainer, context: StageContext, index: int) -> Iterato
     After the block, the dictionary also has the step's duration, rates and memory.
 
     Raises:
+        StepNotTakenError: the gradients of an update are not finite; earlier updates of the step were taken.
         DivergedError: a metric is not finite, fp16 cannot hold the gradients at any loss scale, or `alarms.stop` is set
             and an invariant does not hold.
     """
@@ -157,7 +187,15 @@ def measure_step(trainer: Trainer, context: StageContext, index: int) -> Iterato
     metrics: Metrics = {}
     samples = context.weight_samples  # taken before the first step
     with phases.step():
-        yield metrics
+        try:
+            yield metrics
+        except NotFiniteError as failed:
+            raise StepNotTakenError(
+                f"the {failed} at step {index + 1} (batch {index}), so its update was not made; "
+                f"{explain_step(trainer, context, index + 1, failed)}",
+                context.directory.name,
+                _last_checkpoint(context),
+            ) from failed
         if index == 0:  # no resumed process repeats it, so records do not depend on where a run resumed
             metrics |= samples.count_unchanged()
         if index == 0 or index + 1 == trainer.total_steps:
@@ -182,12 +220,24 @@ def measure_step(trainer: Trainer, context: StageContext, index: int) -> Iterato
 
 
 def save_checkpoint(trainer: Trainer, context: StageContext, done: int) -> None:
-    """Write the checkpoint after `done` steps."""
+    """Write the checkpoint after `done` steps.
+
+    Raises:
+        DivergedError: a weight is not finite; earlier checkpoints stay.
+    """
+    stage = context.directory.name
+    for name, engine in trainer.engines.items():
+        if count := fragments.count_not_finite(engine):
+            raise DivergedError(
+                f"{stage}: {count:,.0f} weights of the {name} model are not finite after step {done}, so no checkpoint "
+                f"was written; {_last_checkpoint(context)}; lower {stage}.optimizer.learning_rate"
+            )
     state = {
         "stage": trainer.state_dict(),
         "seconds": context.clock.seconds(),
         "phases": dict(context.phases.totals),
         "health": context.health.state_dict(),
+        "left_out": context.left_out,
     }
     with context.phases.running("writing a checkpoint"):
         random = context.accelerator.rng_state()

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -168,6 +168,10 @@ class SupervisedTrainer:
                 context.accelerator.step_boundary(f"{context.directory.name}/evaluate")
                 sums.add(**batch_sums)
         return sums.read()
+
+    def repeat_scoring(self) -> Iterator[tuple[Any, Callable[[], object]]]:
+        """Yield nothing: rows are not scored before the update."""
+        yield from ()
 
     def save(self, folder: Path) -> None:
         """Save the model."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -51,6 +51,16 @@ class Trainer(Protocol):
 
     def step(self, index: int) -> Metrics:
         """Take step `index`, from 0, and return its metrics: the same on all ranks, `unit` among them."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the stage's models."""
+
+    def repeat_scoring(self) -> Iterator[tuple[Any, Callable[[], object]]]:
+        """Yield the micro-batches that the last step scored before its update, each with a function that does it again.
+
+        A micro-batch has `input_ids` and `attention_mask`, as keys or attributes.
+        """
 
     def evaluate(self, when: str) -> EvalResult:
         """Measure the model on held-out rows; `when`, "before" or "after step 20", is for display."""

@@ -141,8 +141,10 @@ def test_nonfinite_loss_stops_at_the_last_good_checkpoint(rlhf, tmp_path):
     done = rlhf("sft", "--output", output, *sets(*(f"sft.{key}" for key in rising)), check=False)
     assert done.returncode == 2
     (line,) = done.stderr.strip().splitlines()
-    assert "sft: loss became" in line or "sft: grad_norm became" in line
-    assert "step" in line and "batch" in line and not (output / "sft" / "model").exists()
+    assert re.search(
+        r"sft: the gradients of the sft model are not finite at step (\d) \(batch \d\), so its update", line
+    )
+    assert (output / "sft" / "not-finite").is_dir() and not (output / "sft" / "model").exists()
     checkpoints = list((output / "sft" / "checkpoints").glob("step-*"))
     assert len(checkpoints) == 1 and str(checkpoints[0]) in line
     assert (output / "sft" / "console.log").read_text().splitlines()[-1] == line
@@ -155,7 +157,7 @@ def test_resume_refuses_damage_and_code_in_a_checkpoint(rlhf, killed, tmp_path, 
     resume = ["ppo", "--output", output, "--resume"]
     *_, before, newest = StageDirectory(output / "ppo", "ppo").all_checkpoints
     files = sorted(path for path in newest.rglob("*.pt" if is_malicious else "*") if path.is_file())
-    assert len(files) >= 5 - is_malicious
+    assert len(files) == (2 if is_malicious else 5)
     for file in files:
         intact = file.read_bytes()
         if is_malicious:

@@ -7,7 +7,7 @@ steps; `rlhf.losses` has the equations.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -487,6 +487,23 @@ class PPOTrainer:
             return None
         seed = (self.context.config.seed * 1_000_003 + index) * 1_009 + epoch
         return torch.Generator().manual_seed(seed)
+
+    def repeat_scoring(self) -> Iterator[tuple[Any, Callable[[], object]]]:
+        """Yield the micro-batches of the last rollout, each with a function that scores it again by all models."""
+
+        @torch.no_grad()
+        def score(part: Experience) -> None:
+            with self.context.phases.running("scoring"), on_device(self.reference, self.reward):
+                self._score_frozen(part.input_ids, part.attention_mask, part.completion_length)
+            if self.critic:
+                self._score_values(part.input_ids, part.attention_mask, part.completion_length)
+            self.score_policy(part.input_ids, part.attention_mask, part.completion_length)
+
+        assert self.experience
+        for engine in self.engines.values():
+            engine.engine.eval()
+        for part in self.experience.split():
+            yield part, partial(score, part)
 
     # --- evaluation, checkpoints and results
 
