@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, overload
 
@@ -111,7 +112,7 @@ class PPOLearner:
 
         Returns:
             The step's numbers (`reward`, `kl`, `policy_loss`, ...), the same on all ranks; docs/metrics.md defines
-            them.
+            them. Empty if `alarms.skip_not_finite` left the step out.
 
         Raises:
             RLHFError: `index` is not the next step, no step is left, `reward` returns no finite number, or a number of
@@ -123,11 +124,11 @@ class PPOLearner:
         trainer, context = self.trainer, self._context
         reward_fn = self._reward_function(reward) if reward else None
         with self._translate_errors(), signals.collect_signals() as signals_seen:
-            with loop.measure_step(trainer, context, self.done) as metrics:
-                metrics |= trainer.step(self.done, reward_fn)
+            metrics = loop.take_step(trainer, context, self.done, partial(trainer.step, reward_fn=reward_fn))
             self.done += 1
-            context.recorder.log(self.done, metrics)
-            context.commit()
+            if metrics:
+                context.recorder.log(self.done, metrics)
+                context.commit()
             if loop.any_rank_signalled(signals_seen, context):
                 raise KeyboardInterrupt
         return metrics

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from rlhf.config.schema import EVERY_STAGE
 from rlhf.diagnosis.subject import Check, Outcome, Subject, tail
-from rlhf.reporting.rules import PRECISIONS, RULES, Reading, starts_at_reference
+from rlhf.reporting.rules import FINITE_GRADIENTS, PRECISIONS, RULES, Reading, starts_at_reference
 
 
 def _learning_rate(subject: Subject) -> Outcome | None:
@@ -26,6 +26,13 @@ def _gradient(subject: Subject) -> Outcome | None:
     if not any(norms.values):
         return Outcome("look here", "the gradient is 0 in every step, so nothing is learned")
     return Outcome("fine", f"gradients are not 0: norms from {min(norms.values):.2g} to {max(norms.values):.2g}")
+
+
+def _finite_gradients(subject: Subject) -> Outcome | None:
+    """Return that all are: a step with others is not taken, and its warning replaces this check."""
+    if subject.precision == "fp16":  # they overflow now and then, and lower the loss scale
+        return None
+    return Outcome("fine", "all gradients are finite")
 
 
 def _dpo_loss(subject: Subject) -> Outcome | None:
@@ -114,6 +121,15 @@ PLUMBING = (
         ("learning_rate",),
         _learning_rate,
         "set {*.optimizer.learning_rate}",
+    ),
+    Check(
+        FINITE_GRADIENTS,
+        "plumbing",
+        EVERY_STAGE,
+        ("grad_norm",),
+        _finite_gradients,
+        "look at the rows in the stage's folder not-finite",
+        is_invariant=True,
     ),
     Check("no gradient", "plumbing", EVERY_STAGE, ("grad_norm",), _gradient, "look for an earlier warning"),
     Check("DPO loss", "plumbing", ("dpo",), ("loss",), _dpo_loss, "raise {dpo.optimizer.learning_rate}"),

@@ -29,6 +29,9 @@ _NEAR_UNIFORM = 0.7  # of the logarithm of the vocabulary
 _FEW_ROWS = 30
 _IN_A_ROW, MEMORY_STEPS = 3, 10  # steps; no rule looks back further than the latter
 
+FINITE_GRADIENTS, LEFT_OUT = "finite gradients", "left-out step"
+"""Names of warnings about a step that was not taken: it ended the stage, or `alarms.skip_not_finite` left it out."""
+
 # Limits of invariants by precision, in nats per token. In fp32, rounding was below 1e-6; other shapes of a batch, or a
 # close choice between experts, may add to it. In half precision, the mean gap that others publish is 0.013; adapters
 # that are merged for rollouts add as much.

@@ -6,7 +6,7 @@ It displays and records each step's metrics, stops at a number that is not finit
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from rlhf.errors import DivergedError, StepNotTakenError
 from rlhf.models.dropout import is_stochastic
 from rlhf.reporting.console import console
 from rlhf.reporting.progress import progress
+from rlhf.reporting.rules import FINITE_GRADIENTS, LEFT_OUT
 from rlhf.runs.stage_directory import parse_step
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.evaluation_schedule import EvaluationSchedule
@@ -91,8 +92,12 @@ def fit(trainer: Trainer, context: StageContext, later: float = 0.0) -> dict[str
     return schedule.finish(total_steps) | left_out | trainer.summarize()
 
 
-def take_step(trainer: Trainer, context: StageContext, index: int) -> Metrics:
-    """Take step `index` and return its metrics; nothing if it was left out (`alarms.skip_not_finite`).
+def take_step(
+    trainer: Trainer, context: StageContext, index: int, step: Callable[[int], Metrics] | None = None
+) -> Metrics:
+    """Take step `index`, by `step` if it is given, and return its metrics; nothing if it was left out.
+
+    `alarms.skip_not_finite` allows that.
 
     Raises:
         DivergedError: see `measure_step`.
@@ -101,18 +106,20 @@ def take_step(trainer: Trainer, context: StageContext, index: int) -> Metrics:
     before = trainer.state_dict() if most else {}
     try:
         with measure_step(trainer, context, index) as metrics:
-            metrics |= trainer.step(index)
+            metrics |= (step or trainer.step)(index)
     except StepNotTakenError as error:
+        done, stage = index + 1, context.directory.name
         if len(context.left_out) >= most:
+            context.recorder.text("warning", done, str(error), {"rule": FINITE_GRADIENTS, "state": error.reason})
             raise
-        context.left_out.append(index + 1)
+        context.left_out.append(done)
         context.phases.current = phase
         trainer.load_state_dict(before)
-        number = f"{len(context.left_out)} of at most {most}, alarms.skip_not_finite"
-        line = f"{context.directory.name}: warning: step {index + 1} is left out ({number}): {error.reason}"
+        state = f"step {done} is left out ({len(context.left_out)} of at most {most}): {error.reason}"
+        line = f"{stage}: warning: {LEFT_OUT}: {state}"
         with console.loudly():
             context.say(line)
-        context.recorder.text("left_out", index + 1, line)
+        context.recorder.text("warning", done, line, {"rule": LEFT_OUT, "state": state})
         return {}
     return metrics
 

@@ -425,6 +425,33 @@ def test_invariant_that_broke_in_training_is_wrong_whatever_is_recorded(
     assert worst([*found.values()]) == "wrong"
 
 
+@pytest.mark.parametrize(
+    ("rule", "state"), [("finite gradients", "wrong"), ("left-out step", "look here"), ("", "fine")]
+)
+def test_step_that_was_not_taken_is_found(tmp_path: Path, rule: str, state: str) -> None:
+    run = write_run(tmp_path / "run", {"sft": {"grad_norm": [1.0, 2.0], "learning_rate": [1e-5, 1e-5]}})
+    line = {
+        "stage": "sft",
+        "step": 3,
+        "time": 1.0,
+        "tag": "warning",
+        "rule": rule,
+        "text": "t",
+        "state": "NaN in layer 7",
+    }
+    if rule:
+        with run.stages[0].directory.metrics.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+    run = read_run(run.path)
+    findings = examine_stage(run, run.stages[0])
+    assert worst(findings) == state
+    found = {finding.name: finding for finding in findings}
+    assert found["finite gradients"].state == ("wrong" if rule == "finite gradients" else "fine")
+    if rule:
+        assert (found[rule].text, found[rule].step) == ("NaN in layer 7", 3)
+    assert summarize_stage(run, run.stages[0], findings) == "NaN in layer 7" or not rule
+
+
 def test_checks_and_rules_of_one_name_have_one_condition() -> None:
     """Because the warning replaces the check."""
     shared = {check.name for check in CHECKS} & {rule.name for rule in RULES}

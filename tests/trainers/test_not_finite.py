@@ -128,7 +128,7 @@ def test_left_out_step_changes_nothing_and_is_counted(ppo: Any, capsys: Any) -> 
     after = trainer.state_dict()
     assert torch.equal(before.pop("random"), after.pop("random")) and before == after
     assert all(torch.equal(tensor, weights[name]) for name, tensor in masters(trainer.actor).items())
-    line = "ppo: warning: step 1 is left out (1 of at most 1, alarms.skip_not_finite): the gradients of the actor model"
+    line = "ppo: warning: left-out step: step 1 is left out (1 of at most 1): the gradients of the actor model are not "
     assert line in capsys.readouterr().out
     with pytest.raises(StepNotTakenError, match="at step 2 "):
         take_step(trainer, context, 1)
