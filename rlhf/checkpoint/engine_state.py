@@ -49,12 +49,12 @@ class Key(NamedTuple):
 
 
 def save_engine(engine: TrainingEngine, folder: Path) -> None:
-    """Write this rank's numbers of an engine to `folder`; every rank calls it."""
+    """Write this rank's numbers of an engine to `folder`, and read them back; every rank calls it."""
     world = distributed.world()
     if engine.zero_stage == 0 and not world.is_main:
         return
     outlines = {str(key): outline for key, outline in _list_outlines(engine)}
-    with SafetensorsWriter(folder, outlines, stem=f"rank{world.rank}", file_size=sys.maxsize) as writer:
+    with SafetensorsWriter(folder, outlines, stem=f"rank{world.rank}", file_size=sys.maxsize, read_back=True) as writer:
         for index, parts in _group(engine):
             with fragments.open_tensors(engine, index) as tensors:
                 for part in parts:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Mapping
 from contextlib import ExitStack
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -18,11 +21,12 @@ import torch
 from safetensors.torch import _TYPES
 from torch import Tensor
 
-from rlhf.utils.atomic_io import atomic_write_json
+from rlhf.utils.atomic_io import atomic_write_json, drop_from_memory, read_back_error
 
 FILE_SIZE = 4 * 2**30
 """Largest number of bytes in a file, unless one tensor is larger."""
 
+_CHUNK = 1 << 26  # bytes that are written or read at a time
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}  # private; safetensors 0.8 has no public table
 
 
@@ -30,9 +34,25 @@ class SafetensorsWriter:
     """Files in a folder that tensors are written to; a context manager that ends when all tensors are written."""
 
     def __init__(
-        self, folder: Path, outlines: Mapping[str, Tensor], *, stem: str = "model", file_size: int | None = None
+        self,
+        folder: Path,
+        outlines: Mapping[str, Tensor],
+        *,
+        stem: str = "model",
+        file_size: int | None = None,
+        read_back: bool = False,
     ) -> None:
-        """`outlines` have the shapes and types, and may be on the meta device; `file_size` is FILE_SIZE by default."""
+        """Begin the files.
+
+        Args:
+            folder: exists.
+            outlines: the tensors' shapes and types; they may be on the meta device.
+            stem: the name of the file, or its beginning.
+            file_size: FILE_SIZE by default.
+            read_back: at the end, compare what the disk has with what was written.
+        """
+        self._read_back = read_back
+        self._written: list[tuple[Path, int, int, int]] = []  # file, position, size, CRC-32
         self._open = ExitStack()
         self._positions: dict[str, tuple[BinaryIO, int, Tensor]] = {}
         groups = _split(outlines, file_size or FILE_SIZE)
@@ -54,31 +74,51 @@ class SafetensorsWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._open.close()
         assert error or not self._positions, f"not written: {sorted(self._positions)}"
+        if self._read_back and not error:
+            self._compare()
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor, from any device."""
+        """Write a tensor, from any device.
+
+        Raises:
+            RunError: on leaving the block, with `read_back`: the disk returns other bytes.
+        """
         file, position, outline = self._positions.pop(name)
         assert tensor.shape == outline.shape and tensor.dtype == outline.dtype, name
         file.seek(position)
-        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        for part in flat.split(1 << 26):
-            file.write(part.to(torch.get_default_device()).numpy())
+        flat, checksum = tensor.detach().contiguous().view(-1).view(torch.uint8), 0
+        for part in flat.split(_CHUNK):
+            data = part.to(torch.get_default_device()).numpy()
+            file.write(data)
+            if self._read_back:
+                checksum = zlib.crc32(data, checksum)
+        self._written.append((Path(file.name), position, len(flat), checksum))
+
+    def _compare(self) -> None:
+        """Raise `RunError` if the disk returns other bytes than were written."""
+        for path, parts in groupby(sorted(self._written), key=itemgetter(0)):
+            drop_from_memory(path)
+            with path.open("rb") as file:
+                if any(_read_checksum(file, position, size) != checksum for _, position, size, checksum in parts):
+                    raise read_back_error(path)
 
     def _begin(self, path: Path, group: Mapping[str, Tensor]) -> None:
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         starts, end = {}, 0
         # Wide types first, so that each tensor starts at a multiple of its element size: readers map the file.
         for name, tensor in sorted(group.items(), key=lambda item: -item[1].element_size()):
             starts[name], end = end, end + _size(tensor)
             offsets = [starts[name], end]
-            header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
-        text = json.dumps(header).encode()
+            entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        text = json.dumps(entries).encode()
         text += b" " * (-len(text) % 8)  # aligns the tensors
         file = self._open.enter_context(path.open("wb"))
-        file.write(len(text).to_bytes(8, "little") + text)
-        os.truncate(file.fileno(), 8 + len(text) + end)
+        header = len(text).to_bytes(8, "little") + text
+        file.write(header)
+        self._written.append((path, 0, len(header), zlib.crc32(header)))
+        os.truncate(file.fileno(), len(header) + end)
         for name, start in starts.items():
-            self._positions[name] = file, 8 + len(text) + start, group[name]
+            self._positions[name] = file, len(header) + start, group[name]
 
 
 def _split(outlines: Mapping[str, Tensor], file_size: int) -> list[dict[str, Tensor]]:
@@ -92,6 +132,14 @@ def _split(outlines: Mapping[str, Tensor], file_size: int) -> list[dict[str, Ten
         groups[-1][name] = tensor
         filled += _size(tensor)
     return groups
+
+
+def _read_checksum(file: BinaryIO, position: int, size: int) -> int:
+    checksum = 0
+    file.seek(position)
+    while size > 0 and (data := file.read(min(size, _CHUNK))):
+        checksum, size = zlib.crc32(data, checksum), size - len(data)
+    return checksum if not size else -1
 
 
 def _size(tensor: Tensor) -> int:

@@ -4,12 +4,13 @@ Any number of ranks can read them, at any ZeRO stage (`rlhf.checkpoint.engine_st
 those of a rank.
 
 A checkpoint is written under a temporary name, with a manifest of its files as the last one, and renamed when every
-rank has finished, so a crash does not damage earlier ones. The newest two are kept, in case a disk damages one, which
-the manifest shows.
+rank has written its files and read them back, so neither a crash nor a bad disk replaces an earlier one. The newest two
+are kept, in case a disk damages one later, which the manifest shows.
 """
 
 from __future__ import annotations
 
+import io
 import re
 import shutil
 from collections import ChainMap
@@ -23,7 +24,7 @@ from rlhf.checkpoint.engine_state import load_engine, save_engine
 from rlhf.engine import distributed, fragments
 from rlhf.errors import as_resource_error
 from rlhf.runs.stage_directory import parse_step
-from rlhf.utils.atomic_io import PARTIAL, PICKLE_PROTOCOL, atomic_rename_dir
+from rlhf.utils.atomic_io import PARTIAL, PICKLE_PROTOCOL, atomic_rename_dir, drop_from_memory, read_back_error
 from rlhf.utils.manifest import digest_folder, write_manifest
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def save_checkpoint(
             counters = {name: fragments.read_counters(engine) for name, engine in engines.items()}
             files[_STATE] = {"state": state, "engines": counters}
         for name, content in files.items():
-            torch.save(content, _partial(final) / name, pickle_protocol=PICKLE_PROTOCOL)
+            _save(content, _partial(final) / name)
     with distributed.on_all_ranks("reading the checkpoint's files"):
         digests = digest_folder(_partial(final), _is_of_this_rank)
     gathered = distributed.all_gather_objects(digests)
@@ -131,6 +132,16 @@ def restore_checkpoint(directory: StageDirectory, engines: dict[str, TrainingEng
             raise
         raise directory.unreadable(_reason(error)) from error
     return Checkpoint(parse_step(path), content["state"], own, len(list(path.glob(_RANDOM.format(rank="*")))))
+
+
+def _save(content: Any, path: Path) -> None:
+    """Write a small file of torch, and read it back."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer, pickle_protocol=PICKLE_PROTOCOL)
+    path.write_bytes(buffer.getvalue())
+    drop_from_memory(path)
+    if path.read_bytes() != buffer.getvalue():
+        raise read_back_error(path)
 
 
 def _is_of_this_rank(name: str) -> bool:

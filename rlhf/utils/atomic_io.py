@@ -139,6 +139,22 @@ def atomic_rename_dir(temporary: Path, path: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def drop_from_memory(path: Path) -> None:
+    """Flush a file to the disk and let the system forget it, so that the next reader reads the disk.
+
+    Some file systems, and other systems than Linux, may still answer from memory.
+    """
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_back_error(path: Path) -> RunError:
+    """Return the error for a file that reads as other bytes than were written."""
+    return RunError(f"{path}: the disk returns other bytes than were written to it; check the disk, and resume")
+
+
 def sync(path: Path) -> None:
     """Flush a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)

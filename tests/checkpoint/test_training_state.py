@@ -1,5 +1,6 @@
 """Checkpoints: whole or absent on every rank, the newest two, and the error for an unreadable one."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,28 @@ def test_damage_of_every_file_is_named(accelerator, zero_stage, tmp_path):
                 training_state.restore_checkpoint(place(tmp_path), engines)
             file.write_bytes(intact)
     assert training_state.restore_checkpoint(place(tmp_path), engines)[:2] == (1, {"number": 1})
+
+
+@pytest.mark.parametrize("name", ["model/rank0.safetensors", "state.pt", "random-rank0.pt"])
+@pytest.mark.parametrize("place_of_bit", [1e-4, 0.4, 0.9999])
+def test_checkpoint_that_the_disk_damages_replaces_none(engine, tmp_path, monkeypatch, name, place_of_bit):
+    """The disk flips a bit after the bytes were written and before they are read back."""
+    for step in (1, 2):
+        training_state.save_checkpoint(place(tmp_path), step, {"model": engine}, {"large": torch.zeros(10_000)})
+    fsync = os.fsync
+
+    def damage(descriptor):
+        fsync(descriptor)
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if str(path).endswith(f"step-00000003.partial/{name}"):
+            data = bytearray(path.read_bytes())
+            data[int(len(data) * place_of_bit)] ^= 1
+            path.write_bytes(data)
+
+    monkeypatch.setattr(os, "fsync", damage)
+    with pytest.raises(RunError, match=rf"{name}: the disk returns other bytes than were written to it"):
+        training_state.save_checkpoint(place(tmp_path), 3, {"model": engine}, {"large": torch.zeros(10_000)})
+    assert [path.name for path in place(tmp_path).all_checkpoints] == ["step-00000001", "step-00000002"]
 
 
 class Malicious:
