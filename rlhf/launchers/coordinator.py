@@ -36,6 +36,8 @@ _SECONDS_OF_SILENCE = 20.0  # of silence, after which a process counts as stoppe
 _SECONDS_FOR_CAUSES = 1.5  # for further root causes to arrive, once one is known
 _SECONDS_FOR_FIRST_CAUSE = 6.0  # for a root cause to arrive, once only a consequence is known
 _SECONDS_TO_NAME_HANGING = 5.0  # for the coordinator to name the hanging worker, before it counts as hanging itself
+_SECONDS_TO_DESCRIBE = 5.0  # without progress, after which a process says what it is doing
+_SEE_STACKS = "; the stacks of ranks are in the run's folder, in stacks"
 _MAX_LINE = 2**20  # bytes of a message
 _MAX_STRANGERS = 128  # open connections that have not said who they are, in addition to the awaited workers
 
@@ -55,10 +57,11 @@ _IS_VALID: dict[str, Callable[[Any], bool]] = {
     "facts": lambda value: isinstance(value, dict),
     "progress": _is_count,
     "is_waiting": lambda value: isinstance(value, bool),
+    "activity": lambda value: isinstance(value, str),
     "end": lambda value: value is None or _is_status(value, int, str, bool),
     "beat": lambda value: value is True,
     "connected": lambda value: isinstance(value, list) and all(isinstance(facts, dict) for facts in value),
-    "verdict": lambda value: value is None or _is_status(value, int, str),
+    "verdict": lambda value: value is None or _is_status(value, int, str, bool),
 }
 """The parts of messages, and the form of each."""
 
@@ -71,6 +74,7 @@ class _Worker:
     name: str
     facts: dict[str, Any]
     progress: int = 0
+    activity: str = ""  # once it has made no progress for some seconds
     since: float = field(default_factory=time.monotonic)
     last_message: float = field(default_factory=time.monotonic)
     has_ended: bool = False
@@ -166,7 +170,7 @@ class Coordinator(threading.Thread):
             )
         if message:
             with suppress(OSError):
-                _send_line(reader.connection, {"verdict": [USER_ERROR, f"rlhf: error: {message}"]})
+                _send_line(reader.connection, {"verdict": [USER_ERROR, f"rlhf: error: {message}", False]})
             self._disconnect(reader.connection)
             return
         self._strangers.remove(reader.connection)
@@ -191,6 +195,8 @@ class Coordinator(threading.Thread):
             progress = message.get("progress", worker.progress)
             if progress != worker.progress or message.get("is_waiting"):
                 worker.progress, worker.since = progress, worker.last_message
+                worker.activity = ""
+            worker.activity = message.get("activity", worker.activity)
             if "end" in message and message["end"] is None:
                 worker.has_ended = True
             elif "end" in message:
@@ -225,7 +231,8 @@ class Coordinator(threading.Thread):
                 # If all reports are consequences (a lost or late worker), a worker without a report is the cause.
                 silent = [worker for worker in self._workers.values() if not worker.has_ended]
                 hanging = self._hanging_status(silent) if self._track_progress and not causes else None
-                return self._send_verdict(hanging or find_root_cause(causes or self._failures))
+                mutual = self._mutual_wait_status(now) if self._track_progress and not (causes or silent) else None
+                return self._send_verdict(hanging or mutual or find_root_cause(causes or self._failures))
         elif len(self._workers) < self._count:
             if now - self._start_time > self._timeout:
                 missing = [str(number) for number in range(self._count) if number not in self._workers]
@@ -257,11 +264,23 @@ class Coordinator(threading.Thread):
         if not workers:
             return None
         worker = min(workers, key=lambda worker: worker.progress)
-        message = f"{worker.name} hangs: the others waited for it for {self._timeout:.0f} s (engine.timeout)"
-        return ExitStatus(INTERNAL_ERROR, f"rlhf: error: {message}", 0.0)
+        place = f" at {worker.activity}" if worker.activity else ""
+        message = f"{worker.name} hangs{place}: the others waited for it for {self._timeout:.0f} s (engine.timeout)"
+        return ExitStatus(INTERNAL_ERROR, f"rlhf: error: {message}{_SEE_STACKS}", 0.0)
+
+    def _mutual_wait_status(self, now: float) -> ExitStatus | None:
+        """Return the error of workers that waited for each other in different places; None if they did not."""
+        workers = [self._workers[number] for number in sorted(self._workers)]
+        activities = [worker.activity for worker in workers]
+        if any(now - worker.since < self._timeout for worker in workers) or len(set(activities)) < 2:
+            return None
+        places = "; ".join(f"{worker.name} at {worker.activity or 'an unknown place'}" for worker in workers)
+        message = f"the {self._noun}s waited for each other for {self._timeout:.0f} s (engine.timeout): {places}"
+        return ExitStatus(INTERNAL_ERROR, f"rlhf: error: {message}{_SEE_STACKS}", 0.0)
 
     def _send_verdict(self, status: ExitStatus) -> bool:
-        return self._broadcast({"verdict": [status.code, status.line]})
+        """Send the verdict with whether a worker hangs, for whose report no process needs to wait."""
+        return self._broadcast({"verdict": [status.code, status.line, status.line.endswith(_SEE_STACKS)]})
 
     def _broadcast(self, message: Any) -> bool:
         for number in sorted(self._workers, reverse=True):  # the coordinator ends with the process of the first worker
@@ -283,6 +302,7 @@ class WorkerClient:
         number, name, facts: which worker this is, its name, and what all workers are to know about it.
         timeout: seconds to wait for the coordinator.
         on_verdict: called, in a thread, with the verdict that another worker's failure brought.
+        describe: returns what the main thread is doing.
 
     Raises:
         ConfigError: no process listens there.
@@ -298,8 +318,10 @@ class WorkerClient:
         timeout: float,
         *,
         on_verdict: Callable[[ExitStatus], None] = lambda verdict: None,
+        describe: Callable[[], str] = lambda: "",
     ) -> None:
         self.progress = 0
+        self._describe = describe
         self.is_waiting = False
         self.verdict: ExitStatus | None = None
         self._decided = threading.Event()
@@ -346,22 +368,26 @@ class WorkerClient:
                 self._all_connected.is_set()
                 and now - max(since, last_message) > self._timeout + _SECONDS_TO_NAME_HANGING
             ):
-                self._end_with_coordinator("does not answer")
+                self._end_with_coordinator("does not answer", is_known=True)
             for message in messages or ():
                 if "connected" in message:
                     self._facts = message["connected"]
                     self._all_connected.set()
                 if "verdict" in message:
                     verdict = message["verdict"]
-                    self._accept_verdict(ExitStatus(verdict[0], verdict[1], math.inf) if verdict else None)
-            self._send({"progress": self.progress, "is_waiting": self.is_waiting})
+                    code, line, is_known = verdict or (0, "", False)
+                    self._accept_verdict(ExitStatus(code, line, 0.0 if is_known else math.inf) if verdict else None)
+            activity = self._describe() if now - since > _SECONDS_TO_DESCRIBE else ""
+            progress_now = {"progress": self.progress, "is_waiting": self.is_waiting}
+            self._send(progress_now | ({"activity": activity} if activity else {}))
         selector.close()
         with self._lock:
             self._connection.close()
 
-    def _end_with_coordinator(self, what: str) -> None:
+    def _end_with_coordinator(self, what: str, *, is_known: bool = False) -> None:
         name = self._facts[0].get("name", "the first process") if self._facts else "the first process"
-        self._accept_verdict(ExitStatus(INTERNAL_ERROR, f"rlhf: error: {name} {what}", math.inf))
+        line = f"rlhf: error: {name} {what}"
+        self._accept_verdict(ExitStatus(INTERNAL_ERROR, line, 0.0 if is_known else math.inf))
 
     def _accept_verdict(self, verdict: ExitStatus | None) -> None:
         if self._decided.is_set():

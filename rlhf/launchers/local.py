@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO
 
 from rlhf.errors import ConfigError
+from rlhf.launchers import stacks
 from rlhf.launchers.coordinator import WorkerClient, find_free_port
 from rlhf.launchers.exit_status import INTERNAL_ERROR, INTERRUPTED, ExitStatus, find_root_cause, rank_name
 from rlhf.launchers.multinode import NodeSpec, Rendezvous
@@ -39,6 +40,7 @@ _SECONDS_FOR_CAUSE = 3.0  # for the root cause to appear on another rank, after 
 _SECONDS_AFTER_SIGNAL = 30.0  # for the other ranks to end, after one has ended normally after a signal
 _SECONDS_TO_CLEAN_UP = 20.0  # for the rank with the root cause to end, after another rank has reported a consequence
 _SECONDS_AFTER_VERDICT = 8.0  # for the ranks of this machine to end, after those of another machine have failed
+_SECONDS_FOR_STACKS = 0.5  # for ranks to write their stacks, before they are killed
 # Exit codes of a rank after a signal: it ended after its step, or was killed before it handled signals.
 _STOPPED = {INTERRUPTED, -signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP}
 
@@ -184,10 +186,14 @@ def _wait(
             deadline = min(deadline, time.monotonic() + _SECONDS_AFTER_VERDICT)
         time.sleep(0.05)
     codes = {rank: code for rank, process in processes.items() if (code := process.poll()) is not None}
-    for process in processes.values():
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+    late = [process for process in processes.values() if process.poll() is None]
+    if late and len(signals_seen) < 2:
+        for process in late:
+            process.send_signal(stacks.SIGNAL)
+        time.sleep(_SECONDS_FOR_STACKS)
+    for process in late:
+        process.kill()
+        process.wait()
     return codes
 
 

@@ -25,7 +25,9 @@ from torch._C._distributed_c10d import Store, TCPStore
 from rlhf.errors import ConfigError, RemoteRankError
 from rlhf.launchers.coordinator import Coordinator, WorkerClient, connect_with_retry, is_loopback, listen
 from rlhf.launchers.exit_status import INTERRUPTED, ExitStatus, rank_name
+from rlhf.launchers.stacks import write_stacks
 from rlhf.utils import signals
+from rlhf.utils.activity import describe_activity
 from rlhf.utils.process_info import SECRET_VARIABLE, ProcessInfo
 
 # A process keeps its stores until it ends, because other ranks may start the next session while this one ends.
@@ -53,10 +55,20 @@ def monitor_ranks(process: ProcessInfo, timeout: float) -> Iterator[WorkerClient
 
     def leave(verdict: ExitStatus) -> None:
         if not has_left.wait(_SECONDS_TO_LEAVE):
+            write_stacks()
             os._exit(verdict.report())
 
     address, secret = _connect_coordinator(get_store(process, timeout), process, timeout)
-    client = WorkerClient(address, secret, process.rank, rank_name(process.rank), {}, timeout, on_verdict=leave)
+    client = WorkerClient(
+        address,
+        secret,
+        process.rank,
+        rank_name(process.rank),
+        {},
+        timeout,
+        on_verdict=leave,
+        describe=describe_activity,
+    )
     try:
         if client.wait_for_all() is None:
             raise RemoteRankError("the ranks could not connect to each other")

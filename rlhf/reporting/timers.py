@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from rlhf.utils.activity import activity
+
 if TYPE_CHECKING:
     from accelerators import Accelerator, Precision
 
@@ -107,8 +109,9 @@ class PhaseTimers:
     def running(self, phase: Phase) -> Iterator[None]:
         """Record the running phase, for messages; phases may nest, and the innermost counts."""
         outer, self.current = self.current, phase
+        activity.phase = phase
         yield
-        self.current = outer  # not after an error, because its message names the phase
+        self.current = activity.phase = outer  # not after an error, because its message names the phase
 
     @contextmanager
     def __call__(self, phase: Phase) -> Iterator[None]:

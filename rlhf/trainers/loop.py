@@ -27,6 +27,7 @@ from rlhf.trainers.evaluation_schedule import EvaluationSchedule
 from rlhf.trainers.not_finite import explain_step
 from rlhf.trainers.trainer import Trainer
 from rlhf.utils import signals
+from rlhf.utils.activity import activity
 
 
 def fit(trainer: Trainer, context: StageContext, later: float = 0.0) -> dict[str, Any]:
@@ -190,6 +191,7 @@ def measure_step(trainer: Trainer, context: StageContext, index: int) -> Iterato
             and an invariant does not hold.
     """
     phases, unit, engines = context.phases, trainer.unit, trainer.engines
+    activity.stage, activity.step = context.directory.name, index + 1
     skipped_before = _skipped_steps(trainer)
     metrics: Metrics = {}
     samples = context.weight_samples  # taken before the first step

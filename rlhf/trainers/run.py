@@ -24,6 +24,7 @@ from rlhf.data.examples import max_completion_tokens
 from rlhf.data.preview import decode_median_row, describe_prompt_format, list_loss_parts, summarize_lengths
 from rlhf.engine.select import choose_kernels, select_accelerator
 from rlhf.errors import ConfigError, OutOfMemory, RunError
+from rlhf.launchers import stacks
 from rlhf.models import hub
 from rlhf.reporting.console import console
 from rlhf.reporting.health import describe_rates
@@ -202,6 +203,8 @@ def _open(config: Config, selection: Selection, request: Request, pending: Seque
                 del findings  # frees the rows
         if not request.dry_run:
             _check_shared(directory)
+            if distributed.world().size > 1:
+                stack.enter_context(stacks.keep_stacks(directory.path, distributed.world().rank))
         yield OpenRun(config, accelerator, later)
 
 

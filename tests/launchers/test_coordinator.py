@@ -140,8 +140,45 @@ def test_signal_after_a_failure_is_not_the_cause(run: Run) -> None:
 def test_hanging_member_is_named_instead_of_those_that_waited(run: Run) -> None:
     timed_out = error("Timed out waiting 1800000ms for recv operation", follows=True)
     assert {verdict and verdict.message for verdict in run.together(timed_out, timed_out)} == {
-        "rank 2 on host-2 hangs: the others waited for it for 30 s (engine.timeout)"
+        "rank 2 on host-2 hangs: the others waited for it for 30 s (engine.timeout); the stacks of ranks are in the "
+        "run's folder, in stacks"
     }
+
+
+def test_activity_of_the_hanging_member_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "_SECONDS_TO_DESCRIBE", 0.1)
+    run = Run(timeout=0.7)
+    for number, member in enumerate(run.members):
+        member._describe = lambda number=number: f"ppo step {number}"
+    run.members[0].wait_for_all()
+    run.members[0].progress = run.members[2].progress = 6
+    message = run.verdict(0).message
+    assert message.startswith(
+        "rank 1 on host-1 hangs at ppo step 1: the others waited for it for 1 s (engine.timeout); "
+    )
+    assert run.verdict(0).time == 0, "its report is not waited for"
+
+
+@pytest.mark.parametrize("places", [("a:1", "b:2", "b:2"), ("a:1", "a:1", "a:1")])
+def test_members_that_wait_for_each_other_are_all_named(
+    monkeypatch: pytest.MonkeyPatch, places: tuple[str, ...]
+) -> None:
+    """Each is in another collective, which ends with a timeout; in one place, the network is to blame."""
+    monkeypatch.setattr(coordinator, "_SECONDS_TO_DESCRIBE", 0.1)
+    run = Run(timeout=0.5)
+    for member, place in zip(run.members, places):
+        member._describe = lambda place=place: place
+    run.members[0].wait_for_all()
+    time.sleep(0.8)
+    timed_out = error("Timed out waiting 500ms for recv operation", follows=True)
+    messages = {
+        verdict and verdict.message.partition(";")[0] for verdict in run.together(timed_out, timed_out, timed_out)
+    }
+    (message,) = messages
+    if len(set(places)) == 1:
+        assert message == "Timed out waiting 500ms for recv operation"
+    else:
+        assert message == "the ranks waited for each other for 0 s (engine.timeout): rank 0 on host-0 at a:1"
 
 
 def test_member_behind_the_others_hangs() -> None:
