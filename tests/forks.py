@@ -226,7 +226,7 @@ class ForkedPopen:
             os.dup2(reads, 0)
             os.close(reads)
             sys.stdin = open(0, closefd=False)  # noqa: SIM115  # the server has read from its own
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
             os.environ.clear()
             os.environ.update(env)

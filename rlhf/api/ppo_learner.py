@@ -117,8 +117,9 @@ class PPOLearner:
         Raises:
             RLHFError: `index` is not the next step, no step is left, `reward` returns no finite number, or a number of
                 the step is not finite.
-            KeyboardInterrupt: Ctrl-C, or a notebook's stop button. The step was finished first, so the next one may
-                follow. A second interrupt does not wait for the step; then start again with `session.ppo()`.
+            KeyboardInterrupt: Ctrl-C, a notebook's stop button, or the file STOP in the run's folder. The step was
+                finished first, so the next one may follow. A second interrupt does not wait for the step; then start
+                again with `session.ppo()`.
         """
         self._check(index)
         trainer, context = self.trainer, self._context
@@ -129,7 +130,7 @@ class PPOLearner:
             if metrics:
                 context.recorder.log(self.done, metrics)
                 context.commit()
-            if loop.any_rank_signalled(signals_seen, context):
+            if loop.must_stop(signals_seen, context):
                 raise KeyboardInterrupt
         return metrics
 

@@ -17,8 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -42,7 +41,7 @@ _SECONDS_TO_CLEAN_UP = 20.0  # for the rank with the root cause to end, after an
 _SECONDS_AFTER_VERDICT = 8.0  # for the ranks of this machine to end, after those of another machine have failed
 _SECONDS_FOR_STACKS = 0.5  # for ranks to write their stacks, before they are killed
 # Exit codes of a rank after a signal: it ended after its step, or was killed before it handled signals.
-_STOPPED = {INTERRUPTED, -signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP}
+_STOPPED = {INTERRUPTED, *(-number for number in signals.SIGNALS)}
 
 
 def should_spawn(ranks: int | None) -> bool:
@@ -89,17 +88,18 @@ def spawn_ranks(
     if rendezvous:
         variables[RENDEZVOUS_VARIABLE] = f"{node.host}:{node.port}"
     processes: dict[int, subprocess.Popen[bytes]] = {}
-    for local in range(ranks):
-        rank = node.number * ranks + local
-        member = ProcessInfo(rank, node.count * ranks, local, ranks, node.number, node.host, port, "rlhf")
-        log = folder / f"{rank}.log" if rank and not debug else None
-        processes[rank] = _start_rank(command, {**os.environ, **member.variables(), **variables}, log, console)
-    with _pass_signals(processes.values()) as signals_seen:
+    signals_seen: list[int] = []
+    with signals.handle_signals(signals_seen.append):
+        for local in range(ranks):
+            rank = node.number * ranks + local
+            member = ProcessInfo(rank, node.count * ranks, local, ranks, node.number, node.host, port, "rlhf")
+            log = folder / f"{rank}.log" if rank and not debug else None
+            processes[rank] = _start_rank(command, {**os.environ, **member.variables(), **variables}, log, console)
         exit_codes = _wait(processes, signals_seen, folder, rendezvous.client if rendezvous else None)
     for process in processes.values():
         assert process.stdin
         process.stdin.close()
-    is_ended_at_once = len(signals_seen) >= 2
+    is_ended_at_once = signals.end_at_once(signals_seen)
     if is_ended_at_once:  # ranks that the second signal ended before they were killed are interrupted as well
         exit_codes = {rank: code for rank, code in exit_codes.items() if code not in _STOPPED}
     statuses, has_silent = [], False
@@ -165,14 +165,20 @@ def _start_rank(
 def _wait(
     processes: dict[int, subprocess.Popen[bytes]], signals_seen: list[int], folder: Path, client: WorkerClient | None
 ) -> dict[int, int]:
-    """Wait for the processes, kill those that do not end in time, and return the exit codes of the others by rank."""
-    deadline, has_announced = math.inf, False
+    """Wait for the processes, pass signals on, and kill processes that do not end in time.
+
+    Returns:
+        The exit codes of the others by rank.
+    """
+    deadline, passed = math.inf, 0
     while any(process.poll() is None for process in processes.values()):
-        if len(signals_seen) >= 2 or time.monotonic() >= deadline:
+        if signals.end_at_once(signals_seen) or time.monotonic() >= deadline:
             break
-        if signals_seen and not has_announced:
-            has_announced = True
+        if signals_seen and not passed:
             print("rlhf: ending after this step and its checkpoint; interrupt again to end at once", file=sys.stderr)
+        for number in signals_seen[passed:]:
+            _pass_signal(number, processes.values())
+            passed += 1
         codes = {rank: code for rank, process in processes.items() if (code := process.poll()) is not None}
         failed = [ExitStatus.read(folder, rank) for rank, code in codes.items() if code != 0 and code not in _STOPPED]
         # A rank that reports a consequence is not the cause; the rank with the root cause may still be cleaning up.
@@ -187,7 +193,7 @@ def _wait(
         time.sleep(0.05)
     codes = {rank: code for rank, process in processes.items() if (code := process.poll()) is not None}
     late = [process for process in processes.values() if process.poll() is None]
-    if late and len(signals_seen) < 2:
+    if late and not signals.end_at_once(signals_seen):
         for process in late:
             process.send_signal(stacks.SIGNAL)
         time.sleep(_SECONDS_FOR_STACKS)
@@ -197,21 +203,16 @@ def _wait(
     return codes
 
 
-@contextmanager
-def _pass_signals(processes: Collection[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
-    """Ask each process to end when a signal arrives; yield the signals so far, without repeated SIGHUPs."""
-    signals_seen: list[int] = []
+def _pass_signal(number: int, processes: Iterable[subprocess.Popen[bytes]]) -> None:
+    """Ask each process to end after its step.
 
-    def receive(number: int) -> None:
-        if not signals_seen or signals.ends_at_once(signals_seen, number):
-            signals_seen.append(number)
-        for process in processes:
-            if process.poll() is None:
-                # Not SIGINT: in the background of a shell it is ignored, and child processes inherit that.
-                process.send_signal(number if number == signal.SIGHUP else signal.SIGTERM)
-
-    with signals.handle_signals(receive):
-        yield signals_seen
+    SIGINT and SIGTERM are passed on as SIGUSR1: a scheduler may send SIGTERM to each process of a job, and ranks take a
+    second one as a request to end at once. In the background of a shell SIGINT is ignored, and child processes inherit
+    that.
+    """
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(signal.SIGHUP if number == signal.SIGHUP else signal.SIGUSR1)
 
 
 def _describe_silent_end(name: str, code: int, log: Path) -> ExitStatus:

@@ -120,7 +120,7 @@ def _exit_with_run(lifeline: int) -> None:
 
 def _ignore_signals() -> None:
     """Ignore signals to end, which the run handles after its step; restore them in processes that functions start."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     before = {number: signal.signal(number, lambda *_: None) for number in numbers}
 
     def restore() -> None:

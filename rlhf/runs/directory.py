@@ -65,6 +65,11 @@ class RunDirectory:
         return self.path / "report.html"
 
     @property
+    def stop_file(self) -> Path:
+        """The file that asks the run to save and end after its step."""
+        return self.path / "STOP"
+
+    @property
     def backup(self) -> Path:
         """The folder of the backup; it does not exist if there is nothing to restore."""
         return self.path / ".rlhf.replaced"
@@ -216,6 +221,13 @@ class RunDirectory:
             with lock_folder(self.path):
                 self._restore_backup()
                 self._remove_partial()
+
+    def remove_stop_file(self) -> bool:
+        """Remove the file that asks the run to end, and return whether there was one."""
+        exists = self.stop_file.is_file()
+        if exists:
+            self.stop_file.unlink()
+        return exists
 
     def commit(self, stage: StageDirectory) -> None:
         """Delete the backup of `open_for`, if `stage` has written a record or a checkpoint."""
@@ -431,7 +443,7 @@ class RunDirectory:
             raise RunError(f"{self.path}: is a file; choose a folder with --output")
         # Files that may remain from a run that could not start.
         partial = (self.recipe.name + PARTIAL, self.description.name + PARTIAL)
-        known = ("traceback*.txt", CONSOLE, *LOCK_FILES, *partial)
+        known = ("traceback*.txt", CONSOLE, self.stop_file.name, *LOCK_FILES, *partial)
         files = self.path.iterdir() if self.path.is_dir() else ()
         if not all(any(path.match(name) for name in known) for path in files):
             raise RunError(

@@ -41,7 +41,7 @@ def fit(trainer: Trainer, context: StageContext, later: float = 0.0) -> dict[str
 
     Raises:
         DivergedError: a number is not finite; nothing more is written.
-        KeyboardInterrupt: a signal arrived; the step was finished and a checkpoint written.
+        KeyboardInterrupt: a signal or the file STOP asked for it; the step was finished and a checkpoint written.
     """
     name, settings, total_steps, unit = context.directory.name, trainer.settings, trainer.total_steps, trainer.unit
     title = "" if name != "ppo" or context.config.title(name) == "PPO" else f"{context.config.title(name)} "
@@ -58,7 +58,7 @@ def fit(trainer: Trainer, context: StageContext, later: float = 0.0) -> dict[str
     )
     # A library may have swallowed an earlier signal.
     with signals.collect_signals(signals.remembered_signals) as signals_seen, training as bar:
-        if any_rank_signalled(signals_seen, context):
+        if must_stop(signals_seen, context):
             raise KeyboardInterrupt
         if 0 < first < total_steps and schedule.is_due(first):  # the process may have ended before the evaluation
             schedule.run(first)
@@ -72,7 +72,7 @@ def fit(trainer: Trainer, context: StageContext, later: float = 0.0) -> dict[str
                 context.commit()
             displayed = {key: metrics[key] for key in trainer.displayed if key in metrics}
             bar.advance(1, **displayed, **({f"{unit}/s": metrics[f"{unit}_per_second"]} if metrics else {}))
-            interrupted = any_rank_signalled(signals_seen, context)
+            interrupted = must_stop(signals_seen, context)
             due = settings.checkpoint_every and done % settings.checkpoint_every == 0
             # After the last step too: the evaluation and the export that follow may fail, or be interrupted.
             if due or interrupted or done == total_steps:
@@ -85,7 +85,7 @@ def fit(trainer: Trainer, context: StageContext, later: float = 0.0) -> dict[str
                     end_early(trainer, context, done, metrics)
                     total_steps = done
                     break
-        if any_rank_signalled(signals_seen, context):  # while the last checkpoint was written
+        if must_stop(signals_seen, context):  # while the last checkpoint was written
             raise KeyboardInterrupt
     if total_steps == trainer.total_steps:
         schedule.run(total_steps)
@@ -254,11 +254,12 @@ def save_checkpoint(trainer: Trainer, context: StageContext, done: int) -> None:
     context.commit()
 
 
-def any_rank_signalled(received: list[int], context: StageContext) -> bool:
-    """Return whether a signal arrived on any rank, so that all stop after the same step."""
+def must_stop(received: list[int], context: StageContext) -> bool:
+    """Return whether a signal arrived on any rank, or rank 0 finds STOP, so that all ranks stop after the same step."""
+    stops = bool(received) or (context.world.is_main and context.run.stop_file.is_file())
     if context.world.size == 1:
-        return bool(received)
-    return bool(distributed.all_sum(torch.tensor(float(len(received)), device=context.accelerator.device())) > 0)
+        return stops
+    return bool(distributed.all_sum(torch.tensor(float(stops), device=context.accelerator.device())) > 0)
 
 
 def _skipped_steps(trainer: Trainer) -> int:

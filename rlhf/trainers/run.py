@@ -196,6 +196,10 @@ def _open(config: Config, selection: Selection, request: Request, pending: Seque
                     _print_plans(config, findings, accelerator)
                 else:
                     stack.enter_context(directory.open_for(config, **arguments))
+                    if directory.remove_stop_file():
+                        note = f"note: {directory.stop_file}: removed; it was there before this run"
+                        console.print(note, markup=False, soft_wrap=True)
+                    stack.callback(directory.remove_stop_file)
                     steps = {plan.stage: plan.steps(config) for plan in findings.plans}
                     with suppress(ConfigError):  # the shape of a model is not known
                         environment = detect_environment(accelerator, config, distributed.world().size)

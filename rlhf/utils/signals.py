@@ -1,4 +1,4 @@
-"""Signals that ask a run to end: Ctrl-C, a scheduler's SIGTERM, and SIGHUP when the terminal is closed."""
+"""Signals that ask a run to end: Ctrl-C, a scheduler's SIGTERM or SIGUSR1, and SIGHUP when the terminal is closed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 remembered_signals: list[int] = []
 """The signals that have arrived in the block of `interrupt_on_signals`."""
 _TERMINAL_FDS = [fd for fd in (1, 2) if os.isatty(fd)]
@@ -32,7 +32,7 @@ def handle_signals(receive: Callable[[int], None]) -> Iterator[None]:
         receive(number)
 
     is_main = threading.current_thread() is threading.main_thread()
-    numbers = [number for number in _SIGNALS if is_main and signal.getsignal(number) != signal.SIG_IGN]
+    numbers = [number for number in SIGNALS if is_main and signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield
@@ -77,17 +77,21 @@ def collect_signals(earlier: Sequence[int] = ()) -> Iterator[list[int]]:
     received = list(earlier)
 
     def receive(number: int) -> None:
-        if ends_at_once(received, number):
-            raise KeyboardInterrupt
         received.append(number)
+        if end_at_once(received):
+            raise KeyboardInterrupt
 
     with handle_signals(receive):
         yield received
 
 
-def ends_at_once(signals_seen: list[int], number: int) -> bool:
-    """Return whether another signal ends the process at once; a closing terminal may send SIGHUP more than once."""
-    return bool(signals_seen) and number != signal.SIGHUP
+def end_at_once(signals_seen: Sequence[int]) -> bool:
+    """Return whether these signals, in their order, end the process at once, because one of them is a second request.
+
+    A closing terminal may send SIGHUP more than once. SIGUSR1 is a scheduler's warning, which a request may follow.
+    """
+    requests = [number for number in signals_seen if number != signal.SIGUSR1]
+    return any(number != signal.SIGHUP for number in requests[1:])
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from rlhf.errors import DataError, RemoteRankError
 rank = os.environ["RANK"]
 def interrupt(number, frame):
     raise KeyboardInterrupt
-signal.signal(signal.SIGTERM, interrupt)
+signal.signal(signal.SIGUSR1, interrupt)
 """
 
 
@@ -152,6 +152,31 @@ def test_rank_that_notices_the_end_of_another_after_a_second_signal_is_not_its_c
     report = "ExitStatus.from_error(RemoteRankError('rank 0 exited and reported no error')).report()"
     status = start(until_signalled(tmp_path, f"rank == '1' and {report}; time.sleep(60)"))
     assert status is not None and status.code == INTERRUPTED and "interrupted at once" in status.line
+
+
+def test_scheduler_that_signals_ranks_too_ends_none_at_once(tmp_path: Path) -> None:
+    """SLURM sends its warning SIGUSR1, and later SIGTERM, to every process of a step or of a batch job."""
+    script = f"""
+from rlhf.utils import signals
+with signals.collect_signals() as received:
+    for name, count, own in (("warned", 1, signal.SIGUSR1), ("asked", 3, signal.SIGTERM)):
+        open(f'{tmp_path}/{{name}}-{{rank}}', 'w')
+        while len(received) < count: time.sleep(0.01)
+        os.kill(os.getpid(), own)
+open(f'{tmp_path}/saved-{{rank}}', 'w')
+sys.exit(ExitStatus.from_error(KeyboardInterrupt()).report())
+"""
+
+    def send() -> None:
+        for count, number in ((2, signal.SIGUSR1), (4, signal.SIGTERM)):
+            while len(list(tmp_path.iterdir())) < count:
+                time.sleep(0.01)
+            os.kill(os.getpid(), number)
+
+    threading.Thread(target=send, daemon=True).start()
+    status = start(script)
+    assert status is not None and status.code == INTERRUPTED
+    assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
 
 
 @pytest.mark.parametrize(

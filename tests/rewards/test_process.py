@@ -412,7 +412,7 @@ def test_signals_to_end_do_not_break_a_batch(start) -> None:
     """Ctrl-C in a terminal and a scheduler's SIGTERM may reach all processes."""
     process = start("pid")
     pid = int(process(SAMPLES)[0][0])
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         os.kill(pid, number)
     assert process(SAMPLES) == [[pid, pid]]
     assert os.getpgid(pid) != os.getpgid(0)

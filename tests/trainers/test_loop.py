@@ -99,6 +99,24 @@ def test_a_signal_during_the_last_checkpoint_is_not_lost(train, tmp_path, monkey
     assert not (tmp_path / "sft" / "model").exists()
 
 
+def test_stop_file_ends_the_run_after_a_checkpoint_of_the_step(accelerator, recipe, tmp_path):
+    context, steps = stage_context(accelerator, tmp_path, "sft", recipe), []
+
+    def step(index):
+        steps.append(index)
+        context.run.stop_file.touch()
+        return {"rows": 1.0}
+
+    trainer = StubTrainer(context.config.sft, step, total_steps=3)
+    with pytest.raises(KeyboardInterrupt):
+        fit(trainer, context)
+    with pytest.raises(KeyboardInterrupt):  # before the next step
+        fit(trainer, context)
+    assert steps == [0] and context.directory.latest_checkpoint.name == "step-00000001"
+    assert context.run.remove_stop_file()
+    assert not context.run.remove_stop_file()
+
+
 def test_resumed_stage_continues_the_sums_of_its_steps(accelerator, recipe, tmp_path):
     def run(total, arrived):
         context = stage_context(accelerator, tmp_path, "sft", recipe)

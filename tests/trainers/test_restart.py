@@ -22,7 +22,7 @@ import torch
 from rlhf.checkpoint.training_state import Checkpoint
 from rlhf.config.schema import Config
 from rlhf.engine import distributed
-from rlhf.runs.stage_directory import StageDirectory
+from rlhf.runs.stage_directory import StageDirectory, parse_step
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.loop import _restore_generators
 from rlhf.utils.manifest import write_manifest
@@ -72,6 +72,24 @@ def test_interrupted_ranks_finish_their_step_save_and_say_so(rlhf, finished_run,
     (checkpoint,) = (output / "ppo" / "checkpoints").iterdir()
     assert len(list(checkpoint.glob("random-rank*.pt"))) == 2
     assert sorted(path.name for path in output.iterdir()) == ["ppo", "recipe.yaml", "report.html", "run.json"]
+
+
+def test_stop_file_makes_ranks_save_and_end(rlhf, finished_run, tmp_path):
+    """One that lies there when a run starts is of an earlier run."""
+    output = tmp_path / "run"
+    arguments = ppo_arguments(finished_run, output, steps=500)
+    process = rlhf.forks.start("-m", "rlhf", *map(str, [*arguments, "--config", rlhf.recipe, "--ranks", 2]))
+    wait_for(output / "ppo" / "checkpoints" / "step-00000001", process)
+    (output / "STOP").touch()
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert errors.splitlines()[-1].endswith(f"to continue: rlhf ppo --output {output} --resume --ranks 2")
+    assert not (output / "STOP").exists()
+    steps = parse_step(StageDirectory(output / "ppo", "ppo").latest_checkpoint)
+    (output / "STOP").touch()
+    done = rlhf("ppo", "--output", output, "--resume", "--set", f"ppo.steps={steps + 1}", "--ranks", 2, recipe=None)
+    assert f"note: {output / 'STOP'}: removed; it was there before this run" in done.stdout
+    assert not (output / "STOP").exists()
 
 
 @pytest.mark.slow
