@@ -249,6 +249,12 @@ class AlarmsConfig(ConfigModel):
         description="end the run at the first step at which an invariant does not hold, such as rollouts that were "
         "drawn from other weights than those that are trained; false: only warn",
     )
+    compare_every: int = Field(
+        100,
+        ge=0,
+        description="steps between comparisons of all weights between ranks, and of frozen ones with their start; 0: "
+        "in the first and the last step only",
+    )
     skip_not_finite: int = Field(
         0,
         ge=0,

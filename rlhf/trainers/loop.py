@@ -207,7 +207,8 @@ def measure_step(trainer: Trainer, context: StageContext, index: int) -> Iterato
             ) from failed
         if index == 0:  # no resumed process repeats it, so records do not depend on where a run resumed
             metrics |= samples.count_unchanged()
-        if index == 0 or index + 1 == trainer.total_steps:
+        every = context.config.alarms.compare_every
+        if index == 0 or index + 1 == trainer.total_steps or (every and (index + 1) % every == 0):
             metrics |= samples.compare()
     metrics |= phases.metrics() | {f"{unit}_per_second": metrics[unit] / phases.seconds}
     compilations, fallbacks = context.accelerator.compilations(), context.accelerator.fallbacks

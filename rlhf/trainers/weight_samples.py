@@ -1,7 +1,7 @@
-"""Samples of a stage's weights: which of them change in training, and whether all ranks have the same.
+"""Which of a stage's weights change in training, and whether all ranks have the same.
 
-Some numbers of each tensor are kept from the start, and compared later bit for bit. An update moves nearly all numbers
-of a tensor, so a few of them suffice.
+Some numbers of each tensor are kept from the start, and compared later bit for bit: an update moves nearly all numbers
+of a tensor, so a few of them suffice. Ranks compare sums over the bits of all numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rlhf.engine import distributed
 from rlhf.engine.engine import Metrics, TrainingEngine
-from rlhf.engine.fp32_weights import get_fp32_weights
+from rlhf.engine.fp32_weights import CHUNK, get_fp32_weights
 from rlhf.models.quantized import find_quantized_layers
 from rlhf.models.weight_loading import is_sharded
 
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from accelerators import Accelerator
 
 SAMPLE = 256
-"""Numbers of a tensor that are compared."""
+"""Numbers of a tensor that are compared with those from the start."""
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class WeightSamples:
@@ -59,7 +61,7 @@ class WeightSamples:
 
         Returns:
             changed_frozen_weights: frozen tensors that have changed. unequal_weights: tensors that differ between
-            ranks; those that ZeRO 3 shards are not compared.
+            ranks, in any bit; those that ZeRO 3 shards are not compared.
         """
         now = self._sample(self._weights)
         changed = sum(
@@ -67,11 +69,10 @@ class WeightSamples:
             for weight, old, new in zip(self._weights, self._before, now, strict=True)
             if not weight.requires_grad
         )
-        whole = [_digest(new) for weight, new in zip(self._weights, now, strict=True) if not is_sharded(weight)]
-        ranks = distributed.all_gather_objects((changed, whole))
+        ranks = distributed.all_gather_objects((changed, self._sum_whole_weights()))
         return {
             "changed_frozen_weights": float(max(count for count, _ in ranks)),
-            "unequal_weights": float(sum(len(set(digests)) > 1 for digests in zip(*(digests for _, digests in ranks)))),
+            "unequal_weights": float(sum(len(set(sums)) > 1 for sums in zip(*(sums for _, sums in ranks)))),
         }
 
     @torch.no_grad()
@@ -99,6 +100,13 @@ class WeightSamples:
         shares = [same / count for same, count in sums if count]
         return {"unchanged_weights": max(shares)} if shares else {}
 
+    def _sum_whole_weights(self) -> list[int]:
+        """Return a sum over the bits of each tensor that all ranks have; empty with one rank."""
+        if distributed.world().size == 1:
+            return []
+        sums = [_sum_bits(weight.detach()) for weight in self._weights if not is_sharded(weight)]
+        return [int(number) for number in torch.stack(sums).tolist()] if sums else []
+
     def _sample(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return some numbers of each tensor, in the host's memory; of a sharded parameter, of this rank's share."""
         samples = [_select_numbers(getattr(tensor, "ds_tensor", tensor).detach()) for tensor in tensors]
@@ -118,6 +126,13 @@ def _select_numbers(tensor: Tensor) -> Tensor:
     while flat.dim() > 1:
         flat = flat.select(-1, 0)
     return flat[:: max(1, -(-len(flat) // SAMPLE))]
+
+
+def _sum_bits(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor's numbers, each read as an integer, on its device; it wraps around."""
+    numbers = tensor.reshape(-1).view(_INTEGERS[tensor.element_size()])
+    # In chunks, because each is converted.
+    return torch.stack([chunk.sum(dtype=torch.int64) for chunk in numbers.split(CHUNK)]).sum()
 
 
 def _digest(numbers: Tensor) -> bytes:

@@ -174,7 +174,8 @@ def test_stage_resumes_with_settings_that_change_no_result(
 
 
 HARMLESS = {
-    *("output", "accelerator", "precision", "sinks", "alarms.stop"),
+    *("output", "accelerator", "precision", "sinks"),
+    *("alarms.stop", "alarms.compare_every", "alarms.skip_not_finite"),
     *("model.gradient_checkpointing", "data.datasets.0.prefer.nothing"),
     *("lora.share_base", "lora.merge", "lora.save", "engine.kernels", "engine.timeout"),
     *(f"engine.{key}" for key in ("zero_stage", "zero_persistence_threshold", "offload", "nvme")),

@@ -14,7 +14,7 @@ from rlhf.data.stage_dataset import load_stage
 from rlhf.engine.distributed import World
 from rlhf.models.loading import load_causal_lm
 from rlhf.trainers import supervised
-from rlhf.trainers.loop import fit, is_recorded, resume_or_seed
+from rlhf.trainers.loop import fit, is_recorded, resume_or_seed, take_step
 from rlhf.trainers.supervised import SFTTrainer
 from rlhf.utils import signals
 from tests.helpers import assert_same_weights
@@ -83,6 +83,14 @@ def test_each_rank_draws_its_own_numbers_again(accelerator, recipe, tmp_path):
     first, second = draws(0, 1), draws(1, 1)
     assert first == draws(0, 2) and second == draws(1, 2)
     assert not set(first) & set(second)
+
+
+@pytest.mark.parametrize(("every", "steps"), [(2, [1, 2, 4, 5]), (0, [1, 5])])
+def test_ranks_are_compared_every_few_steps(accelerator, recipe, tmp_path, every, steps):
+    context = stage_context(accelerator, tmp_path, "sft", {**recipe, "alarms": {"compare_every": every}})
+    trainer = StubTrainer(context.config.sft, total_steps=5)
+    compared = [index + 1 for index in range(5) if "unequal_weights" in take_step(trainer, context, index)]
+    assert compared == steps
 
 
 def test_a_signal_during_the_last_checkpoint_is_not_lost(train, tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from rlhf.engine.engine import TrainingEngine
 from rlhf.models.quantized import quantize
 from rlhf.trainers import weight_samples
 from rlhf.trainers.weight_samples import SAMPLE, WeightSamples
+from tests.forks import Forks
 from tests.helpers import llama
 from tests.in_process import make_placement
 
@@ -105,3 +106,30 @@ def test_layouts_of_the_device_and_strange_shapes_are_no_problem(accelerator: An
     model.turned.data[:, 0, 0] += 1
     model.scalar.data += 1
     assert samples.compare() == SAME | {"changed_frozen_weights": 2.0}
+
+
+TWO_RANKS = """
+import torch
+import accelerators
+from rlhf.engine import distributed
+from rlhf.trainers.weight_samples import WeightSamples
+from tests.engine.engines import build, step
+from tests.helpers import llama
+with distributed.start_process_group(accelerators.select("cpu", environ={})) as accelerator:
+    for precision in ("fp32", "bf16"):
+        engine = build(accelerator, 2, precision, rows=2)
+        frozen = llama(300).requires_grad_(False)
+        samples = WeightSamples({"sft": engine, "reference": frozen}, accelerator)
+        assert samples.compare()["unequal_weights"] == 0
+        for weight in (engine.module.model.embed_tokens.weight, frozen.lm_head.weight):
+            bits = weight.data.view(-1).view(torch.int32 if weight.element_size() == 4 else torch.int16)
+            if distributed.world().rank:
+                bits[777] ^= 1  # the last bit of a number that is no sample
+            assert samples.compare() == {"changed_frozen_weights": 0.0, "unequal_weights": 1.0}, precision
+            if distributed.world().rank:
+                bits[777] ^= 1
+"""
+
+
+def test_one_bit_that_differs_between_ranks_is_found(forks: Forks) -> None:
+    forks.ranks(2, TWO_RANKS)
