@@ -15,6 +15,7 @@ def main() -> None:
     from typer.main import get_command
 
     from rlhf.cli.app import app
+    from rlhf.cli.options import split_resume
     from rlhf.launchers.exit_status import ExitStatus
     from rlhf.reporting import verbosity
     from rlhf.reporting.progress import show_hashing
@@ -29,7 +30,7 @@ def main() -> None:
         try:
             arguments = strip_local_rank(sys.argv[1:])
             set_command_line(arguments)
-            code = get_command(app).main(arguments, prog_name="rlhf", standalone_mode=False)
+            code = get_command(app).main(split_resume(arguments), prog_name="rlhf", standalone_mode=False)
         except (Exception, KeyboardInterrupt) as error:
             if debug:
                 traceback.print_exc()

@@ -10,7 +10,20 @@ from typing import Annotated, Any
 
 import typer
 
-from rlhf.cli import accelerators, chat, compare, evaluate, export, label, profile, recipe, report, show, sweep
+from rlhf.cli import (
+    accelerators,
+    chat,
+    checkpoints,
+    compare,
+    evaluate,
+    export,
+    label,
+    profile,
+    recipe,
+    report,
+    show,
+    sweep,
+)
 from rlhf.cli.options import (
     RUN,
     Options,
@@ -21,12 +34,14 @@ from rlhf.cli.options import (
     shared,
     with_signature,
 )
+from rlhf.cli.tables import print_line
 from rlhf.config.schema import STAGES, Stage
 from rlhf.engine import select
 from rlhf.errors import USER_ERRORS, ConfigError, RemoteRankError
 from rlhf.launchers import local, multinode
 from rlhf.launchers.exit_status import INTERRUPTED, ExitStatus
 from rlhf.reporting.console import console
+from rlhf.runs.checkpoints import resume_from
 from rlhf.runs.directory import RunDirectory
 from rlhf.trainers.interruption import RunTermination
 from rlhf.utils import signals
@@ -47,6 +62,7 @@ _EXAMPLES = {
     "rlhf sft --set sft.epochs=2 --set seed=1": "train one stage",
     "rlhf --stages sft,dpo --output runs/b": "train these stages",
     "rlhf --output runs/a --resume": "resume a run",
+    "rlhf checkpoints list runs/a": "see what it can resume from",
     "rlhf --output runs/a --ranks 2": "train in two processes",
     "rlhf show runs/a": "see how a run went or goes",
     "rlhf report runs/a": "write a page that explains it",
@@ -134,6 +150,7 @@ def start(context: typer.Context, stages: tuple[Stage, ...], **values: Any) -> N
         _start_on_machine(machine, options, stages)
         return
     options = options.with_run_recipe(stages)
+    _choose_checkpoint(options, stages)
     config = options.load_for(() if options.dry_run else stages)  # a dry run calls no reward function
     if local.should_spawn(options.ranks) and not options.dry_run:
         assert options.ranks is not None
@@ -158,6 +175,21 @@ def start(context: typer.Context, stages: tuple[Stage, ...], **values: Any) -> N
     )
 
 
+def _choose_checkpoint(options: Options, stages: tuple[Stage, ...]) -> None:
+    """Set aside what is newer than the checkpoint of `--resume=step-N`.
+
+    Raises:
+        RunError: there is no such checkpoint.
+    """
+    if not options.checkpoint:
+        return
+    if options.dry_run:
+        raise ConfigError(f"--resume={options.checkpoint}: sets newer checkpoints aside; leave out --dry-run")
+    folder = options.output or options.load().output
+    if line := resume_from(RunDirectory(folder), options.checkpoint, stages):
+        print_line(line)
+
+
 def _start_on_machine(machine: multinode.NodeSpec, options: Options, stages: tuple[Stage, ...]) -> None:
     """Start this machine's ranks of a run on several machines. The first machine checks the run for all."""
     from rlhf.trainers import preflight
@@ -165,6 +197,8 @@ def _start_on_machine(machine: multinode.NodeSpec, options: Options, stages: tup
 
     first, count = machine.number == 0, options.ranks or 1
     options = options.with_run_recipe(stages) if first else options
+    if first:
+        _choose_checkpoint(options, stages)
     config = options.load_for(stages)
     timeout = config.engine.timeout
     pending = list(stages)
@@ -222,7 +256,11 @@ for _command in (
     sweep.sweep,
 ):
     app.command()(_command)
-for _command_info in (*app.registered_commands, *accelerators.app.registered_commands):
+for _command_info in (
+    *app.registered_commands,
+    *accelerators.app.registered_commands,
+    *checkpoints.app.registered_commands,
+):
     _command_info.help = join_lines(_command_info.help or _command_info.callback.__doc__)
 
 
@@ -235,4 +273,5 @@ def _refuse_train() -> None:
     )
 
 
+app.add_typer(checkpoints.app, name="checkpoints", short_help="List, verify and remove the checkpoints of a run.")
 app.add_typer(accelerators.app, name="accelerators", short_help="Show and check the installed accelerator backends.")

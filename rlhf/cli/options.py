@@ -43,9 +43,17 @@ class Options:
     precision: Annotated[str | None, typer.Option(help="auto, bf16, fp16 or fp32.", metavar="NAME")] = None
     output: Annotated[Path | None, typer.Option(help="Folder of the run.", metavar="DIR")] = None
     seed: Annotated[int | None, typer.Option(help="Seed of weights, data order and sampling.", metavar="N")] = None
-    resume: Annotated[bool, typer.Option("--resume", metavar="", help="Resume the run in the folder of --output.")] = (
-        False
-    )
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            metavar="[=step-N]",
+            help="Resume the run in the folder of --output, from its newest checkpoint or from step-N.",
+        ),
+    ] = False
+    checkpoint: Annotated[
+        str | None, typer.Option("--checkpoint", hidden=True, help="The value of --resume=step-N.")
+    ] = None
     overwrite: Annotated[
         bool, typer.Option("--overwrite", metavar="", help="Replace the stages in the folder of --output.")
     ] = False
@@ -121,6 +129,15 @@ class Options:
         """
         options = {"precision": self.precision, "output": self.output, "seed": self.seed}
         return load_config(self.config, self.overrides or (), options=options, example=example)
+
+
+def split_resume(arguments: Sequence[str]) -> list[str]:
+    """Write `--resume=step-N` as two options, since an option has a value always or never."""
+    split: list[str] = []
+    for argument in arguments:
+        name, _, value = argument.partition("=")
+        split += [name, "--checkpoint", value] if name == "--resume" and value else [argument]
+    return split
 
 
 RUN = tuple(field.name for field in fields(Options))

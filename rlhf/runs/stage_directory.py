@@ -15,8 +15,7 @@ from rlhf.runs.description import read_summary
 from rlhf.utils.atomic_io import atomic_write_json
 from rlhf.utils.jsonl import read_records
 from rlhf.utils.manifest import find_damage
-
-"""The file in a checkpoint with the state that a rank saved in addition to its engines."""
+from rlhf.utils.process_info import get_resume_command
 
 CRITIC = "critic"
 """The folder of PPO's critic, next to that of its model."""
@@ -123,8 +122,11 @@ class StageDirectory:
         """Return the error for an unreadable newest checkpoint, with the alternatives."""
         path = self.latest_checkpoint
         earlier = [other.name for other in self.all_checkpoints if other != path]
-        remedy = f"resume from {earlier[-1]}" if earlier else f"start the {self.name} stage again; there is no other"
-        return RunError(f"{path}: cannot be read ({reason}); rename it (mv {path} {path}.bad) to {remedy}")
+        if not earlier:
+            remedy = f"there is no other; train the {self.name} stage again with --overwrite"
+        else:
+            remedy = f"take the one before: {get_resume_command(earlier[-1], self.name, self.path.parent)}"
+        return RunError(f"{path}: cannot be read ({reason}); {remedy}")
 
     def check_steps(self, steps: int) -> None:
         """Raise `RunError` if the newest checkpoint is of a later step than the last of `steps`."""

@@ -15,6 +15,7 @@ import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rlhf.errors import ConfigError
 
@@ -145,6 +146,13 @@ def set_command_line(arguments: list[str]) -> None:
 def get_command_line() -> str:
     """Return the `rlhf` command, or that of the program that calls rlhf from Python; `run.json` records it."""
     return shlex.join(sys.orig_argv if _arguments is None else ["rlhf", *_arguments])
+
+
+def get_resume_command(checkpoint: str, stage: str, output: Path) -> str:
+    """Return this command, but resuming from this checkpoint; of a Python program, the command that does the same."""
+    words = ["rlhf", stage, "--output", str(output)] if _arguments is None else ["rlhf", *_arguments]
+    words = [word for word in words if word != "--resume" and not word.startswith("--resume=")]
+    return shlex.join([*words, f"--resume={checkpoint}"])
 
 
 def strip_local_rank(arguments: Sequence[str]) -> list[str]:

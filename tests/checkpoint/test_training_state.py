@@ -78,7 +78,9 @@ def test_unreadable_checkpoint_error_names_the_one_before(engine, tmp_path):
         training_state.save_checkpoint(place(tmp_path), step, {"model": engine}, {})
     newest = place(tmp_path).latest_checkpoint
     (newest / "state.pt").write_bytes(b"cut off")
-    with pytest.raises(RunError, match=r"step-00000002: cannot be read .*; rename it \(mv .*\) to .*step-00000001$"):
+    with pytest.raises(
+        RunError, match=r"step-00000002: cannot be read .*; take the one before: .* --resume=step-00000001$"
+    ):
         training_state.restore_checkpoint(place(tmp_path), {"model": engine})
     newest.rename(f"{newest}.bad")
     assert training_state.restore_checkpoint(place(tmp_path), {"model": engine})[:2] == (1, {})

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import select
+import shlex
 import shutil
 import signal
 import subprocess
@@ -188,10 +189,14 @@ def test_resume_refuses_damage_and_code_in_a_checkpoint(rlhf, killed, tmp_path, 
         (line,) = done.stderr.strip().splitlines()
         reason = "a file holds objects other than" if is_malicious else f"{file.relative_to(newest)} "
         assert done.returncode == 2 and line.startswith(f"rlhf: error: {newest}: cannot be read ({reason}")
-        assert not ran.exists() and line.endswith(f"to resume from {before.name}")
+        assert not ran.exists() and line.endswith(
+            f"; take the one before: rlhf ppo --output {output} --resume={before.name}"
+        )
         file.write_bytes(intact)
-    newest.rename(re.search(r"\(mv .* (.*)\)", line)[1])
-    assert f"resumed after step {int(before.name[5:])}" in rlhf(*resume, recipe=None).stdout
+    newest.joinpath("state.pt").write_bytes(b"damaged")
+    done = rlhf(*shlex.split(line.rpartition("before: rlhf ")[2]), recipe=None)
+    assert f"ppo: resumes from {before.name}; {newest.name} set aside (.newer)" in done.stdout
+    assert f"resumed after step {int(before.name[5:])}" in done.stdout
 
 
 class Malicious:

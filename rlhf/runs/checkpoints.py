@@ -1,0 +1,137 @@
+"""The checkpoints of a run as a person manages them: list and verify them, remove some, or resume from an older one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from rlhf.config.schema import Stage
+from rlhf.errors import RunError
+from rlhf.runs.directory import RunDirectory
+from rlhf.runs.stage_directory import StageDirectory, parse_step
+from rlhf.utils.file_lock import lock_folder
+from rlhf.utils.manifest import MANIFEST, find_damage
+from rlhf.utils.process_info import current_process
+
+_NEWER = ".newer"  # suffix of checkpoints that are set aside
+_SECONDS_TO_CHOOSE = 60.0  # for rank 0 to set them aside
+
+
+@dataclass(frozen=True)
+class SavedFolder:
+    """A checkpoint or a saved model of a stage.
+
+    Attributes:
+        name: `step-00000012`, `model`, `critic`, ...
+        bytes: of all its files.
+        written: seconds since the epoch.
+        damage: what differs from its manifest; empty if nothing does.
+    """
+
+    stage: Stage
+    name: str
+    path: Path
+    bytes: int
+    written: float
+    damage: str
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """True for a checkpoint, False for a model."""
+        return self.path.parent.name == "checkpoints"
+
+
+def list_saved(run: RunDirectory, *, verify: bool = False) -> list[SavedFolder]:
+    """Return the checkpoints of a run, oldest first in each stage, and with `verify` also its models.
+
+    The sizes of files are compared with the manifests, and with `verify` their contents.
+
+    Raises:
+        RunError: the folder contains no run.
+    """
+    if not run.description.is_file():
+        raise RunError(f"{run.path}: contains no run")
+    saved = []
+    for stage in run.stages:
+        models = [path.parent for path in sorted(stage.path.glob(f"*/{MANIFEST}"))] if verify else []
+        for path in [*stage.all_checkpoints, *models]:
+            files = [file.stat() for file in path.rglob("*") if file.is_file()]
+            size, written = sum(file.st_size for file in files), max((file.st_mtime for file in files), default=0.0)
+            damage = find_damage(path, lambda name: verify) or ""
+            saved.append(SavedFolder(stage.name, path.name, path, size, written, damage))
+    return saved
+
+
+def remove_checkpoints(run: RunDirectory, names: Sequence[str], *, last: bool = False) -> list[Path]:
+    """Delete checkpoints by their names, and return their folders.
+
+    Args:
+        last: also the last undamaged one of a stage.
+
+    Raises:
+        RunError: there is none of a name, a stage would keep no undamaged one, or a process writes to the run. Nothing
+            is deleted then.
+    """
+    with lock_folder(run.path):
+        saved = list_saved(run)
+        chosen = [item for item in saved if item.name in names]
+        _check_names(run, names, [item.name for item in saved])
+        for stage in {item.stage for item in chosen}:
+            good = [item for item in saved if item.stage == stage and not item.damage]
+            if not last and good and all(item in chosen for item in good):
+                raise RunError(
+                    f"{good[-1].path}: is the last undamaged checkpoint of {stage}, without which it starts again; "
+                    "to remove it anyway, add --last"
+                )
+        for item in chosen:
+            shutil.rmtree(item.path)
+    return [item.path for item in chosen]
+
+
+def resume_from(run: RunDirectory, name: str, stages: Sequence[Stage]) -> str:
+    """Set aside the checkpoints that are newer than the one of this name, so that its stage resumes from it.
+
+    They are renamed, and no longer count. Every rank calls it before it looks at checkpoints; rank 0 acts.
+
+    Returns:
+        One line that says so; empty if the checkpoint is the newest, and on other ranks.
+
+    Raises:
+        RunError: none of `stages` is incomplete and has such a checkpoint, or a process writes to the run.
+    """
+    pending = [run.stage(stage) for stage in stages if not run.stage(stage).done]
+    owners = [stage for stage in pending if any(path.name == name for path in stage.all_checkpoints)]
+    if not owners:
+        _check_names(run, [name], [path.name for stage in pending for path in stage.all_checkpoints])
+    stage = owners[-1]
+    if current_process().rank:
+        deadline = time.monotonic() + _SECONDS_TO_CHOOSE
+        while _list_newer(stage, name) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return ""
+    with lock_folder(run.path):
+        newer = _list_newer(stage, name)
+        for path in newer:
+            os.rename(path, _find_free_name(path))
+    names = ", ".join(path.name for path in newer)
+    return f"{stage.name}: resumes from {name}; {names} set aside ({_NEWER})" if newer else ""
+
+
+def _list_newer(stage: StageDirectory, name: str) -> list[Path]:
+    return [path for path in stage.all_checkpoints if parse_step(path) > parse_step(Path(name))]
+
+
+def _find_free_name(path: Path) -> Path:
+    names = (path.with_name(f"{path.name}{_NEWER}{number or ''}") for number in count())
+    return next(name for name in names if not name.exists())
+
+
+def _check_names(run: RunDirectory, names: Sequence[str], existing: Sequence[str]) -> None:
+    if missing := [name for name in names if name not in existing]:
+        there = f"there are {', '.join(dict.fromkeys(existing))}" if existing else "it has none"
+        raise RunError(f"{run.path}: has no checkpoint {missing[0]} to use; {there}")

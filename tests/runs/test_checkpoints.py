@@ -1,0 +1,112 @@
+"""The checkpoints of a run: listed with their damage, removed by name, and set aside for an older one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf.errors import RunError
+from rlhf.runs.checkpoints import list_saved, remove_checkpoints, resume_from
+from rlhf.runs.directory import RunDirectory
+from rlhf.utils.file_lock import lock_folder
+from rlhf.utils.manifest import write_manifest
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """A run with three checkpoints of PPO, one of SFT, and a model."""
+    run = RunDirectory(tmp_path / "run")
+    folders = [run.stage("ppo").checkpoints / f"step-0000000{step}" for step in (2, 4, 6)]
+    for folder in (*folders, run.stage("sft").checkpoints / "step-00000009", run.stage("sft").model):
+        folder.mkdir(parents=True)
+        (folder / "numbers").write_bytes(b"x" * 1000)
+        write_manifest(folder)
+    run.description.write_text("{}")
+    return run
+
+
+def names(run: RunDirectory) -> list[str]:
+    return [item.name for item in list_saved(run)]
+
+
+def damage(run: RunDirectory, name: str) -> None:
+    (run.stage("ppo").checkpoints / name / "numbers").write_bytes(b"y" * 1000)
+
+
+def test_damage_is_found_where_contents_are_read(run: RunDirectory) -> None:
+    damage(run, "step-00000004")
+    assert [(item.stage, item.name, item.damage) for item in list_saved(run)] == [
+        ("sft", "step-00000009", ""),
+        *(("ppo", f"step-0000000{step}", "") for step in (2, 4, 6)),
+    ]
+    found = {(item.stage, item.name): item.damage for item in list_saved(run, verify=True)}
+    assert {key for key, text in found.items() if text} == {("ppo", "step-00000004")}
+    assert "numbers has other content" in found["ppo", "step-00000004"] and ("sft", "model") in found
+    (run.stage("ppo").checkpoints / "step-00000002" / "numbers").unlink()
+    assert {item.name: item.damage for item in list_saved(run)}["step-00000002"] == "numbers is missing"
+    assert all(item.bytes > 1000 for item in list_saved(run) if not item.damage)
+
+
+def test_named_checkpoints_are_removed_but_the_last_good_one(run: RunDirectory) -> None:
+    remove_checkpoints(run, ["step-00000002"])
+    assert names(run) == ["step-00000009", "step-00000004", "step-00000006"]
+    (run.stage("ppo").checkpoints / "step-00000006" / "numbers").unlink()
+    with pytest.raises(RunError, match=r"step-00000004: is the last undamaged checkpoint of ppo.* add --last"):
+        remove_checkpoints(run, ["step-00000004"])
+    with pytest.raises(
+        RunError, match=r"has no checkpoint step-00000007 to use; there are step-00000009, step-00000004, "
+    ):
+        remove_checkpoints(run, ["step-00000006", "step-00000007"])
+    assert names(run) == ["step-00000009", "step-00000004", "step-00000006"]
+    remove_checkpoints(run, ["step-00000006"])
+    remove_checkpoints(run, ["step-00000004"], last=True)
+    assert names(run) == ["step-00000009"]
+
+
+def test_a_run_in_progress_keeps_its_checkpoints(run: RunDirectory) -> None:
+    with lock_folder(run.path):
+        for change in (
+            lambda: remove_checkpoints(run, ["step-00000002"]),
+            lambda: resume_from(run, "step-00000002", ["ppo"]),
+        ):
+            with pytest.raises(RunError, match="process"):
+                change()
+    assert len(names(run)) == 4
+
+
+def test_newer_checkpoints_are_set_aside_and_not_lost(run: RunDirectory) -> None:
+    folder = run.stage("ppo").checkpoints
+    assert resume_from(run, "step-00000006", ["sft", "ppo"]) == ""
+    shutil.copytree(folder / "step-00000006", folder / "step-00000006.newer")
+    line = resume_from(run, "step-00000002", ["sft", "ppo"])
+    assert line == "ppo: resumes from step-00000002; step-00000004, step-00000006 set aside (.newer)"
+    assert run.stage("ppo").latest_checkpoint == folder / "step-00000002"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *("step-00000002", "step-00000004.newer", "step-00000006.newer", "step-00000006.newer1"),
+    ]
+    assert run.stage("sft").latest_checkpoint is not None, "another stage's is left alone"
+    with pytest.raises(RunError, match=r"has no checkpoint step-00000008 to use; there are step-00000002"):
+        resume_from(run, "step-00000008", ["ppo"])
+
+
+def test_complete_stage_is_not_resumed_from_a_checkpoint(run: RunDirectory) -> None:
+    (run.stage("ppo").path / "stage.json").write_text("{}")
+    with pytest.raises(RunError, match=r"has no checkpoint step-00000002 to use; it has none"):
+        resume_from(run, "step-00000002", ["ppo"])
+
+
+def test_commands_list_verify_and_remove(rlhf: Any, run: RunDirectory) -> None:
+    listed = json.loads(rlhf("checkpoints", "list", run.path, "--json", recipe=None).stdout)
+    assert [item["name"] for item in listed] == names(run) and {item["damage"] for item in listed} == {None}
+    assert rlhf("checkpoints", "verify", run.path, recipe=None).returncode == 0
+    damage(run, "step-00000004")
+    verified = rlhf("checkpoints", "verify", run.path, "--tsv", recipe=None, check=False)
+    assert verified.returncode == 3 and "step-00000004" in verified.stdout and "other content" in verified.stdout
+    removed = rlhf("checkpoints", "remove", run.path, "step-00000004", recipe=None).stdout
+    assert removed == f"removed {run.stage('ppo').checkpoints / 'step-00000004'}\n"
+    refused = rlhf("checkpoints", "list", run.path.parent, recipe=None, check=False)
+    assert (refused.returncode, refused.stderr) == (2, f"rlhf: error: {run.path.parent}: contains no run\n")
