@@ -10,7 +10,10 @@ time.
 from __future__ import annotations
 
 import ast
+import json
+import math
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -31,7 +34,9 @@ from rlhf.config.types import short_repr
 from rlhf.errors import ConfigError, RewardError
 from rlhf.rewards import worker
 from rlhf.rewards.hookspecs import METRICS_GROUP, REWARDS_GROUP
+from rlhf.utils.process_info import SECRET_VARIABLE
 
+_MARK = "RLHF_REWARD_PROCESS"  # environment variable by which processes that functions start are found
 _POLL_SECONDS = 0.2  # between checks if the process has exited, because other processes may keep its connection open
 
 
@@ -139,6 +144,7 @@ class RewardProcess:
 
     def __init__(self, functions: Sequence[RewardFunctionConfig], timeout: float, use: FunctionUse = REWARDS) -> None:
         self._functions, self._timeout, self._use = functions, timeout, use
+        self._mark = secrets.token_hex()
         self._start()
 
     def _start(self) -> None:
@@ -152,12 +158,14 @@ class RewardProcess:
             stdout=subprocess.DEVNULL,  # its output goes to standard error
             pass_fds=descriptors,
             start_new_session=True,  # Ctrl-C reaches this process only
+            env={name: value for name, value in os.environ.items() if name != SECRET_VARIABLE} | {_MARK: self._mark},
         )
         worker_end.close()
         lifeline.close()
-        self.close = weakref.finalize(self, _end, self._process, (self._connection, held_end))
+        self.close = weakref.finalize(self, _end, self._process, self._mark, (self._connection, held_end))
         names = [function.function for function in self._functions]
-        self._exchange(([os.getcwd(), *sys.path], names, self._use.group), ())
+        # The working directory comes last: its random.py must not replace Python's.
+        self._exchange(([*sys.path, os.getcwd()], names, self._use.group), ())
 
     def __call__(self, samples: Sequence[Sample]) -> list[list[float]]:
         """Return the values of each function, one for each sample.
@@ -198,7 +206,7 @@ class RewardProcess:
                     if exited:
                         raise EOFError
                     continue
-                kind, *content = self._connection.recv()
+                kind, *content = _parse_reply(self._connection.recv_bytes())
                 if kind == "at":
                     place = content[0], content[1]
                 elif time.monotonic() >= deadline:
@@ -213,6 +221,8 @@ class RewardProcess:
             problem = f"{verb} more than {self._timeout:g} s ({self._use.timeout_key})"
             if time.monotonic() < deadline or exited_before:
                 problem = _describe_exit(self._process)
+        except (ValueError, RecursionError):
+            problem = "wrote to the connection of its process to the run"
         finally:
             timer.cancel()
             timer.join()  # it uses the connection
@@ -232,6 +242,25 @@ class RewardProcess:
         )
 
 
+def _parse_reply(message: bytes) -> list[Any]:
+    """Return the parts of a worker's message.
+
+    Raises:
+        ValueError, RecursionError: it is none: code of a function has written it.
+    """
+    reply: list[Any] = json.loads(message)
+    match reply:
+        case ["at", int(), int() | None] | ["failed", str()] | ["done", None]:
+            return reply
+        case ["done", [*values]] if all(isinstance(row, list) and all(map(_is_number, row)) for row in values):
+            return reply
+    raise ValueError("no reply")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) and math.isfinite(value)
+
+
 def _describe_exit(process: subprocess.Popen[bytes]) -> str:
     """Return a description of how the process ended."""
     with suppress(subprocess.TimeoutExpired):
@@ -246,9 +275,28 @@ def _describe_exit(process: subprocess.Popen[bytes]) -> str:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and all processes that it started."""
+    """Kill a process and all processes of its group."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def _kill_marked(mark: str) -> None:
+    """Kill the processes that functions have started and that left the group, which `mark` in their environment shows.
+
+    Where the system does not show environments, they stay.
+    """
+    entry = f"{_MARK}={mark}".encode()
+    for _ in range(10):  # they may start others meanwhile
+        marked = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):  # it has ended, or is another user's
+                if entry in path.read_bytes().split(b"\0"):
+                    marked.append(int(path.parent.name))
+        if not marked:
+            return
+        for pid in marked:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def _stop(process: subprocess.Popen[bytes], connection: Connection[Any, Any]) -> None:
@@ -258,8 +306,9 @@ def _stop(process: subprocess.Popen[bytes], connection: Connection[Any, Any]) ->
         end.shutdown(socket.SHUT_RDWR)
 
 
-def _end(process: subprocess.Popen[bytes], connections: Sequence[Connection[Any, Any]]) -> None:
+def _end(process: subprocess.Popen[bytes], mark: str, connections: Sequence[Connection[Any, Any]]) -> None:
     _kill(process)
     process.wait()
+    _kill_marked(mark)
     for connection in connections:
         connection.close()

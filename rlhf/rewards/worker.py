@@ -1,8 +1,9 @@
 """The process that runs reward functions: it imports them, then scores one batch after the other.
 
 `rlhf.rewards.process` starts this file as a script. It receives Python's path, the functions' names and the entry point
-group of plugins, then samples. It sends ("at", function, sample) before each call, and ("done", result) or ("failed",
-reason). It imports only the standard library, to start at once.
+group of plugins, then samples. It sends ["at", function, sample] before each call, and ["done", result] or ["failed",
+reason], as JSON: the run does not unpickle what code of functions may have written. It imports only the standard
+library, to start at once.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import fcntl
 import importlib
 import importlib.util
 import inspect
+import json
 import math
 import os
 import signal
@@ -74,12 +76,15 @@ class RewardWorker:
             message = ("failed", str(error))
         except BaseException as error:  # sys.exit is one
             message = ("failed", _describe_error(error))
-        self._connection.send(message)
+        self._send(*message)
+
+    def _send(self, *message: object) -> None:
+        self._connection.send_bytes(json.dumps(message).encode())
 
     def _import(self, functions: tuple[list[str], str]) -> None:
         names, group = functions
         for place, name in enumerate(names):
-            self._connection.send(("at", place, None))
+            self._send("at", place, None)
             self._functions.append(_import_function(name, group))
 
     def _score(self, samples: list[tuple[str, str, Any]]) -> list[list[float]]:
@@ -89,7 +94,7 @@ class RewardWorker:
         ]
 
     def _value(self, place: int, number: int, prompt: str, completion: str, row: Any) -> float:
-        self._connection.send(("at", place, number))
+        self._send("at", place, number)
         returned = self._functions[place](prompt, completion, row)
         try:
             value = math.nan if isinstance(returned, str | bytes) else float(returned)

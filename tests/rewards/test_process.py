@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from rlhf.rewards.process import RewardProcess, Sample, check_reward_functions
 
 ROOT = Path(__file__).parents[2]
 FUNCTIONS = '''
-import asyncio, ctypes, math, os, re, subprocess, sys, time
+import asyncio, ctypes, importlib, math, os, re, stat, subprocess, sys, time
 
 import neighbour
 
@@ -69,6 +70,19 @@ def detaches(prompt, completion, row):
     os.setsid()
     time.sleep(1000)
 
+def writes(prompt, completion, row):
+    """To each socket, as a message of the connection."""
+    message = bytes.fromhex(row["message"])
+    for descriptor in range(3, 20):
+        try:
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                os.write(descriptor, len(message).to_bytes(4, "big") + message)
+        except OSError:
+            pass
+    time.sleep(100)
+
+def knows_the_secret(prompt, completion, row): return float("RLHF_SECRET" in os.environ)
+def imports_colorsys(prompt, completion, row): return float(importlib.import_module("colorsys").ONE_THIRD > 0)
 def closes(prompt, completion, row): os.closerange(3, 100); time.sleep(100)
 def crashes(prompt, completion, row): ctypes.string_at(0)
 def killed(prompt, completion, row): os.kill(os.getpid(), 9)
@@ -269,6 +283,51 @@ def test_worker_killed_during_a_send_is_named_after_the_limit(start, monkeypatch
         os.kill(int(child), signal.SIGKILL)
 
 
+@pytest.mark.parametrize("what", ["code", "numbers", "text"])
+def test_function_that_writes_to_the_connection_runs_nothing_in_the_run(start, tmp_path: Path, what: str) -> None:
+    """Neither pickled code, nor numbers that are none, nor JSON nested deeply."""
+    ran = tmp_path / "ran"
+    message = {
+        "code": pickle.dumps(Malicious(ran)),
+        "numbers": b'["done", [[NaN]]]',
+        "text": b"[" * 100_000,
+    }[what]
+    process = start("writes", timeout=5.0)
+    problem = error_of(lambda: process([Sample("p", "c", {"message": message.hex()})]))
+    assert ":writes: wrote to the connection of its process to the run; for the prompt 'p'" in problem
+    assert not ran.exists()
+
+
+class Malicious:
+    """Pickled code, which creates a file when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> Any:
+        return open, (self.path, "w")
+
+
+def test_end_of_the_run_ends_children_that_left_the_group(start) -> None:
+    process = start("detaches")
+    ((child,),) = process([Sample("p", "c", {})])
+    assert is_alive(int(child))
+    process.close()
+    assert wait_until(lambda: not is_alive(int(child)))
+
+
+def test_functions_do_not_see_the_secret_of_the_run(start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLHF_SECRET", "hidden")
+    assert start("knows_the_secret")([Sample("p", "c", {})]) == [[0.0]]
+
+
+def test_working_directory_replaces_no_module_of_python(start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "colorsys.py").write_text("raise SystemExit('not this one')")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert start("imports_colorsys")([Sample("p", "c", {})]) == [[1.0]]
+
+
 def test_error_names_the_sample_that_failed(start) -> None:
     message = error_of(lambda: start("second_fails")(SAMPLES))
     assert "ZeroDivisionError" in message and "prompt 'and this?' with the completion 'b'; fix the function" in message
@@ -295,7 +354,7 @@ def test_interrupted_batch_leaves_no_reply_behind(start, monkeypatch: pytest.Mon
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(Connection, "recv", interrupted)
+        patched.setattr(Connection, "recv_bytes", interrupted)
         with pytest.raises(KeyboardInterrupt):
             process(SAMPLES)
     assert process(SAMPLES[1:]) == [[1.01]]
