@@ -8,6 +8,7 @@ import functools
 import os
 import platform
 import re
+import stat
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -16,6 +17,8 @@ from pathlib import Path
 STATUS, MEMORY_INFO = Path("/proc/self/status"), Path("/proc/meminfo")
 MEMBERSHIP, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 """The control groups of this process, and where the system shows them."""
+
+_WRITE_OF_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def total_memory() -> int:
@@ -34,6 +37,30 @@ def available_memory() -> int | None:
         return None
     machine = (values["MemAvailable"] + values.get("SwapFree", 0)) * 1024
     return max(0, min([machine, *(limit - used for limit, used in _group_memory())]))
+
+
+def make_private(folder: Path) -> bool:
+    """Create a folder that only this user can write; return False if it exists and is another one, or a link.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()
+    owned = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    return owned and not status.st_mode & _WRITE_OF_OTHERS
+
+
+def is_private(file: Path) -> bool:
+    """Return whether a file exists and only this user, who owns it, could have written it."""
+    try:
+        status = file.lstat()
+    except OSError:
+        return False
+    owned = stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid()
+    return owned and not status.st_mode & _WRITE_OF_OTHERS
 
 
 def _group_memory() -> Iterator[tuple[int, int]]:

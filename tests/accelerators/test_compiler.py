@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -128,6 +130,55 @@ def test_processes_that_compile_at_a_time_all_have_it(source, tmp_path, compiled
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert [process.communicate(timeout=60)[0] for process in started] == ["42\n"] * 2
     assert [path.suffix for path in compiled_folder.iterdir()] == [".so"]
+
+
+PLANTED = """
+#include <stdio.h>
+__attribute__((constructor)) static void run(void) {{ fclose(fopen("{mark}", "w")); }}
+int number(void) {{ return 42; }}
+"""
+
+
+@needs_compiler
+@pytest.mark.parametrize("how", ["content", "writable", "owner", "link"])
+def test_library_that_another_may_have_written_is_not_loaded(source, compiled_folder, tmp_path, how):
+    """It is compiled again; the planted one would run code as soon as it is loaded."""
+    if how == "owner" and os.getuid():
+        pytest.skip("only root can give a file to another user")
+    assert compiler.compiled("number.c").number() == 42
+    (library,) = compiled_folder.iterdir()
+    mark, code = tmp_path / "ran", tmp_path / "planted.c"
+    code.write_text(PLANTED.format(mark=mark))
+    planted = tmp_path / "planted.so"
+    subprocess.run([*compiler.find_compiler(), "-shared", "-fPIC", str(code), "-o", str(planted)], check=True)
+    planted.chmod(0o700)
+    name = library.name
+    if how != "content":  # the name fits
+        digest = hashlib.sha256(planted.read_bytes()).hexdigest()[:16]
+        name = f"{library.stem.rpartition('-')[0]}-{digest}.so"
+    library.unlink()
+    library = compiled_folder / name
+    library.symlink_to(planted) if how == "link" else shutil.copy(planted, library)
+    if how == "writable":
+        library.chmod(0o777)
+    if how == "owner":
+        os.chown(library, 65534, 65534)
+    _forget()
+    assert compiler.compiled("number.c").number() == 42
+    assert not mark.exists()
+
+
+@needs_compiler
+@pytest.mark.parametrize("how", ["writable", "link"])
+def test_folder_that_others_can_write_is_not_used(source, compiled_folder, tmp_path, how):
+    if how == "link":
+        compiled_folder.parent.mkdir(parents=True)
+        compiled_folder.symlink_to(tmp_path)
+    else:
+        compiled_folder.mkdir(parents=True)
+        compiled_folder.chmod(0o777)
+    with pytest.raises(compiler.NotCompiled, match=f"{compiled_folder} may hold code of others"):
+        compiler.compiled("number.c")
 
 
 @needs_processor

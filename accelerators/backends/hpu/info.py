@@ -5,12 +5,10 @@ They come from the `hl-smi` in PATH, or from the driver's files if there is no s
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import re
 import shutil
-import stat
 import subprocess
 import tempfile
 from collections.abc import Mapping
@@ -157,10 +155,7 @@ def _recipe_folder(version: str) -> Path:
     It is a temporary one: homes are often on NFS, where the bridge's locks need another setting.
     """
     folder = Path(tempfile.gettempdir(), f"rlhf-gaudi-recipes-{os.getuid()}-{version}")
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    status = folder.lstat()
-    if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022:
+    if host.make_private(folder):
         return folder
     return Path(tempfile.mkdtemp(prefix=f"{folder.name}-"))  # another user has taken the name
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import ModuleType
 
 from accelerators import AcceleratorError
+from accelerators.host import is_private, make_private
 
 CACHE_VARIABLE = "RLHF_GAUDI_SIM_CACHE"
 TESTED = "2.13"
@@ -56,7 +57,7 @@ def load() -> ModuleType:
             f"gaudi-sim: works with torch {TESTED}, found torch {torch.__version__}; install torch=={TESTED}.*"
         )
     library = _folder(torch.__version__) / f"{NAME}{importlib.machinery.EXTENSION_SUFFIXES[0]}"
-    module = _imported(library) if library.exists() else _compiled(library, torch.__version__)
+    module = _imported(library) if is_private(library) else _compiled(library, torch.__version__)
     module.set_library_paths(*_library_paths())
     atexit.register(module.drain_autograd)
     return module
@@ -89,7 +90,11 @@ def _sources(*patterns: str) -> list[Path]:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if not make_private(folder):
+            raise AcceleratorError(
+                f"gaudi-sim: {folder} is a link, another user's, or writable by others; "
+                f"remove it, or set {CACHE_VARIABLE}"
+            )
         lock = (folder / "lock").open("w")
     except OSError as error:
         raise AcceleratorError(
@@ -103,7 +108,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _compiled(library: Path, torch_version: str) -> ModuleType:
     with _locked(library.parent):
-        if library.exists():  # another process has compiled it meanwhile
+        if is_private(library):  # another process has compiled it meanwhile
             return _imported(library)
         compiler = os.environ.get("CXX") or "g++"
         with _path_with_scripts():
@@ -129,7 +134,9 @@ def _compile(library: Path, compiler: str) -> ModuleType:
             raise AcceleratorError(
                 f"gaudi-sim: {compiler} cannot compile the simulated device ({_cause(error)}); g++ 12 is known to"
             ) from error
-        (Path(build) / f"{NAME}.so").replace(library)
+        compiled = Path(build) / f"{NAME}.so"
+        compiled.chmod(0o700)
+        compiled.replace(library)
     return module
 
 

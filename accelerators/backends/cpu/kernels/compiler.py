@@ -1,6 +1,7 @@
 """C code of the cpu backend, compiled on first use by the machine's compiler for its processor.
 
-That takes half a second. The user's cache keeps the result by source, compiler and processor.
+That takes half a second. The user's cache keeps the result by source, compiler, processor and content, and it is only
+loaded if nobody else could have written it.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+from accelerators import host
 from accelerators.backends.cpu import info
 
 NEEDED = "avx512_bf16"
 """The extension that all of the code needs."""
+
+_NOT_PRIVATE = "may hold code of others, because it is a link, another user's, or writable by others"
 
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 
@@ -66,14 +70,13 @@ def compiled(name: str) -> ctypes.CDLL:
     texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
     parts = (*texts, version, *command, *FLAGS, *sorted(info.cpu_flags()))
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-    library = folder() / f"{source.stem}-{key}.so"
+    place = folder() / f"{source.stem}-{key}"
     try:
-        library.parent.mkdir(parents=True, exist_ok=True)
-        if not library.exists():
-            _compile(command, source, library)
-        return ctypes.CDLL(str(library))
+        if not host.make_private(place.parent):
+            raise NotCompiled(f"{place.parent} {_NOT_PRIVATE}; remove it, or name another cache in XDG_CACHE_HOME")
+        return ctypes.CDLL(str(_find_library(place) or _compile(command, source, place)))
     except OSError as error:
-        raise NotCompiled(f"{library} cannot be written or loaded ({error})") from error
+        raise NotCompiled(f"{place}.so cannot be written or loaded ({error})") from error
 
 
 def folder() -> Path:
@@ -102,12 +105,25 @@ def find_compiler() -> list[str]:
     raise NotCompiled("there is no C compiler on the PATH (gcc, cc or clang)")
 
 
-def _compile(command: list[str], source: Path, target: Path) -> None:
-    """Write the library in one step: several ranks of a machine may do so at the same time."""
-    with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
-        output = Path(temporary) / target.name
+def _find_library(place: Path) -> Path | None:
+    """Return the library that was compiled before, if it is what its name says and nobody else could write it."""
+    for library in place.parent.glob(f"{place.name}-*.so"):
+        if host.is_private(library) and library == _name_by_content(place, library):
+            return library
+    return None
+
+
+def _compile(command: list[str], source: Path, place: Path) -> Path:
+    """Write the library in one step: several ranks of a machine may do so at the same time; return its path."""
+    with tempfile.TemporaryDirectory(dir=place.parent) as temporary:
+        output = Path(temporary) / f"{place.name}.so"
         _run([*command, *FLAGS, str(source), "-o", str(output)])
-        output.replace(target)
+        output.chmod(0o700)
+        return output.replace(_name_by_content(place, output))
+
+
+def _name_by_content(place: Path, library: Path) -> Path:
+    return place.with_name(f"{place.name}-{hashlib.sha256(library.read_bytes()).hexdigest()[:16]}.so")
 
 
 def _run(command: list[str]) -> str:
