@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
@@ -102,7 +101,7 @@ def spawn_ranks(
     is_ended_at_once = signals.end_at_once(signals_seen)
     if is_ended_at_once:  # ranks that the second signal ended before they were killed are interrupted as well
         exit_codes = {rank: code for rank, code in exit_codes.items() if code not in _STOPPED}
-    statuses, has_silent = [], False
+    statuses, kept = [], []
     for rank in processes:
         name = rank_name(rank) if rendezvous else f"rank {rank}"
         status = ExitStatus.read(folder, rank) if exit_codes.get(rank) != 0 else None
@@ -111,10 +110,10 @@ def spawn_ranks(
         if status:
             statuses.append(status.prefix_with(name) if rendezvous else status)
         elif exit_codes.get(rank):
-            has_silent = True
-            statuses.append(_describe_silent_end(name, exit_codes[rank], folder / f"{rank}.log"))
-    if not has_silent:
-        shutil.rmtree(folder, ignore_errors=True)
+            log = folder / f"{rank}.log"
+            kept += [log] if log.exists() and log.stat().st_size else []
+            statuses.append(_describe_silent_end(name, exit_codes[rank], log if log in kept else None))
+    _remove_all_but(kept, folder)
     if not statuses and len(exit_codes) < ranks:
         return ExitStatus(INTERRUPTED, "rlhf: interrupted at once; existing checkpoints are unchanged", time.time())
     return find_root_cause(statuses) if statuses else None
@@ -215,14 +214,23 @@ def _pass_signal(number: int, processes: Iterable[subprocess.Popen[bytes]]) -> N
             process.send_signal(signal.SIGHUP if number == signal.SIGHUP else signal.SIGUSR1)
 
 
-def _describe_silent_end(name: str, code: int, log: Path) -> ExitStatus:
-    """Return the status of a rank that ended without a report."""
+def _remove_all_but(kept: Sequence[Path], folder: Path) -> None:
+    """Remove a folder, or its other files if logs that an error names are kept."""
+    for path in folder.iterdir():
+        if path not in kept:
+            path.unlink()
+    if not kept:
+        folder.rmdir()
+
+
+def _describe_silent_end(name: str, code: int, log: Path | None) -> ExitStatus:
+    """Return the status of a rank that ended without a report; `log` has its output."""
     if code in _STOPPED:
         return ExitStatus(INTERRUPTED, "rlhf: interrupted; nothing was started", time.time())
     how = f"exited with code {code}"
     if code < 0:
         how = f"was ended by {signal.Signals(-code).name}"
         how += ", often for lack of memory," if code == -signal.SIGKILL else ""
-    output = f"; its output is in {log}" if log.exists() else ""
+    output = f"; its output is in {log}" if log else ""
     # Time 0: this rank is the cause of what the other ranks report, not a consequence.
     return ExitStatus(INTERNAL_ERROR, f"rlhf: error: {name} {how} and reported no error{output}", 0.0)

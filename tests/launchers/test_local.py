@@ -1,6 +1,7 @@
 """Several processes on this machine: they end together, and the cause is reported, not its consequences."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -100,6 +101,24 @@ def test_the_cause_is_reported_once(
         monkeypatch.setattr(local, "_SECONDS_FOR_CAUSE", 0.1)
     status = start(script)
     assert status is not None and status.code == code and status.line.startswith(line)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("says", [True, False])
+def test_only_the_log_that_the_error_names_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, says: bool
+) -> None:
+    """Rank 0 has no log: its output was shown. Nothing stays of a rank that has said nothing."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(local, "_SECONDS_FOR_CAUSE", 0.1)
+    speaks = f"print('a word', flush=True) if {says} else None\n"
+    status = start(f"{speaks}rank == '{rank}' and os.kill(os.getpid(), 9)\ntime.sleep(60 if rank != '{rank}' else 0)")
+    assert status is not None
+    named = re.search(r"; its output is in (\S+)$", status.line)
+    assert bool(named) == (rank == 1 and says)
+    left = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert left == ([Path(named[1])] if named else []) and (named or not list(tmp_path.iterdir()))
+    assert not named or "a word" in left[0].read_text()
 
 
 def signal_ranks(folder: Path, *numbers: int) -> None:
