@@ -160,12 +160,15 @@ def recipe(model_folder: Path, data_file: Path) -> dict[str, Any]:
     }
 
 
+KEYS = {"HF_TOKEN": "hf_Planted0", "WANDB_API_KEY": "wandbPlanted1", "AWS_SECRET_ACCESS_KEY": "awsPlanted2"}
+"""Secrets in the environment of all runs, which must not reach their files and output."""
+
 Rlhf = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="session")
 def forks() -> Iterator[Forks]:
-    forks = Forks(user_environment() | {"DS_ACCELERATOR": "cpu"})
+    forks = Forks(user_environment() | {"DS_ACCELERATOR": "cpu"} | KEYS)
     yield forks
     forks.close()
 
