@@ -9,7 +9,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import Required, TypedDict
 
 from rlhf.errors import RunError
-from rlhf.utils.atomic_io import read_json
+from rlhf.utils.atomic_io import atomic_write_json, read_json
+from rlhf.utils.manifest import hash_json
 
 Section = dict[str, Any]
 
@@ -110,7 +111,14 @@ class _Evaluation(TypedDict):
 
 
 _DESCRIPTION, _SUMMARY = TypeAdapter(_Description), TypeAdapter(_Summary)
-_EVALUATIONS = TypeAdapter(dict[int, _Evaluation])
+
+
+class _Evaluations(TypedDict):
+    evaluations: dict[int, _Evaluation]
+    sha256: str
+
+
+_EVALUATIONS = TypeAdapter(_Evaluations)
 
 
 def read_description(path: Path) -> dict[str, Any]:
@@ -128,8 +136,20 @@ def read_summary(path: Path) -> dict[str, Any]:
 
 
 def read_evaluations(path: Path) -> dict[str, Any]:
-    """Return the contents of an `evaluations.json`; errors are those of `read_description`."""
-    return _check(_EVALUATIONS, path)
+    """Return the evaluations in an `evaluations.json`, by step; errors are those of `read_description`.
+
+    They decide which model a stage keeps, so no number of them may have changed.
+    """
+    content = _check(_EVALUATIONS, path)
+    if content["sha256"] != hash_json(content["evaluations"]):
+        raise RunError(f"{path}: was changed after rlhf had written it; restore it, or train the stage again")
+    evaluations: dict[str, Any] = content["evaluations"]
+    return evaluations
+
+
+def write_evaluations(path: Path, evaluations: dict[str, Any]) -> None:
+    """Write what `read_evaluations` returns."""
+    atomic_write_json(path, {"evaluations": evaluations, "sha256": hash_json(evaluations)})
 
 
 def _check(shape: TypeAdapter[Any], path: Path) -> dict[str, Any]:

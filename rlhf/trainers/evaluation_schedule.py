@@ -12,11 +12,11 @@ from rlhf.engine.engine import Metrics
 from rlhf.errors import RunError
 from rlhf.reporting.summary import format_value
 from rlhf.roles.base_sharing import adapter_folder
-from rlhf.runs.description import read_evaluations
+from rlhf.runs.description import read_evaluations, write_evaluations
 from rlhf.runs.stage_directory import parse_step
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.trainer import EvalResult, Trainer
-from rlhf.utils.atomic_io import atomic_rename_dir, atomic_write_json
+from rlhf.utils.atomic_io import atomic_rename_dir
 from rlhf.utils.statistics import has_fallen_significantly
 
 
@@ -78,7 +78,7 @@ class EvaluationSchedule:
                         str(done): {"numbers": result.numbers, "samples": result.samples, "judged": result.judged}
                         for done, result in self._results.items()
                     }
-                    atomic_write_json(self._path, results)
+                    write_evaluations(self._path, results)
             self._prune()
         if (known and step == 0) or not self._results[step].numbers:
             return

@@ -11,7 +11,7 @@ import pytest
 from rlhf.config.schema import build_config
 from rlhf.diagnosis.records import read_run
 from rlhf.errors import RunError
-from rlhf.runs.description import read_evaluations
+from rlhf.runs.description import read_evaluations, write_evaluations
 from rlhf.runs.directory import RunDirectory
 from tests.diagnosis.records import write_run
 
@@ -72,13 +72,14 @@ def test_edited_file_is_named_in_one_line(tmp_path: Path, edit: str) -> None:
         ({"x": {}}, "x.*: Input should"),
         ({"5": {"numbers": 5, "samples": [], "judged": []}}, r"5\.numbers: Input should"),
         ({"5": {"numbers": {}, "samples": []}}, r"5\.judged: Field required"),
+        ({"0": {"numbers": {"kl": 2}, "samples": [{"prompt": "p"}], "judged": [1.5]}}, "was changed after rlhf had "),
     ],
 )
 def test_edited_evaluations_are_named_in_one_line(tmp_path: Path, content: Any, message: str) -> None:
     path = tmp_path / "evaluations.json"
-    path.write_text(json.dumps({"0": {"numbers": {"kl": 1}, "samples": [{"prompt": "p"}], "judged": [1.5]}}))
+    write_evaluations(path, {"0": {"numbers": {"kl": 1}, "samples": [{"prompt": "p"}], "judged": [1.5]}})
     assert read_evaluations(path)["0"]["judged"] == [1.5]
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "evaluations": content}))
     with pytest.raises(RunError, match=message):
         read_evaluations(path)
 

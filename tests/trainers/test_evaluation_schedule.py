@@ -381,7 +381,7 @@ def test_a_stage_that_was_killed_keeps_what_it_would_have_kept(killed, whole, ac
     monkeypatch.setattr(SFTTrainer, "evaluate", lambda *arguments: again.append(arguments[-1]) or evaluate(*arguments))
     place_ = RunDirectory(folder).stage("sft")
     assert place_.latest_checkpoint and place_.latest_checkpoint.name == f"step-{step:08d}"
-    known = map(int, json.loads((place_.path / "evaluations.json").read_text()))
+    known = map(int, json.loads((place_.path / "evaluations.json").read_text())["evaluations"])
     assert tune(accelerator, folder) == summary
     assert len(again) == STEPS - max(done for done in known if done <= step), "measured twice, or not at all"
     assert measured(folder) == measured(expected)

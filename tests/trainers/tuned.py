@@ -66,7 +66,7 @@ def _patch(place: str) -> None:
     from rlhf.trainers.supervised import SFTTrainer
 
     if place == "its model is written, and what was found is not":
-        evaluation_schedule.atomic_write_json = _nth(1 + 5, evaluation_schedule.atomic_write_json, _kill)
+        evaluation_schedule.write_evaluations = _nth(1 + 5, evaluation_schedule.write_evaluations, _kill)
     elif place == "a better model is kept than the checkpoint knows":
         SFTTrainer.evaluate = _nth(1 + 8, SFTTrainer.evaluate, _kill)
     elif place == "a checkpoint is written, and its model is not measured":
