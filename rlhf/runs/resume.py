@@ -26,8 +26,6 @@ CHANGEABLE_ON_RESUME = _LENGTHS | {
     *("share_base", "merge", "reuse_forward", "ema_on_host"),
     *("generation_batch_size", "generation_weights", "tensor_parallel", "save", "save_critic"),
 }
-# The plan chooses their values if the settings say auto; a resumed stage keeps the values that it started with.
-_DECIDED = {"engine.zero_stage", "engine.offload"}
 # Sections in which all stages of one run agree, and all points of a sweep with its shared stages: they decide which
 # rows each stage sees and which model it starts from.
 SHARED_SECTIONS = ("seed", "model", "data")
@@ -276,7 +274,7 @@ def _move(path: str, old: str, new: str) -> str:
 
 def _differing_leaves(then: Any, now: Any, key: str, harmless: Set[str]) -> list[tuple[str, Any, Any]]:
     """Return (key, recorded value, value now) of each leaf that differs between two dumped configurations."""
-    if key.rpartition(".")[2] in harmless or (now == "auto" and key in _DECIDED):
+    if key.rpartition(".")[2] in harmless:
         return []
     prefix = f"{key}." if key else ""
     if isinstance(then, dict) and isinstance(now, dict):

@@ -73,7 +73,7 @@ def detaches(prompt, completion, row):
 def writes(prompt, completion, row):
     """To each socket, as a message of the connection."""
     message = bytes.fromhex(row["message"])
-    for descriptor in range(3, 20):
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
         try:
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 os.write(descriptor, len(message).to_bytes(4, "big") + message)
