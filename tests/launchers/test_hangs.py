@@ -12,19 +12,20 @@ import rlhf
 from rlhf.launchers.stacks import keep_stacks, write_stacks
 from tests.forks import RANKS, Forks
 
-BOUND, LIMIT = 4, 30
+BOUND, LIMIT = 2, 30
 """Seconds of engine.timeout, and in which all ranks end after it."""
 
 SCRIPT = """
 import os, re, signal, sys, time
 import accelerators, torch, torch.distributed as dist
 from rlhf.engine import distributed
-from rlhf.launchers import coordinator
+from rlhf.launchers import coordinator, rank_monitor
 from rlhf.launchers.exit_status import ExitStatus
 from rlhf.launchers.stacks import keep_stacks
 from rlhf.utils.activity import activity
 from rlhf.utils.process_info import current_process
 coordinator._SECONDS_TO_DESCRIBE, coordinator._SECONDS_OF_SILENCE = 0.5, 2.0
+coordinator._SECONDS_TO_NAME_HANGING, rank_monitor._SECONDS_TO_LEAVE = 1.0, 1.0
 rank = current_process().rank
 
 def loop():
@@ -57,11 +58,12 @@ def run(forks: Forks, folder: Path, fault: str, limit: float = BOUND + LIMIT) ->
 @pytest.mark.parametrize(
     ("fault", "function"),
     [
-        ("loop() if rank else None", "loop"),
-        ("hold_the_lock() if rank else None", "hold_the_lock"),
-        ("os.kill(os.getpid(), signal.SIGSTOP) if rank else None", ""),
+        pytest.param("loop() if rank else None", "loop", id="loops"),
+        pytest.param("hold_the_lock() if rank else None", "hold_the_lock", id="holds the lock", marks=pytest.mark.slow),
+        pytest.param(
+            "os.kill(os.getpid(), signal.SIGSTOP) if rank else None", "", id="is stopped", marks=pytest.mark.slow
+        ),
     ],
-    ids=["loops", "holds the lock", "is stopped"],
 )
 def test_rank_that_hangs_is_named_and_its_stack_kept(forks: Forks, tmp_path: Path, fault: str, function: str) -> None:
     start = time.monotonic()
@@ -79,6 +81,7 @@ def test_rank_that_hangs_is_named_and_its_stack_kept(forks: Forks, tmp_path: Pat
         assert "hangs at ppo step 12, scoring" in line
 
 
+@pytest.mark.slow
 def test_rank_0_that_hangs_ends_the_others(forks: Forks, tmp_path: Path) -> None:
     line = run(forks, tmp_path, "None if rank else os.kill(os.getpid(), signal.SIGSTOP)")
     assert re.match(r"rlhf: error: rank 0 on \S+ does not answer", line)
