@@ -12,7 +12,7 @@ from rlhf.errors import ConfigError, RunError
 from rlhf.export.inspect_logs import format_inspect_logs
 from rlhf.export.replay import find_target, replay
 from rlhf.export.tables import format_tables
-from rlhf.utils.atomic_io import atomic_directory, atomic_write, check_writable
+from rlhf.utils.atomic_io import atomic_directory, atomic_write, check_writable, refuse_link
 
 Format = Literal["inspect", "csv", "tensorboard", "trackio", "wandb"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -47,10 +47,14 @@ def export_run(run: RunRecords, name: Format, output: Path | None = None) -> lis
 
     Raises:
         ConfigError: the format needs a package that is not installed.
-        RunError: the run has nothing for this format, or the folder cannot be written or has other contents.
+        RunError: the run has nothing for this format, or the folder cannot be written, has other contents, or is a
+            link in the run's folder.
     """
     export = run.path / "export"
     folder = output or (export if name == "csv" else export / name)
+    if output is None:
+        refuse_link(export)
+        refuse_link(folder)
     check_writable(folder)
     if name in _TEXTS:
         texts = _TEXTS[name](run)

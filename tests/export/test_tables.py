@@ -6,7 +6,11 @@ import csv
 import io
 from pathlib import Path
 
+import pytest
+
 from rlhf.diagnosis.records import read_run
+from rlhf.errors import RunError
+from rlhf.export.formats import export_run
 from rlhf.export.tables import format_tables
 from tests.export.conftest import PPO, PROMPTS, ROWS, SFT, write_lines
 
@@ -57,3 +61,13 @@ def test_numbers_have_every_digit(run: Path) -> None:
     write_lines(run / "sft/metrics.jsonl", [{"stage": "sft", "step": 1, "time": 0.0, "loss": 0.1 + 0.2, "kl": 5e-324}])
     [row] = parse(format_tables(read_run(run))["sft.csv"])
     assert (float(row["loss"]), float(row["kl"])) == (0.1 + 0.2, 5e-324)
+
+
+@pytest.mark.parametrize("name", ["export", "export/inspect"])
+def test_export_does_not_follow_a_link_in_the_folder(run: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RunError, match=f"{name}: is a link to .*, and runs do not write through links"):
+        export_run(read_run(run), "inspect" if "inspect" in name else "csv")
+    assert not list((tmp_path / "elsewhere").iterdir())

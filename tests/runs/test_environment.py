@@ -23,3 +23,15 @@ def test_no_key_of_the_environment_is_written_or_printed(rlhf: Any, finished_run
     for name, content in contents.items():
         for key, secret in KEYS.items():
             assert secret.encode() not in content, f"{key} is in {name}"
+
+
+def test_control_sequences_of_a_reward_function_do_not_reach_the_terminal(
+    rlhf: Any, finished_run: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "rewards.py"
+    broken.write_text("def reward(prompt, completion, row): raise KeyError('\\x1b]0;owned\\x07')\n")
+    keys = sets(f"ppo.reward_functions=[{broken}:reward]", "ppo.reward_weight=0", f"ppo.actor={finished_run}/sft/model")
+    failed = rlhf("ppo", "--output", tmp_path / "run", *keys, check=False)
+    log = (tmp_path / "run" / "ppo" / "console.log").read_text() if (tmp_path / "run" / "ppo").exists() else ""
+    assert failed.returncode == 2 and "owned" in failed.stderr
+    assert not {"\x1b", "\x07"} & set(failed.stdout + failed.stderr + log)
