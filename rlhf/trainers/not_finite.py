@@ -1,6 +1,6 @@
 """Find where numbers stop being finite in a step that was not taken: the rows, the model, and its first such layer.
 
-The weights are those before the step, so its passes can be repeated, with a look at the output of every layer and at
+The weights are those before the update, so its passes can be repeated, with a look at the output of every layer and at
 its gradient. Without dropout they repeat to the bit.
 """
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from rlhf.engine import distributed
 from rlhf.engine.engine import NotFiniteError
+from rlhf.errors import summarize_error
 from rlhf.utils.atomic_io import atomic_write
 
 if TYPE_CHECKING:
@@ -106,6 +107,13 @@ def explain_step(trainer: Trainer, context: StageContext, step: int, failed: Not
     Returns:
         Where the first numbers are that are not finite, and the file with their rows.
     """
+    try:
+        return _explain(trainer, context, step, failed)
+    except Exception as error:  # such as a lack of memory; the step is the error to report
+        return f"its passes could not be repeated to find out where ({summarize_error(error)})"
+
+
+def _explain(trainer: Trainer, context: StageContext, step: int, failed: NotFiniteError) -> str:
     models: dict[str, Any] = {name: getattr(model, "module", model) for name, model in context.models.items()}
     with Watch(models) as watch:
         for micro_batch, score in trainer.repeat_scoring():
@@ -149,10 +157,10 @@ def _write_rows(file: Any, step: int, watch: Watch, tokenizer: Any) -> None:
     for row in watch.origin.rows:
         present = [token for token, there in zip(ids[row], mask[row]) if there]
         rows.append({"row": row, "ids": present, "text": tokenizer.decode(present)[:_TEXT]})
-    file.parent.mkdir(exist_ok=True)
+    file.parent.mkdir(mode=0o700, exist_ok=True)  # texts of the data
     content = {"step": step, **asdict(watch.origin), "rows": rows}
     atomic_write(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-    os.chmod(file, 0o600)  # texts of the data
+    os.chmod(file, 0o600)
 
 
 def _get(micro_batch: Any, name: str) -> Tensor:

@@ -118,6 +118,17 @@ def test_first_layer_and_its_rows_are_named(ppo: Any, case: str, zero_stage: int
             assert all(torch.equal(tensor, weights[name]) for name, tensor in masters(engine).items())
 
 
+def test_failing_search_does_not_hide_the_error(ppo: Any, monkeypatch: Any) -> None:
+    trainer = ppo("reward", 0)
+
+    def fails() -> Any:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(trainer, "repeat_scoring", fails)
+    with pytest.raises(StepNotTakenError, match=r"not finite at step 1 .* could not be repeated .*out of luck"):
+        take_step(trainer, trainer.context, 0)
+
+
 def test_left_out_step_changes_nothing_and_is_counted(ppo: Any, capsys: Any) -> None:
     """The rollout's random numbers and the state of the rewards are those before it; the limit ends the run."""
     trainer = ppo("reward", 1)
