@@ -39,6 +39,7 @@ _SECONDS_TO_NAME_HANGING = 5.0  # for the coordinator to name the hanging worker
 _SECONDS_TO_DESCRIBE = 5.0  # without progress, after which a process says what it is doing
 _SEE_STACKS = "; the stacks of ranks are in the run's folder, in stacks"
 _MAX_LINE = 2**20  # bytes of a message
+_MAX_HELLO = 2**14  # bytes of the first one, whose sender is not known
 _MAX_STRANGERS = 128  # open connections that have not said who they are, in addition to the awaited workers
 
 
@@ -152,7 +153,7 @@ class Coordinator(threading.Thread):
 
     def _greet(self, reader: _JSONLineReader) -> None:
         """Read the first line of a connection, which names the worker; close the connection if it is not a worker's."""
-        messages = reader.read()
+        messages = reader.read(_MAX_HELLO)
         if messages == []:
             return
         hello = messages[0] if messages else {}
@@ -408,17 +409,17 @@ class _JSONLineReader:
     def __init__(self, connection: socket.socket) -> None:
         self.connection, self._rest = connection, b""
 
-    def read(self) -> list[Any] | None:
+    def read(self, limit: int = _MAX_LINE) -> list[Any] | None:
         """Return the messages that have arrived, without waiting for more; None if the connection must be closed.
 
-        It has ended, or what has arrived is no message.
+        It has ended, or what has arrived is no message or one of more than `limit` bytes.
         """
         try:
             received = self.connection.recv(65536)
         except OSError:
             received = b""
         *lines, self._rest = (self._rest + received).split(b"\n")
-        if not received or len(self._rest) > _MAX_LINE:
+        if not received or max(map(len, [*lines, self._rest])) > limit:
             return None
         try:
             messages = [json.loads(line) for line in lines]

@@ -296,6 +296,7 @@ HOSTILE = {
     "no secret": encode({name: value for name, value in HELLO.items() if name != "secret"}),
     "another secret": encode({**HELLO, "secret": "guessed"}),
     "lone surrogate": encode({**HELLO, "secret": "\ud800"}),
+    "a hello without an end": b"x" * (coordinator._MAX_HELLO + 1),
     "another secret, and an end": encode({**HELLO, "secret": ""}, {"end": [2, "rlhf: error: do this", False]}),
 }
 
@@ -314,6 +315,21 @@ def test_hostile_connections_do_not_take_part() -> None:
     assert run.coordinator.is_alive() and run.verdicts == []
     run.members[1]._connection.shutdown(socket.SHUT_RDWR)
     assert run.verdict(0).message == "rank 1 on host-1 exited and reported no error"
+
+
+def test_ten_thousand_hostile_connections_change_nothing() -> None:
+    """One after the other; the run ends as it would have."""
+    run = Run()
+    assert all(member.wait_for_all(limit=10) for member in run.members)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for number in range(10_000 // len(HOSTILE) + 1):
+        for message in HOSTILE.values():
+            attack(run.address, message)
+        for member in run.members:
+            member.progress = number
+    assert run.coordinator.is_alive() and run.verdicts == []
+    assert len(os.listdir("/proc/self/fd")) <= descriptors + coordinator._MAX_STRANGERS
+    assert run.together(None, None, None) == [None, None, None]
 
 
 def attack(address: tuple[str, int], message: bytes) -> None:
