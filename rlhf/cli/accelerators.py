@@ -20,7 +20,6 @@ from accelerators import OPERATIONS, AcceleratorError, PluginError, Report
 from rlhf.cli.options import report_interruption
 from rlhf.cli.tables import AsJSON, AsTSV, print_json, print_line, print_table
 from rlhf.errors import ConfigError
-from rlhf.utils import signals
 from rlhf.utils.process_info import current_process
 from rlhf.utils.units import format_bytes
 
@@ -148,7 +147,7 @@ def certify(
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
 
-    with report_interruption(), signals.interrupt_on_signals():  # which ends the check's processes too
+    with report_interruption():
         report, path = runner.certify(
             name, level=level, size=size, only=only or (), output=output, report_progress=report_progress
         )

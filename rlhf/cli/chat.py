@@ -19,6 +19,7 @@ from rlhf.data.records import Message
 from rlhf.errors import ModelError
 from rlhf.evaluation.models import EvaluationDevice, find_base_model, load_language_model, model_folder
 from rlhf.reporting.console import console
+from rlhf.utils import signals
 
 Show = Callable[[str], None]
 
@@ -188,7 +189,8 @@ def _converse(model: ChatModel, memory: bool, title: str) -> None:
         print("model  ", end="", flush=True)
         try:
             turns.append(("assistant", _answer(model, turns)))
-        except KeyboardInterrupt:  # stops this answer only
+        except KeyboardInterrupt:  # Ctrl-C stops this answer only
+            signals.continue_after_ctrl_c()
             turns.pop()
             print(" ...")
         except ModelError as error:

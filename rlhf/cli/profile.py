@@ -25,7 +25,6 @@ from rlhf.reporting.progress import progress
 from rlhf.reporting.timers import PhaseTime, profile_operators
 from rlhf.roles.lineage import resolve_base_models
 from rlhf.runs.directory import RunDirectory
-from rlhf.utils import signals
 from rlhf.utils.atomic_io import atomic_file
 from rlhf.utils.process_info import current_process
 from rlhf.utils.units import format_bytes
@@ -101,7 +100,7 @@ def profile_stage(config: Config, stage: Stage, *, steps: int, trace: Path) -> R
         print_line(f"profile: {run} has no finished {missing}: one step of each is taken first, and not kept")
     short = {f"{name}.{key}": 1 for name in earlier_stages for key in ("max_steps", "eval_rows")}
     config = ensure_steps(apply_settings(config, short | {"ppo.samples_every": 0}), stage, steps + _EXTRA_STEPS)
-    with tempfile.TemporaryDirectory(prefix="rlhf-profile-") as folder, signals.interrupt_on_signals():
+    with tempfile.TemporaryDirectory(prefix="rlhf-profile-") as folder:
         directory = RunDirectory(Path(folder, "run"))
         config = config.model_copy(update={"output": directory.path, "sinks": ()})
         recording = Path(folder, "trace.json.gz" if trace.suffix == ".gz" else "trace.json")

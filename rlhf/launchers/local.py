@@ -78,7 +78,26 @@ def spawn_ranks(
 
     Returns:
         None if all succeeded, else how the run ended.
+
+    Raises:
+        KeyboardInterrupt: a signal arrived before the start.
     """
+    signals_seen: list[int] = []
+    with signals.handle_signals(signals_seen.append):
+        signals.raise_if_interrupted()
+        return _run_ranks(ranks, command, signals_seen, debug=debug, rendezvous=rendezvous, console=console)
+
+
+def _run_ranks(
+    ranks: int,
+    command: Sequence[str],
+    signals_seen: list[int],
+    *,
+    debug: bool,
+    rendezvous: Rendezvous | None,
+    console: IO[bytes] | None,
+) -> ExitStatus | None:
+    """Run `command` in ranks, as `spawn_ranks`; signals are added to `signals_seen`."""
     folder = Path(tempfile.mkdtemp(prefix="rlhf-ranks-"))
     node = rendezvous.node if rendezvous else NodeSpec(0, 1, "127.0.0.1", 0)
     port = rendezvous.port if rendezvous else find_free_port()
@@ -87,14 +106,12 @@ def spawn_ranks(
     if rendezvous:
         variables[RENDEZVOUS_VARIABLE] = f"{node.host}:{node.port}"
     processes: dict[int, subprocess.Popen[bytes]] = {}
-    signals_seen: list[int] = []
-    with signals.handle_signals(signals_seen.append):
-        for local in range(ranks):
-            rank = node.number * ranks + local
-            member = ProcessInfo(rank, node.count * ranks, local, ranks, node.number, node.host, port, "rlhf")
-            log = folder / f"{rank}.log" if rank and not debug else None
-            processes[rank] = _start_rank(command, {**os.environ, **member.variables(), **variables}, log, console)
-        exit_codes = _wait(processes, signals_seen, folder, rendezvous.client if rendezvous else None)
+    for local in range(ranks):
+        rank = node.number * ranks + local
+        member = ProcessInfo(rank, node.count * ranks, local, ranks, node.number, node.host, port, "rlhf")
+        log = folder / f"{rank}.log" if rank and not debug else None
+        processes[rank] = _start_rank(command, {**os.environ, **member.variables(), **variables}, log, console)
+    exit_codes = _wait(processes, signals_seen, folder, rendezvous.client if rendezvous else None)
     for process in processes.values():
         assert process.stdin
         process.stdin.close()
@@ -128,7 +145,7 @@ def rank_command(arguments: Sequence[str]) -> list[str]:
     root = str(Path(__file__).parents[2])
     script = (
         f"import sys; sys.path[:] = [path for path in sys.path if path] + [{root!r}]; "
-        "from rlhf.launchers.local import end_with_launcher; end_with_launcher(); from rlhf.cli import main; main()"
+        "from rlhf.cli import main; main(ends_with_launcher=True)"
     )
     return [sys.executable, "-c", script, *arguments]
 

@@ -32,7 +32,7 @@ class RunTermination:
 
         Raises:
             RLHFError, AcceleratorError: the user can fix it; the message says how.
-            Interrupted: SIGINT, SIGTERM or SIGHUP arrived.
+            Interrupted: a signal of `rlhf.utils.signals` arrived.
             PluginError: any other error of a plugin's code.
             InternalError: any other error; its traceback is in the run directory.
         """

@@ -42,7 +42,7 @@ from rlhf.trainers.ppo.trainer import PPOTrainer
 from rlhf.trainers.stage_models import ModelFactory, resolve_stage_bases
 from rlhf.trainers.supervised import RewardTrainer, SFTTrainer
 from rlhf.trainers.trainer import Trainer
-from rlhf.utils import manifest
+from rlhf.utils import manifest, signals
 from rlhf.utils.busy_cores import describe_busy_cores
 from rlhf.utils.process_info import get_command_line
 
@@ -72,6 +72,7 @@ def run(
     if distributed.world().is_main and computes_on_host and (line := describe_busy_cores(torch.get_num_threads())):
         console.print(f"note: {line}", markup=False, soft_wrap=True)
     for stage in stages:
+        signals.raise_if_interrupted()  # a library may have swallowed an earlier signal
         if not directory.stage(stage).done:
             with stage_context(stage, config, accelerator, directory) as context, translate_stage_errors(context):
                 plan = log_plan(context)

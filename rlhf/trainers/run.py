@@ -72,7 +72,7 @@ def run(
 
     Raises:
         RLHFError, AcceleratorError: something that the user can fix; the message says how.
-        Interrupted: SIGINT, SIGTERM or SIGHUP arrived.
+        Interrupted: a signal of `rlhf.utils.signals` arrived.
         InternalError: anything else; its traceback is in the run directory.
     """
     if accelerator:  # recorded, so that a later resume uses the same
@@ -97,7 +97,7 @@ def run(
         request = Request(stages, resume, overwrite, dry_run)
         try:
             with termination.report_errors(), _open(config, selection, request, pending) as opened:
-                signals.raise_if_interrupted()
+                signals.raise_if_interrupted()  # a library may have swallowed one
                 if not dry_run:
                     from rlhf.trainers import pipeline  # imports DeepSpeed, which is configured for the device by now
 

@@ -1,4 +1,9 @@
-"""Signals that ask a run to end: Ctrl-C, a scheduler's SIGTERM or SIGUSR1, and SIGHUP when the terminal is closed."""
+"""Signals that ask a run to end: Ctrl-C, a scheduler's SIGTERM or SIGUSR1, and SIGHUP when the terminal is closed.
+
+A command calls `remember_signals` first. Signals then act where the command allows it: in a block of
+`interrupt_on_signals` they raise `KeyboardInterrupt`, in one of `collect_signals` a step is finished first. This module
+imports only the standard library, so that the command can import it before all else.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +19,24 @@ from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 remembered_signals: list[int] = []
-"""The signals that have arrived in the block of `interrupt_on_signals`."""
+"""The signals that have arrived since `remember_signals`, or in the outermost block of `interrupt_on_signals`."""
+_blocks = 0  # of `interrupt_on_signals` that have not ended; `remember_signals` begins one that never ends
 _TERMINAL_FDS = [fd for fd in (1, 2) if os.isatty(fd)]
+
+
+def remember_signals() -> None:
+    """Remember signals that arrive from now on, for `interrupt_on_signals`."""
+    global _blocks
+    _blocks += 1
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: remembered_signals.append(number))
+
+
+def ignore_signals() -> None:
+    """Ignore signals from now on: the exit code is decided, and the end of the interpreter may take a second."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager
@@ -43,27 +64,64 @@ def handle_signals(receive: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def interrupt_on_signals() -> Iterator[None]:
-    """Handle any of the signals in this block like Ctrl-C: raise `KeyboardInterrupt`.
+    """Handle any of the signals in this block like Ctrl-C: raise `KeyboardInterrupt`, also for remembered ones.
 
-    Libraries may swallow the exception, as pyarrow does in its import of pandas. The block must therefore call
-    `raise_if_interrupted` before it begins something that takes long.
+    A first signal during an import is raised when the import is done: libraries swallow the exception, or are left
+    half-imported. Other code may swallow it too, as pyarrow does when it imports pandas by itself. The block must
+    therefore call `raise_if_interrupted` before it begins something that takes long.
     """
+    global _blocks
+    imports = len(_find_imports())  # a program may do all its work in an import
 
     def receive(number: int) -> None:
         remembered_signals.append(number)
-        raise KeyboardInterrupt
+        running = _find_imports()
+        if len(running) == imports or end_at_once(remembered_signals):
+            raise KeyboardInterrupt
+        _raise_after(running[imports])
 
-    remembered_signals.clear()
+    _blocks += 1
     try:
         with handle_signals(receive):
+            raise_if_interrupted()
             yield
     finally:
-        remembered_signals.clear()
+        _blocks -= 1
+        if not _blocks:
+            remembered_signals.clear()
+
+
+def _find_imports() -> list[FrameType]:
+    """Return the frames of this thread that import a module, the outermost first."""
+    frames: list[FrameType] = []
+    frame: FrameType | None = sys._getframe()
+    while frame:
+        if frame.f_code.co_name == "_find_and_load" and frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            frames.insert(0, frame)
+        frame = frame.f_back
+    return frames
+
+
+def _raise_after(frame: FrameType) -> None:
+    """Raise `KeyboardInterrupt` when `frame` of this thread returns."""
+
+    def profile(current: FrameType, event: str, argument: Any) -> None:
+        if current is frame and event == "return":
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    sys.setprofile(profile)
 
 
 def raise_if_interrupted() -> None:
-    """Raise `KeyboardInterrupt` if a signal arrived in a block of `interrupt_on_signals`; in the main thread only."""
+    """Raise `KeyboardInterrupt` if a signal is remembered; in the main thread only."""
     if remembered_signals and threading.current_thread() is threading.main_thread():
+        raise KeyboardInterrupt
+
+
+def continue_after_ctrl_c() -> None:
+    """Forget the Ctrl-C whose `KeyboardInterrupt` the caller has caught; raise it again if it was another signal."""
+    if remembered_signals and remembered_signals.pop() != signal.SIGINT:
         raise KeyboardInterrupt
 
 

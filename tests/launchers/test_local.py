@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from rlhf.launchers import local
 from rlhf.launchers.coordinator import find_free_port
 from rlhf.launchers.exit_status import INTERNAL_ERROR, INTERRUPTED, USER_ERROR, ExitStatus
 from rlhf.launchers.multinode import NodeSpec, join_rendezvous, serve_rendezvous
+from rlhf.utils import signals
 
 HEAD = """
 import os, signal, sys, time
@@ -171,6 +173,15 @@ def test_rank_that_notices_the_end_of_another_after_a_second_signal_is_not_its_c
     report = "ExitStatus.from_error(RemoteRankError('rank 0 exited and reported no error')).report()"
     status = start(until_signalled(tmp_path, f"rank == '1' and {report}; time.sleep(60)"))
     assert status is not None and status.code == INTERRUPTED and "interrupted at once" in status.line
+
+
+def test_signal_before_the_start_starts_no_rank() -> None:
+    with signals.interrupt_on_signals():
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            start("")
+    assert not list(Path(tempfile.gettempdir()).iterdir())
 
 
 def test_scheduler_that_signals_ranks_too_ends_none_at_once(tmp_path: Path) -> None:

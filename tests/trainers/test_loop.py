@@ -13,7 +13,8 @@ from rlhf.config.schema import build_config
 from rlhf.data.stage_dataset import load_stage
 from rlhf.engine.distributed import World
 from rlhf.models.loading import load_causal_lm
-from rlhf.trainers import supervised
+from rlhf.runs.directory import RunDirectory
+from rlhf.trainers import pipeline, supervised
 from rlhf.trainers.loop import fit, is_recorded, resume_or_seed, take_step
 from rlhf.trainers.supervised import SFTTrainer
 from rlhf.utils import signals
@@ -160,3 +161,13 @@ def test_swallowed_signal_ends_the_run_before_a_step(accelerator, recipe, tmp_pa
     assert steps == []
     fit(trainer, context)  # the signal is forgotten after the block
     assert steps == [0, 1, 2]
+
+
+def test_swallowed_signal_starts_no_further_stage(accelerator, recipe, tmp_path):
+    run = RunDirectory(tmp_path)
+    with signals.interrupt_on_signals():
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.run(build_config(recipe), accelerator, run, ("sft",))
+    assert not run.stage("sft").path.exists()

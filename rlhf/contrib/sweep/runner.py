@@ -66,13 +66,13 @@ class SweepRunner:
 
         Raises:
             RunError: the shared stages failed.
-            Interrupted: SIGINT, SIGTERM or SIGHUP arrived; the same command resumes the point.
+            Interrupted: a signal of `rlhf.utils.signals` arrived; the same command resumes the point.
         """
         todo = [point for point in points if not self.folder.is_complete(point)]
         if not todo:
             return
         shared, numbers = self.grid.shared, {point.name: place for place, point in enumerate(self.grid.points, start=1)}
-        with signals.tolerate_closed_terminal(), signals.interrupt_on_signals():
+        with signals.tolerate_closed_terminal():
             try:
                 console.print(f"the output of each point is in {self.folder.console('POINT')}", **_PLAIN)
                 if shared and not self.folder.is_complete(shared):
