@@ -18,9 +18,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from rlhf.errors import ConfigError, RemoteRankError
 from rlhf.launchers.coordinator import Coordinator, WorkerClient, connect_with_retry, is_loopback, listen
@@ -28,7 +29,7 @@ from rlhf.launchers.exit_status import INTERRUPTED, ExitStatus, rank_name
 from rlhf.launchers.stacks import write_stacks
 from rlhf.utils import signals
 from rlhf.utils.activity import describe_activity
-from rlhf.utils.process_info import SECRET_VARIABLE, ProcessInfo
+from rlhf.utils.process_info import SECRET_VARIABLE, STATUS_FOLDER_VARIABLE, ProcessInfo
 
 # A process keeps its stores until it ends, because other ranks may start the next session while this one ends.
 _stores: dict[tuple[str, int], Store] = {}
@@ -98,13 +99,18 @@ def _is_loss(error: RuntimeError) -> bool:
 def get_store(process: ProcessInfo, timeout: float) -> Store:
     """Return the store that all ranks read and write; one for all sessions of a process.
 
+    Ranks that our launcher started on one machine use a file in its private folder: a port is open to other users.
+
     Raises:
         ConfigError: as for `monitor_ranks`.
     """
     assert process.address and process.port
     address = (process.address, process.port)
     if address not in _stores:
-        _stores[address] = _connect_store(process, *address, timeout)
+        if process.launcher == "rlhf" and process.local_size == process.size:
+            _stores[address] = FileStore(str(Path(os.environ[STATUS_FOLDER_VARIABLE], "store")), process.size)
+        else:
+            _stores[address] = _connect_store(process, *address, timeout)
     _stores[address].set_timeout(timedelta(seconds=timeout))
     return _stores[address]
 

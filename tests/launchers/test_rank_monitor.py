@@ -108,6 +108,28 @@ def test_ranks_of_one_machine_listen_on_the_loopback_only(forks: Forks, tmp_path
     assert len(lines[0].split()) >= 3 and set(" ".join(lines).split()) == {"0100007F"}  # 127.0.0.1
 
 
+@pytest.mark.skipif(not Path("/proc/net/tcp").is_file(), reason="reads the sockets of Linux")
+def test_ranks_of_our_launcher_open_no_port_for_their_store(forks: Forks, tmp_path: Path) -> None:
+    """They meet in a file that only the user can read."""
+    script = f"""
+import os
+from pathlib import Path
+from rlhf.launchers.rank_monitor import get_store, monitor_ranks
+from rlhf.utils.process_info import current_process
+from tests.launchers.test_rank_monitor import listening
+process = current_process()
+with monitor_ranks(process, 60.0):
+    store = get_store(process, 60.0)
+    store.set(str(process.rank), "here")
+    assert store.get(str(1 - process.rank)) == b"here"
+    assert Path(os.environ["RLHF_OUTCOMES"]).stat().st_mode & 0o777 == 0o700
+    Path({str(tmp_path)!r}, str(process.rank)).write_text(str(len(listening())))
+"""
+    forks.ranks(2, script)
+    sockets = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert sockets == {"0": "1", "1": "0"}, "that of the coordinator"
+
+
 def listening() -> list[str]:
     """Return the local address of each listening socket of this process, as the kernel writes it."""
     names = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if os.path.lexists(path)}
