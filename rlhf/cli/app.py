@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from io import TextIOWrapper
 from typing import Annotated, Any
@@ -202,17 +202,18 @@ def _start_on_machine(machine: multinode.NodeSpec, options: Options, stages: tup
     config = options.load_for(stages)
     timeout = config.engine.timeout
     pending = list(stages)
-    if first:
-        multinode.serve_rendezvous(machine, timeout)
-        try:
-            ranks = count * machine.count
-            pending = preflight.check(config, stages, ranks, resume=options.resume, overwrite=options.overwrite)
-            select.select_accelerator(config, options.accelerator)
-        except USER_ERRORS as error:
-            with suppress(*USER_ERRORS, RemoteRankError):
-                multinode.join_rendezvous(machine, count, timeout, refusal=ExitStatus.summarize(error))
-            raise
-    rendezvous = multinode.join_rendezvous(machine, count, timeout, is_pending=bool(pending))
+    with multinode.serve_rendezvous(machine, config.output, timeout) if first else nullcontext():
+        if first:
+            try:
+                ranks = count * machine.count
+                pending = preflight.check(config, stages, ranks, resume=options.resume, overwrite=options.overwrite)
+                select.select_accelerator(config, options.accelerator)
+            except USER_ERRORS as error:
+                refusal = ExitStatus.summarize(error)
+                with suppress(*USER_ERRORS, RemoteRankError):
+                    multinode.join_rendezvous(machine, config.output, count, timeout, refusal=refusal)
+                raise
+        rendezvous = multinode.join_rendezvous(machine, config.output, count, timeout, is_pending=bool(pending))
     termination = RunTermination(RunDirectory(config.output), stages) if first else None
     outcome = None
     if rendezvous.is_pending:

@@ -6,26 +6,42 @@ their ranks, stay connected while these run, and end with the same status. torch
 signal, and a step and its checkpoint may take longer. torch 2.13 has `--shutdown-timeout` and
 TORCH_ELASTIC_SHUTDOWN_TIMEOUT for that (https://github.com/pytorch/pytorch/pull/172596). The agent would also import
 torch into the launcher, and with it runtimes that occupy a device when they are imported.
+
+The launchers recognize each other by a secret: RLHF_SECRET, or else a random one that the first machine leaves in the
+run's folder, which all machines share, until they have met.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
 import socket
 import sys
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
-from rlhf.errors import ConfigError, RemoteRankError
-from rlhf.launchers.coordinator import Coordinator, WorkerClient, find_free_port, is_loopback, listen
+from rlhf.errors import ConfigError, RemoteRankError, RunError
+from rlhf.launchers.coordinator import (
+    Coordinator,
+    WorkerClient,
+    connect_with_retry,
+    find_free_port,
+    is_loopback,
+    listen,
+)
 from rlhf.launchers.exit_status import ExitStatus, Interrupted
-from rlhf.utils.process_info import SECRET_VARIABLE, current_process
+from rlhf.utils.process_info import SECRET_FILE, SECRET_VARIABLE, current_process
 from rlhf.version import __version__
 
 # For the other machines to connect. Then a note says which machines are missing; a refusal is no longer sent to them.
 _SECONDS_TO_CONNECT = 10.0
+_SECONDS_TO_APPEAR = 10.0  # for a file of the first machine, on a network file system
 
 
 @dataclass(frozen=True)
@@ -80,27 +96,80 @@ def resolve_node(nodes: int | None, node_rank: int | None, rendezvous: str | Non
     return NodeSpec(node_rank, nodes, address[1], int(address[2])) if nodes > 1 else None
 
 
-def serve_rendezvous(node: NodeSpec, timeout: float) -> None:
-    """Let the other machines connect to this one, the first.
+@contextmanager
+def serve_rendezvous(node: NodeSpec, folder: Path, timeout: float) -> Iterator[None]:
+    """Let the other machines connect to this one, the first; while the block runs, they find the secret in `folder`.
 
     Raises:
         ConfigError: the port cannot be used.
+        RunError: the folder cannot be written.
     """
     # The host may be a name or an address that only other machines use for this one.
     every_network = "::" if ":" in node.host else ""
+    with _provide_secret(folder) as secret:
+        try:
+            listener = listen(node.host if is_loopback(node.host) else every_network, node.port)
+        except OSError as error:
+            raise ConfigError(
+                f"--rendezvous {node.host}:{node.port}: cannot bind: {os.strerror(error.errno or 0)}; "
+                "choose another port, the same on all machines"
+            ) from error
+        Coordinator(listener, secret, node.count, "machine", timeout).start()
+        yield
+
+
+@contextmanager
+def _provide_secret(folder: Path) -> Iterator[str]:
+    """Yield the secret that the user has set, or else a random one, which is in a file while the block runs."""
+    if given := os.environ.get(SECRET_VARIABLE):
+        yield given
+        return
+    secret = secrets.token_hex()
+    path, is_new = folder / SECRET_FILE, not folder.exists()
     try:
-        listener = listen(node.host if is_loopback(node.host) else every_network, node.port)
+        folder.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # of a process that was killed
+        # O_EXCL follows no link either.
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            file.write(secret)
     except OSError as error:
-        raise ConfigError(
-            f"--rendezvous {node.host}:{node.port}: cannot bind: {os.strerror(error.errno or 0)}; "
-            "choose another port, the same on all machines"
+        raise RunError(
+            f"{path}: cannot be written ({error.strerror}); choose another --output, or set {SECRET_VARIABLE} to the "
+            "same random text on all machines"
         ) from error
-    Coordinator(listener, _read_secret(), node.count, "machine", timeout).start()
+    try:
+        yield secret
+    finally:
+        path.unlink(missing_ok=True)
+        if is_new and not os.listdir(folder):
+            folder.rmdir()
 
 
-def _read_secret() -> str:
-    """Return the text that the user has set on all machines; empty without one."""
-    return os.environ.get(SECRET_VARIABLE, "")
+def _find_secret(node: NodeSpec, folder: Path, timeout: float) -> str:
+    """Return the secret that the user has set, or else the one that the first machine has left in `folder`.
+
+    Raises:
+        ConfigError: the first machine does not answer within `timeout` seconds, or its file cannot be read.
+    """
+    if secret := os.environ.get(SECRET_VARIABLE):
+        return secret
+    connect_with_retry((node.host, node.port), timeout).close()  # the first machine has written its file by now
+    path, reason = folder / SECRET_FILE, os.strerror(errno.ENOENT)
+    deadline = time.monotonic() + _SECONDS_TO_APPEAR
+    while True:
+        try:
+            os.listdir(folder)  # makes a network file system ask the server again
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe would wait for a writer
+            with open(os.open(path, flags), encoding="utf-8", errors="replace") as file:
+                return file.read(1000)
+        except OSError as error:
+            reason = error.strerror or str(error)
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"{path}: the secret of machine 0 cannot be read ({reason}); choose an --output that all machines "
+                f"share, or set {SECRET_VARIABLE} to the same random text on all of them"
+            )
+        time.sleep(0.2)
 
 
 @dataclass(frozen=True)
@@ -123,17 +192,25 @@ class Rendezvous:
 
 
 def join_rendezvous(
-    node: NodeSpec, ranks: int, timeout: float, *, is_pending: bool = True, refusal: ExitStatus | None = None
+    node: NodeSpec,
+    folder: Path,
+    ranks: int,
+    timeout: float,
+    *,
+    is_pending: bool = True,
+    refusal: ExitStatus | None = None,
 ) -> Rendezvous:
     """Wait for the other machines.
 
     Args:
+        folder: the run's folder, which all machines share.
         ranks: processes on this machine.
         is_pending: on the first machine, True if there is something to run.
         refusal: on the first machine, the reason why the run is refused.
 
     Raises:
-        ConfigError: a machine has not connected within `timeout` seconds, or was started with other settings.
+        ConfigError: a machine has not connected within `timeout` seconds, or was started with other settings; or the
+            secret cannot be read.
         RemoteRankError: another machine refused.
         Interrupted: Ctrl-C, while this machine waits.
     """
@@ -151,7 +228,8 @@ def join_rendezvous(
     timer.daemon = True
     timer.start()
     try:
-        client = WorkerClient((node.host, node.port), _read_secret(), node.number, name, facts, timeout)
+        secret = _find_secret(node, folder, timeout)
+        client = WorkerClient((node.host, node.port), secret, node.number, name, facts, timeout)
         machines = client.wait_for_all(limit=_SECONDS_TO_CONNECT if refusal else None)
     except KeyboardInterrupt as error:
         raise Interrupted("nothing was started") from error

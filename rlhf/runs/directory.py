@@ -37,7 +37,7 @@ from rlhf.runs.resume import (
 from rlhf.runs.stage_directory import StageDirectory
 from rlhf.utils.atomic_io import CONSOLE, PARTIAL, atomic_write_json, check_writable, refuse_link, sync
 from rlhf.utils.file_lock import LOCK, LOCK_FILES, lock_folder
-from rlhf.utils.process_info import current_process, get_command_line
+from rlhf.utils.process_info import SECRET_FILE, current_process, get_command_line
 
 _SECONDS_TO_RECOVER = 30.0
 _PACKAGES = ("rlhf", "torch", "deepspeed", "transformers", "peft")  # a run's numbers depend on their versions
@@ -443,7 +443,7 @@ class RunDirectory:
             raise RunError(f"{self.path}: is a file; choose a folder with --output")
         # Files that may remain from a run that could not start.
         partial = (self.recipe.name + PARTIAL, self.description.name + PARTIAL)
-        known = ("traceback*.txt", CONSOLE, self.stop_file.name, *LOCK_FILES, *partial)
+        known = ("traceback*.txt", CONSOLE, self.stop_file.name, SECRET_FILE, *LOCK_FILES, *partial)
         files = self.path.iterdir() if self.path.is_dir() else ()
         if not all(any(path.match(name) for name in known) for path in files):
             raise RunError(

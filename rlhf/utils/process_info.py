@@ -26,6 +26,8 @@ RENDEZVOUS_VARIABLE = "RLHF_RENDEZVOUS"
 
 SECRET_VARIABLE = "RLHF_SECRET"
 """Environment variable with the text by which the processes of a run recognize each other."""
+SECRET_FILE = ".rlhf.secret"
+"""File in the run's folder with the same for machines, if the variable is not set; see `rlhf.launchers.multinode`."""
 
 _TORCH = {
     "rank": ("RANK",),

@@ -49,11 +49,13 @@ def test_every_rank_finds_its_place(tmp_path: Path, machine: int) -> None:
     rendezvous = None
     if machine:
         port = find_free_port()
-        serve_rendezvous(NodeSpec(0, 2, "127.0.0.1", port), 30.0)
-        first = threading.Thread(target=join_rendezvous, args=(NodeSpec(0, 2, "127.0.0.1", port), 2, 30.0))
-        first.start()
-        rendezvous = join_rendezvous(NodeSpec(1, 2, "127.0.0.1", port), 2, 30.0)
-        first.join()
+        nodes = [NodeSpec(number, 2, "127.0.0.1", port) for number in range(2)]
+        folder = tmp_path / "run"
+        with serve_rendezvous(nodes[0], folder, 30.0):
+            first = threading.Thread(target=join_rendezvous, args=(nodes[0], folder, 2, 30.0))
+            first.start()
+            rendezvous = join_rendezvous(nodes[1], folder, 2, 30.0)
+            first.join()
     assert local.spawn_ranks(2, [sys.executable, "-c", script], rendezvous=rendezvous) is None
     places = [path.read_text().rpartition(" ") for path in sorted(tmp_path.iterdir())]
     expected = (

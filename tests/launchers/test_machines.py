@@ -84,7 +84,8 @@ def test_machines_with_different_folders_are_refused(
 ) -> None:
     if not machines.namespaces:
         pytest.skip("network namespaces are not allowed here, and two loopback addresses see one file system")
-    results = ends(start(machines, launcher, 1, rlhf.recipe, "--output", machines.own / "run"))
+    arguments = "--output", machines.own / "run"
+    results = ends(start(machines, launcher, 1, rlhf.recipe, *arguments, RLHF_SECRET="a text"))
     refusal = f"{machines.own}/run: machine-1 sees a different folder than machine-0; choose an --output that all"
     for code, _, line in results:
         assert refusal in line

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +30,7 @@ SRUN = {
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "RLHF_SECRET"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -69,17 +72,17 @@ def test_srun_with_one_task_per_machine_completes_the_options(monkeypatch: pytes
         multinode.resolve_node(4, None, None)
 
 
-def meeting(*machines: dict[str, object]) -> list[object]:
-    """Return the rendezvous or the error of each launcher."""
+def meeting(folder: Path, *machines: dict[str, object]) -> list[object]:
+    """Return the rendezvous or the error of each launcher; all share `folder`, unless one has another."""
     port = find_free_port()
     results: dict[int, object] = {}
 
     def go(number: int) -> None:
         machine = NodeSpec(number, 2, "127.0.0.1", port)
+        options: Any = {"folder": folder, "ranks": 1} | machines[number]
         try:
-            if number == 0:
-                serve_rendezvous(machine, 1.0)
-            results[number] = join_rendezvous(machine, timeout=1.0, **({"ranks": 1} | machines[number]))  # type: ignore[arg-type]
+            with serve_rendezvous(machine, folder, 1.0) if number == 0 else nullcontext():
+                results[number] = join_rendezvous(machine, timeout=1.0, **options)
         except (ConfigError, RemoteRankError) as error:
             results[number] = error
 
@@ -91,45 +94,90 @@ def meeting(*machines: dict[str, object]) -> list[object]:
     return [results[number] for number in range(len(machines))]
 
 
-def test_launchers_meet_and_learn_where_the_ranks_do() -> None:
-    first, other = meeting({}, {})
+def test_launchers_meet_and_learn_where_the_ranks_do(tmp_path: Path) -> None:
+    first, other = meeting(tmp_path, {}, {})
     assert isinstance(first, multinode.Rendezvous) and isinstance(other, multinode.Rendezvous)
     assert first.port == other.port and other.is_pending
 
 
-def test_launchers_with_other_options_refuse() -> None:
-    for error in meeting({"ranks": 1}, {"ranks": 2}):
+def test_launchers_with_other_options_refuse(tmp_path: Path) -> None:
+    for error in meeting(tmp_path, {"ranks": 1}, {"ranks": 2}):
         assert isinstance(error, ConfigError)
         assert "machines were started with different --ranks: 1 on machine 0" in str(error)
 
 
-def test_refusal_of_the_first_machine_reaches_all() -> None:
-    _, other = meeting({"refusal": ExitStatus(2, "rlhf: error: no such model folder", 0.0)}, {})
+def test_refusal_of_the_first_machine_reaches_all(tmp_path: Path) -> None:
+    _, other = meeting(tmp_path, {"refusal": ExitStatus(2, "rlhf: error: no such model folder", 0.0)}, {})
     assert isinstance(other, RemoteRankError)
     assert (str(other), other.exit_code) == ("no such model folder", 2)
 
 
-def test_missing_machine_is_named() -> None:
-    (alone,) = meeting({})
+def test_missing_machine_is_named(tmp_path: Path) -> None:
+    (alone,) = meeting(tmp_path, {})
     assert isinstance(alone, RemoteRankError) and alone.exit_code == 2
     assert str(alone).startswith("machine 1 of 2 did not connect within 1 s; start all")
 
 
-def test_port_in_use_is_an_error() -> None:
-    port = find_free_port()
-    serve_rendezvous(NodeSpec(0, 2, "127.0.0.1", port), 5.0)
-    with pytest.raises(ConfigError, match=r": cannot bind: Address already in use; choose another port"):
-        serve_rendezvous(NodeSpec(0, 2, "127.0.0.1", port), 5.0)
+def test_secret_is_a_private_file_until_all_have_met(tmp_path: Path) -> None:
+    """One that a killed process has left is replaced; a link is not followed."""
+    folder, other = tmp_path / "run", tmp_path / "other"
+    folder.mkdir()
+    other.write_text("not a secret")
+    (folder / ".rlhf.secret").symlink_to(other)
+    with serve_rendezvous(NodeSpec(0, 2, "127.0.0.1", find_free_port()), folder, 1.0):
+        file = folder / ".rlhf.secret"
+        assert not file.is_symlink() and file.stat().st_mode & 0o777 == 0o600
+        assert len(file.read_text()) == 64
+    assert list(folder.iterdir()) == [] and other.read_text() == "not a secret"
 
 
-def test_ctrl_c_while_a_machine_waits_is_reported() -> None:
+def test_machine_that_cannot_read_the_secret_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multinode, "_SECONDS_TO_APPEAR", 0.1)
+    _, other = meeting(tmp_path / "run", {}, {"folder": tmp_path / "elsewhere"})
+    assert isinstance(other, ConfigError)
+    assert str(other) == (
+        f"{tmp_path}/elsewhere/.rlhf.secret: the secret of machine 0 cannot be read (No such file or directory); "
+        "choose an --output that all machines share, or set RLHF_SECRET to the same random text on all of them"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_secret_of_the_user_needs_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLHF_SECRET", "a text")
+    _, other = meeting(tmp_path / "run", {}, {"folder": tmp_path / "elsewhere"})
+    assert isinstance(other, multinode.Rendezvous)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_machine_without_the_secret_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / ".rlhf.secret").write_text("guessed")
+    _, other = meeting(tmp_path / "run", {}, {"folder": tmp_path / "elsewhere"})
+    assert isinstance(other, RemoteRankError) and str(other).startswith("RLHF_SECRET is not the one of machine 0")
+
+
+def test_port_in_use_is_an_error(tmp_path: Path) -> None:
+    node = NodeSpec(0, 2, "127.0.0.1", find_free_port())
+    message = r": cannot bind: Address already in use; choose another port"
+    with (
+        serve_rendezvous(node, tmp_path / "a", 5.0),
+        pytest.raises(ConfigError, match=message),
+        serve_rendezvous(node, tmp_path / "b", 5.0),
+    ):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_while_a_machine_waits_is_reported(tmp_path: Path) -> None:
     machine = NodeSpec(0, 2, "127.0.0.1", find_free_port())
-    serve_rendezvous(machine, 2.0)
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     try:
-        with pytest.raises(Interrupted, match=r"^nothing was started$"):
-            join_rendezvous(machine, 1, timeout=2.0)
+        with (
+            serve_rendezvous(machine, tmp_path / "run", 2.0),
+            pytest.raises(Interrupted, match=r"^nothing was started$"),
+        ):
+            join_rendezvous(machine, tmp_path / "run", 1, timeout=2.0)
     except KeyboardInterrupt:  # which would end pytest
         pytest.fail("Ctrl-C was not turned into an error")
     timer.join()
