@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlhf.errors import ConfigError, RemoteRankError
+from rlhf.errors import ConfigError, RemoteRankError, RunError
 from rlhf.launchers import multinode
 from rlhf.launchers.coordinator import find_free_port
 from rlhf.launchers.exit_status import ExitStatus, Interrupted
@@ -129,6 +129,21 @@ def test_secret_is_a_private_file_until_all_have_met(tmp_path: Path) -> None:
         assert not file.is_symlink() and file.stat().st_mode & 0o777 == 0o600
         assert len(file.read_text()) == 64
     assert list(folder.iterdir()) == [] and other.read_text() == "not a secret"
+
+
+def test_secret_is_not_written_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It appears after the old file was removed."""
+    folder, other = tmp_path / "run", tmp_path / "other"
+    folder.mkdir()
+    other.write_text("mine")
+    monkeypatch.setattr(Path, "unlink", lambda path, missing_ok: path.symlink_to(other))
+    message = r"\.rlhf\.secret: cannot be written \(File exists\)"
+    with (
+        pytest.raises(RunError, match=message),
+        serve_rendezvous(NodeSpec(0, 2, "127.0.0.1", find_free_port()), folder, 1.0),
+    ):
+        pass
+    assert other.read_text() == "mine"
 
 
 def test_machine_that_cannot_read_the_secret_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,7 +103,8 @@ def test_unusable_address_is_one_line_on_rank_0(host: str, why: str) -> None:
 @pytest.mark.skipif(not Path("/proc/net/tcp").is_file(), reason="reads the sockets of Linux")
 def test_ranks_of_one_machine_listen_on_the_loopback_only(forks: Forks, tmp_path: Path) -> None:
     """torch's store, the coordinator and gloo."""
-    then = "import tests.launchers.test_rank_monitor as test; print(*test.listening(), file=sys.stderr, flush=True)"
+    then = """from tests.launchers.test_rank_monitor import listening
+        print(*(address for address, _ in listening()), file=sys.stderr, flush=True)"""
     lines = [line for _, line in run_ranks(forks, tmp_path, then)]
     assert len(lines[0].split()) >= 3 and set(" ".join(lines).split()) == {"0100007F"}  # 127.0.0.1
 
@@ -130,11 +131,13 @@ with monitor_ranks(process, 60.0):
     assert sockets == {"0": "1", "1": "0"}, "that of the coordinator"
 
 
-def listening() -> list[str]:
-    """Return the local address of each listening socket of this process, as the kernel writes it."""
-    names = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if os.path.lexists(path)}
-    rows = [row.split() for table in ("tcp", "tcp6") for row in Path("/proc/self/net", table).read_text().splitlines()]
-    return [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in names]
+def listening(process: int | str = "self") -> list[tuple[str, int]]:
+    """Return the address, as the kernel writes it, and the port of each listening socket of a process."""
+    names = {os.readlink(path) for path in Path(f"/proc/{process}/fd").iterdir() if os.path.lexists(path)}
+    tables = [Path(f"/proc/{process}/net", table).read_text() for table in ("tcp", "tcp6")]
+    rows = [row.split() for table in tables for row in table.splitlines()]
+    places = [row[1].split(":") for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in names]
+    return [(address, int(port, 16)) for address, port in places]
 
 
 def test_gloo_uses_the_loopback_for_ranks_that_meet_there(monkeypatch: pytest.MonkeyPatch) -> None:
