@@ -48,20 +48,26 @@ class Key(NamedTuple):
         return cls(kind, name, int(start))
 
 
-def save_engine(engine: TrainingEngine, folder: Path) -> None:
-    """Write this rank's numbers of an engine to `folder`, and read them back; every rank calls it."""
-    world = distributed.world()
+def save_engine(engine: TrainingEngine, folder: Path) -> int:
+    """Write this rank's numbers of an engine to `folder`, and read them back; every rank calls it.
+
+    Returns:
+        How many of the written weights are NaN or infinite.
+    """
+    world, not_finite = distributed.world(), 0
     if engine.zero_stage == 0 and not world.is_main:
-        return
+        return 0
     outlines = {str(key): outline for key, outline in _list_outlines(engine)}
     with SafetensorsWriter(folder, outlines, stem=f"rank{world.rank}", file_size=sys.maxsize, read_back=True) as writer:
         for index, parts in _group(engine):
             with fragments.open_tensors(engine, index) as tensors:
                 for part in parts:
                     for kind, numbers in tensors.numbers.items():
-                        writer.write(str(Key(kind, part.name, part.start)), part.of(numbers))
+                        count = writer.write(str(Key(kind, part.name, part.start)), part.of(numbers))
+                        not_finite += count if kind == WEIGHT else 0
                     for counter, value in tensors.counters.items():
                         writer.write(str(Key(counter, part.name, part.start)), _as_tensor(value))
+    return not_finite
 
 
 def load_engine(engine: TrainingEngine, folder: Path) -> None:

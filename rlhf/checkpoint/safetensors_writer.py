@@ -77,8 +77,12 @@ class SafetensorsWriter:
         if self._read_back and not error:
             self._compare()
 
-    def write(self, name: str, tensor: Tensor) -> None:
+    def write(self, name: str, tensor: Tensor) -> int:
         """Write a tensor, from any device.
+
+        Returns:
+            With `read_back`, how many of its numbers are NaN or infinite; they are counted here because each host read
+            of another shape costs some devices a compilation.
 
         Raises:
             RunError: on leaving the block, with `read_back`: the disk returns other bytes.
@@ -87,12 +91,16 @@ class SafetensorsWriter:
         assert tensor.shape == outline.shape and tensor.dtype == outline.dtype, name
         file.seek(position)
         flat, checksum = tensor.detach().contiguous().view(-1).view(torch.uint8), 0
+        not_finite = 0
         for part in flat.split(_CHUNK):
-            data = part.to(torch.get_default_device()).numpy()
+            part = part.to(torch.get_default_device())
+            data = part.numpy()
             file.write(data)
             if self._read_back:
                 checksum = zlib.crc32(data, checksum)
+                not_finite += int((~part.view(tensor.dtype).isfinite()).sum())
         self._written.append((Path(file.name), position, len(flat), checksum))
+        return not_finite
 
     def _compare(self) -> None:
         """Raise `RunError` if the disk returns other bytes than were written."""

@@ -22,7 +22,7 @@ import torch
 
 from rlhf.checkpoint.engine_state import load_engine, save_engine
 from rlhf.engine import distributed, fragments
-from rlhf.errors import as_resource_error
+from rlhf.errors import DivergedError, as_resource_error
 from rlhf.runs.stage_directory import parse_step
 from rlhf.utils.atomic_io import PARTIAL, PICKLE_PROTOCOL, atomic_rename_dir, drop_from_memory, read_back_error
 from rlhf.utils.manifest import digest_folder, write_manifest
@@ -51,6 +51,9 @@ def save_checkpoint(
         engines: the engines by name.
         state: numbers and tensors that are the same on all ranks (counters); those of rank 0 are written.
         random: the state of this rank's random generators.
+
+    Raises:
+        DivergedError: a weight is not finite; earlier checkpoints stay.
     """
     final = directory.checkpoints / f"step-{step:08d}"
     with distributed.on_main("writing the checkpoint") as main:
@@ -62,7 +65,12 @@ def save_checkpoint(
     # Renamed only after all ranks have written: a rank that still writes would lose its folder.
     with distributed.on_all_ranks("writing the checkpoint"):
         for name, engine in engines.items():
-            save_engine(engine, _partial(final) / name)
+            if count := save_engine(engine, _partial(final) / name):
+                raise DivergedError(
+                    f"{directory.name}: {count:,} weights of the {name} model are not finite after step {step}, so no "
+                    f"checkpoint was written; {directory.describe_last_checkpoint()}; lower "
+                    f"{directory.name}.optimizer.learning_rate"
+                )
         files = {_RANDOM.format(rank=distributed.world().rank): random}
         if distributed.world().is_main:
             counters = {name: fragments.read_counters(engine) for name, engine in engines.items()}

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from rlhf.engine import deepspeed_patches as patches
-from rlhf.engine import distributed
-from rlhf.engine.fp32_weights import CHUNK, in_memory, list_weights, round_fp32_weights
+from rlhf.engine.fp32_weights import in_memory, list_weights, round_fp32_weights
 from rlhf.models.weight_loading import is_sharded, local_range
 
 if TYPE_CHECKING:
@@ -151,17 +150,6 @@ def create_moments(engine: TrainingEngine, index: int) -> None:
 def finish_loading(engine: TrainingEngine) -> None:
     """Round the model's weights after the optimizer's were set; every rank calls it."""
     round_fp32_weights(engine.optimizer)
-
-
-def count_not_finite(engine: TrainingEngine) -> float:
-    """Return how many trained weights are not finite; every rank calls it."""
-    count = torch.zeros((), device=engine.accelerator.device())
-    for index in range(len(list_weights(engine.optimizer))):
-        with in_memory(engine.optimizer, index):
-            weight = list_weights(engine.optimizer)[index]
-            for part in weight.detach().view(-1).split(CHUNK):
-                count += (~torch.isfinite(part)).sum().to(count.device)
-    return float(distributed.all_sum(count))
 
 
 def read_counters(engine: TrainingEngine) -> dict[str, float]:

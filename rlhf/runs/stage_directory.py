@@ -108,6 +108,12 @@ class StageDirectory:
         """The newest complete checkpoint."""
         return max(self.all_checkpoints, default=None)
 
+    def describe_last_checkpoint(self) -> str:
+        """Return what an error says about the steps that are not lost."""
+        if latest := self.latest_checkpoint:
+            return f"the last checkpoint is {latest}"
+        return f"no checkpoint yet ({self.name}.checkpoint_every)"
+
     def check_checkpoint(self) -> None:
         """Raise `RunError` if the newest checkpoint lacks a file or a part of one."""
         if path := self.latest_checkpoint:

@@ -14,7 +14,7 @@ import torch
 
 from rlhf.checkpoint import training_state
 from rlhf.checkpoint.training_state import Checkpoint
-from rlhf.engine import distributed, fragments
+from rlhf.engine import distributed
 from rlhf.engine.engine import Metrics, NotFiniteError
 from rlhf.errors import DivergedError, StepNotTakenError
 from rlhf.models.dropout import is_stochastic
@@ -153,7 +153,9 @@ def judge_metrics(context: StageContext, step: int, metrics: Metrics) -> None:
     if context.config.alarms.stop and broken:
         context.recorder.log(step, metrics)  # they show why
         stage = context.directory.name
-        raise DivergedError(f"{stage}: ended by alarms.stop: {broken.line}; {_last_checkpoint(context)}")
+        raise DivergedError(
+            f"{stage}: ended by alarms.stop: {broken.line}; {context.directory.describe_last_checkpoint()}"
+        )
 
 
 def resume_or_seed(trainer: Trainer, context: StageContext) -> int:
@@ -203,7 +205,7 @@ def measure_step(trainer: Trainer, context: StageContext, index: int) -> Iterato
                 f"the {failed} at step {index + 1} (batch {index}), so its update was not made; "
                 f"{explain_step(trainer, context, index + 1, failed)}",
                 context.directory.name,
-                _last_checkpoint(context),
+                context.directory.describe_last_checkpoint(),
             ) from failed
         if index == 0:  # no resumed process repeats it, so records do not depend on where a run resumed
             metrics |= samples.count_unchanged()
@@ -224,24 +226,13 @@ def measure_step(trainer: Trainer, context: StageContext, index: int) -> Iterato
     for name in (name for name, engine in engines.items() if engine.overflows_always):
         raise DivergedError(
             f"{context.directory.name}: gradients of the {name} overflow fp16 at the lowest loss scale at step "
-            f"{index + 1} (batch {index}); {_last_checkpoint(context)}; set precision=bf16 or fp32, or lower the "
-            "learning rate"
+            f"{index + 1} (batch {index}); {context.directory.describe_last_checkpoint()}; set precision=bf16 or fp32, "
+            "or lower the learning rate"
         )
 
 
 def save_checkpoint(trainer: Trainer, context: StageContext, done: int) -> None:
-    """Write the checkpoint after `done` steps.
-
-    Raises:
-        DivergedError: a weight is not finite; earlier checkpoints stay.
-    """
-    stage = context.directory.name
-    for name, engine in trainer.engines.items():
-        if count := fragments.count_not_finite(engine):
-            raise DivergedError(
-                f"{stage}: {count:,.0f} weights of the {name} model are not finite after step {done}, so no checkpoint "
-                f"was written; {_last_checkpoint(context)}; lower {stage}.optimizer.learning_rate"
-            )
+    """Write the checkpoint after `done` steps."""
     state = {
         "stage": trainer.state_dict(),
         "seconds": context.clock.seconds(),
@@ -301,13 +292,7 @@ def _check_finite(metrics: Metrics, context: StageContext, step: int) -> None:
         return
     stage = context.directory.name
     raise DivergedError(
-        f"{stage}: {bad[0]} became {metrics[bad[0]]} at step {step} (batch {step - 1}); {_last_checkpoint(context)}; "
-        f"lower {stage}.optimizer.learning_rate, or look for extreme rows in that batch"
+        f"{stage}: {bad[0]} became {metrics[bad[0]]} at step {step} (batch {step - 1}); "
+        f"{context.directory.describe_last_checkpoint()}; lower {stage}.optimizer.learning_rate, or look "
+        "for extreme rows in that batch"
     )
-
-
-def _last_checkpoint(context: StageContext) -> str:
-    latest = context.directory.latest_checkpoint
-    if latest:
-        return f"the last checkpoint is {latest}"
-    return f"no checkpoint yet ({context.directory.name}.checkpoint_every)"
