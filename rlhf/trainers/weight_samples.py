@@ -104,12 +104,15 @@ class WeightSamples:
         """Return a sum over the bits of each tensor that all ranks have; empty with one rank."""
         if distributed.world().size == 1:
             return []
-        sums = [_sum_bits(weight.detach()) for weight in self._weights if not is_sharded(weight)]
-        return [int(number) for number in torch.stack(sums).tolist()] if sums else []
+        sums = [_sum_bits(weight.detach()).reshape(1) for weight in self._weights if not is_sharded(weight)]
+        return [int(number) for number in self._to_host(sums)]
 
     def _sample(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return some numbers of each tensor, in the host's memory; of a sharded parameter, of this rank's share."""
-        samples = [_select_numbers(getattr(tensor, "ds_tensor", tensor).detach()) for tensor in tensors]
+        return self._to_host([_select_numbers(getattr(tensor, "ds_tensor", tensor).detach()) for tensor in tensors])
+
+    def _to_host(self, samples: list[Tensor]) -> list[Tensor]:
+        """Copy flat tensors of any devices to the host's memory."""
         alike = defaultdict[tuple[torch.device, torch.dtype], list[int]](list)
         for place, numbers in enumerate(samples):
             alike[numbers.device, numbers.dtype].append(place)
