@@ -48,7 +48,7 @@ def list_checkpoints(run: Run, as_json: AsJSON = False, as_tsv: AsTSV = False) -
 @app.command()
 @report_interruption()
 def verify(run: Run, as_json: AsJSON = False, as_tsv: AsTSV = False) -> None:
-    """Read all checkpoints and saved models of a run, and compare every file with its SHA-256.
+    """Read all checkpoints, saved models and records of a run, and compare every file with its SHA-256.
 
     [bold]rlhf checkpoints verify runs/a[/]
 
@@ -58,7 +58,7 @@ def verify(run: Run, as_json: AsJSON = False, as_tsv: AsTSV = False) -> None:
     if as_json:
         print_json([_describe(item) for item in saved])
     else:
-        print_table(f"Checkpoints and models of {run}", _COLUMNS, [_row(item) for item in saved], tsv=as_tsv)
+        print_table(f"Checkpoints, models and records of {run}", _COLUMNS, [_row(item) for item in saved], tsv=as_tsv)
     if any(item.damage for item in saved):
         raise typer.Exit(DAMAGED)
 

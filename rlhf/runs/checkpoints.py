@@ -24,13 +24,13 @@ _SECONDS_TO_CHOOSE = 60.0  # for rank 0 to set them aside
 
 @dataclass(frozen=True)
 class SavedFolder:
-    """A checkpoint or a saved model of a stage.
+    """A checkpoint or a saved model of a stage, or its records.
 
     Attributes:
-        name: `step-00000012`, `model`, `critic`, ...
+        name: `step-00000012`, `model`, `critic`, ...; `stage.json` for the records of a complete stage.
         bytes: of all its files.
         written: seconds since the epoch.
-        damage: what differs from its manifest; empty if nothing does.
+        damage: what differs from its digests; empty if nothing does.
     """
 
     stage: Stage
@@ -47,7 +47,7 @@ class SavedFolder:
 
 
 def list_saved(run: RunDirectory, *, verify: bool = False) -> list[SavedFolder]:
-    """Return the checkpoints of a run, oldest first in each stage, and with `verify` also its models.
+    """Return the checkpoints of a run, oldest first in each stage, and with `verify` also its models and records.
 
     The sizes of files are compared with the manifests, and with `verify` their contents.
 
@@ -60,11 +60,18 @@ def list_saved(run: RunDirectory, *, verify: bool = False) -> list[SavedFolder]:
     for stage in run.stages:
         models = [path.parent for path in sorted(stage.path.glob(f"*/{MANIFEST}"))] if verify else []
         for path in [*stage.all_checkpoints, *models]:
-            files = [file.stat() for file in path.rglob("*") if file.is_file()]
-            size, written = sum(file.st_size for file in files), max((file.st_mtime for file in files), default=0.0)
+            files = [file for file in path.rglob("*") if file.is_file()]
             damage = find_damage(path, lambda name: verify) or ""
-            saved.append(SavedFolder(stage.name, path.name, path, size, written, damage))
+            saved.append(_describe(stage, path, files, damage))
+        if verify and stage.done:
+            saved.append(_describe(stage, stage.path / "stage.json", stage.list_records(), stage.find_damage() or ""))
     return saved
+
+
+def _describe(stage: StageDirectory, path: Path, files: Sequence[Path], damage: str) -> SavedFolder:
+    states = [file.stat() for file in files]
+    size, written = sum(state.st_size for state in states), max((state.st_mtime for state in states), default=0.0)
+    return SavedFolder(stage.name, path.name, path, size, written, damage)
 
 
 def remove_checkpoints(run: RunDirectory, names: Sequence[str], *, last: bool = False) -> list[Path]:

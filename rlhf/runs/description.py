@@ -85,6 +85,11 @@ class _Sample(_Open):
     after: str
 
 
+class _File(TypedDict):
+    size: int
+    sha256: str
+
+
 class _Summary(_Open, total=False):
     stage: Required[str]
     title: str
@@ -102,6 +107,8 @@ class _Summary(_Open, total=False):
     over_optimized_since: int
     samples: list[_Sample]
     warnings: list[str]
+    files: dict[str, _File]
+    sha256: str
 
 
 class _Evaluation(TypedDict):
@@ -132,7 +139,15 @@ def read_description(path: Path) -> dict[str, Any]:
 
 def read_summary(path: Path) -> dict[str, Any]:
     """Return the contents of a `stage.json`; errors are those of `read_description`."""
-    return _check(_SUMMARY, path)
+    summary = _check(_SUMMARY, path)
+    if "sha256" in summary:
+        _compare_digest(path, {key: value for key, value in summary.items() if key != "sha256"}, summary["sha256"])
+    return summary
+
+
+def write_summary(path: Path, summary: dict[str, Any]) -> None:
+    """Write what `read_summary` returns."""
+    atomic_write_json(path, summary | {"sha256": hash_json(summary)})
 
 
 def read_evaluations(path: Path) -> dict[str, Any]:
@@ -141,8 +156,7 @@ def read_evaluations(path: Path) -> dict[str, Any]:
     They decide which model a stage keeps, so no number of them may have changed.
     """
     content = _check(_EVALUATIONS, path)
-    if content["sha256"] != hash_json(content["evaluations"]):
-        raise RunError(f"{path}: was changed after rlhf had written it; restore it, or train the stage again")
+    _compare_digest(path, content["evaluations"], content["sha256"])
     evaluations: dict[str, Any] = content["evaluations"]
     return evaluations
 
@@ -150,6 +164,11 @@ def read_evaluations(path: Path) -> dict[str, Any]:
 def write_evaluations(path: Path, evaluations: dict[str, Any]) -> None:
     """Write what `read_evaluations` returns."""
     atomic_write_json(path, {"evaluations": evaluations, "sha256": hash_json(evaluations)})
+
+
+def _compare_digest(path: Path, content: Any, digest: str) -> None:
+    if digest != hash_json(content):
+        raise RunError(f"{path}: was changed after rlhf had written it; restore it, or train the stage again")
 
 
 def _check(shape: TypeAdapter[Any], path: Path) -> dict[str, Any]:

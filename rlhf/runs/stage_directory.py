@@ -11,10 +11,9 @@ from typing import Any
 
 from rlhf.config.schema import Stage
 from rlhf.errors import RunError
-from rlhf.runs.description import read_summary
-from rlhf.utils.atomic_io import atomic_write_json
+from rlhf.runs.description import read_summary, write_summary
 from rlhf.utils.jsonl import read_records
-from rlhf.utils.manifest import find_damage
+from rlhf.utils.manifest import MANIFEST, FileDigest, digest_folder, find_damage, find_difference
 from rlhf.utils.process_info import get_resume_command
 
 CRITIC = "critic"
@@ -77,6 +76,11 @@ class StageDirectory:
     def heldout(self) -> Path:
         """The numbers and texts of each held-out row at each evaluation, one evaluation a line."""
         return self.path / "heldout.jsonl"
+
+    @property
+    def evaluations(self) -> Path:
+        """The results that decide which model the stage keeps."""
+        return self.path / "evaluations.json"
 
     @property
     def not_finite(self) -> Path:
@@ -144,14 +148,33 @@ class StageDirectory:
             )
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Write `stage.json`, which marks the stage as complete.
+        """Write `stage.json`, which marks the stage as complete, with the digests of its other files.
 
         Rank 0 calls it last. Checkpoints and candidates for the best model are deleted: the result is in `model`, and a
         complete stage is not trained further, even by `--resume` with more steps.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        atomic_write_json(self._summary, summary | ({"average": self.averages} if self.averages else {}))
+        average = {"average": self.averages} if self.averages else {}
+        names = {path.relative_to(self.path).as_posix() for path in self.list_records()}
+        files = {name: digest._asdict() for name, digest in digest_folder(self.path, names.__contains__).items()}
+        write_summary(self._summary, summary | average | {"files": files})
         self.remove_candidates()
+
+    def list_records(self) -> list[Path]:
+        """Return the files that `stage.json` has digests of; those of a model are in its manifest.
+
+        The model's card and the log of the terminal are for people.
+        """
+        files = [self.metrics, self.heldout, self.evaluations, *sorted(self.path.glob(f"*/{MANIFEST}"))]
+        return [path for path in files if path.is_file()]
+
+    def find_damage(self) -> str | None:
+        """Return how a complete stage's files differ from their digests in `stage.json`; None if they do not."""
+        try:
+            files = self.summary().get("files", {})
+        except RunError as error:
+            return str(error).removeprefix(f"{self._summary}: ")
+        return find_difference(self.path, {name: FileDigest(**file) for name, file in files.items()}, "stage.json")
 
     def remove_candidates(self) -> None:
         """Remove what a complete stage does not need: its checkpoints, and the models that may have become the best."""

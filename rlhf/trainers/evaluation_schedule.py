@@ -50,7 +50,7 @@ class EvaluationSchedule:
         eval_every = self.settings.eval_every
         self._every = (trainer.epoch_steps or 0) if eval_every == "epoch" else eval_every
         self._metric = self.settings.selection_metric
-        self._path = context.directory.path / "evaluations.json"
+        self._path = context.directory.evaluations
         self._results = self._read_results()
         self._prune()
 

@@ -151,14 +151,21 @@ def find_damage(folder: Path, select: Callable[[str], bool] = lambda name: True)
         return f"{MANIFEST} is missing"
     except (ValueError, IsADirectoryError):
         return f"{MANIFEST} is damaged"
+    return find_difference(folder, expected, MANIFEST, select)
+
+
+def find_difference(
+    folder: Path, expected: Mapping[str, FileDigest], source: str, select: Callable[[str], bool] = lambda name: True
+) -> str | None:
+    """Return how files of a folder differ from what the file `source` says about them, as `find_damage` does."""
     names = [name for name in expected if name != _FOR_PEOPLE]
     for name in names:
         if not (folder / name).is_file():
             return f"{name} is missing"
         if (size := (folder / name).stat().st_size) != expected[name].size:
-            return f"{name} has {size:,} bytes, and {expected[name].size:,} in {MANIFEST}"
+            return f"{name} has {size:,} bytes, and {expected[name].size:,} in {source}"
     selected = [name for name in names if select(name)]
     for name, digest in zip(selected, hash_files(folder / name for name in selected)):
         if digest != expected[name].sha256:
-            return f"{name} has other content than when it was written: its SHA-256 differs from {MANIFEST}"
+            return f"{name} has other content than when it was written: its SHA-256 differs from {source}"
     return None

@@ -14,6 +14,7 @@ from rlhf.runs.checkpoints import list_saved, remove_checkpoints, resume_from
 from rlhf.runs.directory import RunDirectory
 from rlhf.utils.file_lock import lock_folder
 from rlhf.utils.manifest import write_manifest
+from tests.run_folders import config_in, run_stages
 
 
 @pytest.fixture
@@ -49,6 +50,29 @@ def test_damage_is_found_where_contents_are_read(run: RunDirectory) -> None:
     (run.stage("ppo").checkpoints / "step-00000002" / "numbers").unlink()
     assert {item.name: item.damage for item in list_saved(run)}["step-00000002"] == "numbers is missing"
     assert all(item.bytes > 1000 for item in list_saved(run) if not item.damage)
+
+
+def test_changed_record_of_a_complete_stage_is_found(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    run = run_stages(config, "sft", "reward")
+    stage = run.stage("reward")
+    assert [item.damage for item in list_saved(run, verify=True)] == ["", ""]
+    stage.metrics.write_bytes(stage.metrics.read_bytes().replace(b"1", b"7"))
+    found = {item.stage: item.damage for item in list_saved(run, verify=True)}
+    assert found["sft"] == "" and "metrics.jsonl has other content" in found["reward"]
+    stage.metrics.unlink()
+    assert [item.damage for item in list_saved(run, verify=True)] == ["", "metrics.jsonl is missing"]
+
+
+def test_changed_summary_is_not_believed(tmp_path: Path) -> None:
+    stage = run_stages(config_in(tmp_path), "sft").stage("sft")
+    stage.finish({"stage": "sft", "steps": 8})
+    summary = stage.path / "stage.json"
+    assert stage.summary()["steps"] == 8
+    summary.write_text(summary.read_text().replace("8,", "9,"))
+    with pytest.raises(RunError, match=r"stage.json: was changed after rlhf had written it; restore it, or train"):
+        stage.summary()
+    assert "was changed" in (stage.find_damage() or "")
 
 
 def test_named_checkpoints_are_removed_but_the_last_good_one(run: RunDirectory) -> None:
