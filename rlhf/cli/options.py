@@ -17,7 +17,7 @@ import typer
 
 from rlhf.config.loader import TrackedDict, apply_overrides, names_model_or_data
 from rlhf.config.schema import EVERY_STAGE, Config, Stage, load_config
-from rlhf.config.trust import admit_code
+from rlhf.config.trust import admit_code, refuse_code
 from rlhf.errors import ConfigError
 from rlhf.launchers.exit_status import Interrupted
 from rlhf.runs.directory import RunDirectory
@@ -72,7 +72,9 @@ class Options:
     trust: Annotated[
         bool,
         typer.Option(
-            "--trust", metavar="", help="Run the code that another user's recipe names; needed once for a recipe."
+            "--trust",
+            metavar="",
+            help="Run code that another user could have written, and with --dry-run code of models; needed once.",
         ),
     ] = False
     quiet: Annotated[
@@ -112,10 +114,13 @@ class Options:
             example: as for `load`.
 
         Raises:
-            ConfigError: as `load`; or the code is another user's, and `--trust` was never given.
+            ConfigError: as `load`; or the code is another user's, and `--trust` was never given; or a dry run without
+                `--trust` would run it.
         """
         config = self.load(example=example)
         admit_code([config], [self.config] if self.config else [], stages, trust=self.trust)
+        if self.dry_run and not self.trust:
+            refuse_code([config])
         return config
 
     def load(self, *, example: bool = True) -> Config:

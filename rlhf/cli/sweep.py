@@ -88,7 +88,7 @@ def sweep(
     if report and not folder.description.is_file():
         raise RunError(f"{folder.path}: contains no sweep to report; omit --report to start it")
     if not report:
-        loaded.admit_code(trust=options.trust)
+        loaded.admit_code(trust=options.trust, dry_run=options.dry_run)
         folder.check(loaded)
     if options.dry_run:
         _predict(loaded, folder, as_json, as_tsv)

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import pwd
+import stat
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -34,20 +35,20 @@ def admit_code(
         trust: the user consents to running it.
 
     Raises:
-        ConfigError: a file or its folder belongs to another user, and this user has not consented.
+        ConfigError: another user could have written a file or the code, and this user has not consented.
     """
     code = list(dict.fromkeys(line for config in configs for line in _describe_code(config, stages)))
     if not code:
         return
     process = current_process()
     for file in files:
-        owner = _find_other_owner(file)
-        if not owner:
+        stranger = _find_stranger(file, configs)
+        if not stranger:
             continue
         digest, path = _digest(configs), str(file.resolve())
         if not trust and _read_consents().get(path) != digest:
             raise ConfigError(
-                f"{file}: belongs to {owner} and runs {' and '.join(code)}; "
+                f"{file}: {stranger}, and it runs {' and '.join(code)}; "
                 "read that code, then repeat the command with --trust"
             )
         if trust and process.local_rank == 0:  # ranks of one machine would write one file
@@ -55,6 +56,14 @@ def admit_code(
     if process.rank == 0 and process.launcher != "rlhf":  # our launcher has printed it
         named_in = " or ".join([*map(str, files), "options"])
         _print_once(f"rlhf: note: runs {' and '.join(code)}, named in {named_in}")
+
+
+def refuse_code(configs: Sequence[Config]) -> None:
+    """Raise `ConfigError` if a dry run, which needs tokenizers, would run code that comes with models."""
+    if any(config.model.trust_remote_code for config in configs):
+        raise ConfigError(
+            "--dry-run runs no code, but model.trust_remote_code is true; add --trust to let it run the model's code"
+        )
 
 
 def consents_path() -> Path:
@@ -75,35 +84,52 @@ def _describe_code(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
         yield "code that comes with models (model.trust_remote_code)"
 
 
-def _find_other_owner(recipe: Path) -> str | None:
-    """Return who owns the recipe, its folder or the run in it; None if it is this user, or the system's.
+def _find_stranger(recipe: Path, configs: Sequence[Config]) -> str | None:
+    """Return which other user could have written a recipe, its folder, the run in it or the code that it names.
 
     A recipe that is missing in a run's folder is written from run.json.
     """
-    for path in (recipe, recipe.absolute().parent, recipe.with_name("run.json")):
+    code = [Path(file) for file in _list_code(_list_names(configs))]
+    for path in (recipe, recipe.absolute().parent, recipe.with_name("run.json"), *code):
         try:
-            user = path.stat().st_uid
+            status = path.stat()
         except OSError:  # there is no run.json
             continue
-        if user not in (os.geteuid(), 0):
-            try:
-                return f"user {pwd.getpwuid(user).pw_name}"
-            except KeyError:
-                return f"user {user}"
+        name = f"{path} " if path in code else ""
+        if status.st_uid not in (os.geteuid(), 0):
+            return f"{name}belongs to user {_find_user_name(status.st_uid)}"
+        if path in code and status.st_mode & stat.S_IWOTH:
+            return f"{name}can be written by every user"
     return None
+
+
+def _find_user_name(user: int) -> str:
+    try:
+        return pwd.getpwuid(user).pw_name
+    except KeyError:
+        return str(user)
 
 
 def _digest(configs: Sequence[Config]) -> str:
     """Return a digest of all names in the settings, and of the Python files among them and in folders among them."""
-    names = sorted({text for config in configs for text in _texts(config.model_dump(mode="json"))})
+    names = _list_names(configs)
     digest = hashlib.sha256(json.dumps(names).encode())
+    for file in _list_code(names):
+        digest.update(f"{file}\0".encode() + hashlib.sha256(Path(file).read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _list_names(configs: Sequence[Config]) -> list[str]:
+    return sorted({text for config in configs for text in _texts(config.model_dump(mode="json"))})
+
+
+def _list_code(names: Sequence[str]) -> Iterator[str]:
+    """Yield the Python files among `names`, and in folders among them."""
     for name in names:
         path = name.rpartition(":")[0] if ".py:" in name else name
         # In contrast to Path.is_dir, os.path.isdir accepts any text, such as a long template.
-        for file in sorted(Path(path).glob("*.py")) if os.path.isdir(path) else [path] if path.endswith(".py") else []:
-            if os.path.isfile(file):
-                digest.update(f"{file}\0".encode() + hashlib.sha256(Path(file).read_bytes()).digest())
-    return digest.hexdigest()
+        files = sorted(map(str, Path(path).glob("*.py"))) if os.path.isdir(path) else [path]
+        yield from (file for file in files if file.endswith(".py") and os.path.isfile(file))
 
 
 def _texts(value: Any) -> Iterator[str]:

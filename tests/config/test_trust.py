@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -56,7 +58,9 @@ def test_own_recipe_is_one_line(theirs: Path, capsys: pytest.CaptureFixture[str]
 def test_recipe_of_another_user_needs_consent_once(name: str, theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (theirs.parent / "run.json").write_text("{}")
     give_away(monkeypatch, theirs.parent / name)
-    with pytest.raises(ConfigError, match=r"belongs to user \d+ and runs reward functions .*rewards.py:f; .*--trust"):
+    with pytest.raises(
+        ConfigError, match=r"belongs to user \d+, and it runs reward functions .*rewards.py:f; .*--trust"
+    ):
         admit(theirs)
     admit(theirs, trust=True)
     admit(theirs)
@@ -106,6 +110,44 @@ def test_numbers_may_change(theirs: Path, monkeypatch: pytest.MonkeyPatch) -> No
     admit(theirs)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.parametrize(("change", "expected"), [("owner", "belongs to user 12345"), ("mode", "every user")])
+def test_code_that_others_can_change_needs_consent(change: str, expected: str, theirs: Path) -> None:
+    code = theirs.parent / "rewards.py"
+    if change == "owner":
+        os.chown(code, 12345, 12345)
+    else:
+        code.chmod(0o666)
+    with pytest.raises(ConfigError, match=rf"recipe.yaml: {code} .*{expected}, and it runs .*rewards.py:f; .*--trust"):
+        admit(theirs)
+    admit(theirs, trust=True)
+    admit(theirs)
+
+
+def test_dry_run_runs_no_code_of_a_model(rlhf, model_folder: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    mark, model = tmp_path / "mark", tmp_path / "model"
+    shutil.copytree(model_folder, model)
+    (model / "manifest.json").unlink(missing_ok=True)
+    config = json.loads((model / "config.json").read_text())
+    config |= {"model_type": "unheard-of", "auto_map": {"AutoConfig": "code.Config"}}
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "code.py").write_text(f"open({str(mark)!r}, 'w')\nclass Config: pass\n")
+    options = (
+        "--set",
+        f"model.path={model}",
+        "--set",
+        "model.trust_remote_code=true",
+        "--output",
+        tmp_path / "out",
+        "--dry-run",
+    )
+    done = rlhf("sft", *options, check=False)
+    assert done.returncode == 2 and "--dry-run runs no code, but model.trust_remote_code" in done.stderr
+    assert not mark.exists() and not (tmp_path / "out").exists()
+    rlhf("sft", *options, "--trust", check=False)
+    assert mark.exists(), "this code would have run"
+
+
 def test_recipe_without_code_needs_no_consent(theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs.write_text("seed: 5\n")
     give_away(monkeypatch, theirs)
@@ -117,7 +159,9 @@ def test_grid_of_another_user_needs_consent_once(name: str, theirs: Path, monkey
     grid = theirs.with_name("grid.yaml")
     grid.write_text("recipe: ./recipe.yaml\nstages: [ppo]\nshare: [sft, reward]\ngrid: {ppo.kl_coef: [0.1, 0.2]}\n")
     give_away(monkeypatch, theirs.with_name(name))
-    with pytest.raises(ConfigError, match=rf"{name}: belongs to user \d+ and runs reward functions .*rewards.py:f; "):
+    with pytest.raises(
+        ConfigError, match=rf"{name}: belongs to user \d+, and it runs reward functions .*rewards.py:f; "
+    ):
         load_grid(grid).admit_code()
     load_grid(grid).admit_code(trust=True)
     load_grid(grid).admit_code()
