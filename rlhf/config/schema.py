@@ -277,6 +277,7 @@ class Config(ConfigModel):
         description="programs that receive each record of the run while it runs: trackio, wandb (both on this machine "
         "only), or sinks of installed plugins",
     )
+    sinks_timeout: float = Field(60.0, gt=0, description="seconds that a sink may take for a record")
     alarms: AlarmsConfig = Field(AlarmsConfig(), description=AlarmsConfig.__doc__)
     model: ModelConfig = Field(ModelConfig(), description=ModelConfig.__doc__)
     lora: LoraConfig = Field(LoraConfig(), description=LoraConfig.__doc__)

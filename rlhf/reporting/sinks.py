@@ -1,12 +1,16 @@
 """The sinks of a run (`sinks` in a recipe): find them by name, and pass them each record of a stage.
 
-A sink is a convenience: `metrics.jsonl` is written first, and a sink that fails is switched off, not the run.
+A sink is a convenience: `metrics.jsonl` is written first, and a sink that fails or hangs is switched off, not the run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import queue
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, TimeoutError
 from contextlib import AbstractContextManager
+from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -99,40 +103,75 @@ class SinkGroup(AbstractContextManager["SinkGroup"]):
     Args:
         names: their names in the recipe.
         stage: the stage that they record.
+        timeout: seconds that a sink may take for a record.
     """
 
-    def __init__(self, names: Iterable[str], stage: SinkStage) -> None:
-        self._stage = stage
-        self._sinks: dict[str, Sink | None] = dict.fromkeys(names)
+    def __init__(self, names: Iterable[str], stage: SinkStage, timeout: float = 60.0) -> None:
+        self._stage, self._timeout = stage, timeout
+        self._sinks = {name: _SinkThread(name, stage) for name in names}
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Pass a record to each sink that has not failed."""
         for name, sink in list(self._sinks.items()):
-            try:
-                if sink is None:
-                    sink = self._sinks[name] = find_sink(name, "sinks")(self._stage)
-                sink.write(dict(record))
-            except _FAILURES as error:
-                self._switch_off(name, error)
+            self._call(name, partial(sink.write, dict(record)))
 
     def close(self) -> None:
         """Close the sinks that were made."""
         for name, sink in list(self._sinks.items()):
-            try:
-                if sink is not None:
-                    sink.close()
-            except _FAILURES as error:
-                self._switch_off(name, error)
+            self._call(name, sink.close)
         self._sinks.clear()
+
+    def _call(self, name: str, function: Callable[[], None]) -> None:
+        try:
+            self._sinks[name].run(function).result(self._timeout)
+        except TimeoutError:
+            self._switch_off(name, f"it did not return within {self._timeout:g} s, sinks_timeout")
+        except _FAILURES as error:
+            self._switch_off(name, summarize_error(error, 160))
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _switch_off(self, name: str, error: BaseException) -> None:
+    def _switch_off(self, name: str, reason: str) -> None:
         del self._sinks[name]
         console.print(
-            f"{self._stage.stage}: note: the sink {name} has failed ({summarize_error(error, 160)}) and is off until "
-            "the stage ends; metrics.jsonl has all records",
+            f"{self._stage.stage}: note: the sink {name} has failed ({reason}) and is off until the stage ends; "
+            "metrics.jsonl has all records",
             markup=False,
             soft_wrap=True,
         )
+
+
+class _SinkThread:
+    """A sink, whose code runs in a thread that the process does not wait for when it ends."""
+
+    def __init__(self, name: str, stage: SinkStage) -> None:
+        self._name, self._stage = name, stage
+        self._sink: Sink | None = None
+        self._calls: queue.SimpleQueue[tuple[Callable[[], None], Future[None]]] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name=f"sink {name}", daemon=True).start()
+
+    def run(self, function: Callable[[], None]) -> Future[None]:
+        """Call a method of this object in the thread, after earlier ones."""
+        future: Future[None] = Future()
+        self._calls.put((function, future))
+        return future
+
+    def write(self, record: dict[str, Any]) -> None:
+        if self._sink is None:
+            self._sink = find_sink(self._name, "sinks")(self._stage)
+        self._sink.write(record)
+
+    def close(self) -> None:
+        if self._sink is not None:
+            self._sink.close()
+
+    def _serve(self) -> None:
+        while True:
+            function, future = self._calls.get()
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+            if function == self.close:
+                return

@@ -90,7 +90,7 @@ def stage_context(
     world, place = distributed.world(), directory.stage(stage)
     checkpoint = place.latest_checkpoint
     step = parse_step(checkpoint) if checkpoint else None
-    sinks = SinkGroup(config.sinks, describe_stage(place, config))
+    sinks = SinkGroup(config.sinks, describe_stage(place, config), config.sinks_timeout)
     title = f"{datetime.now(timezone.utc).isoformat(timespec='seconds')} {get_command_line()}"
     with (
         Recorder(place, enabled=world.is_main, resume_step=step, sink=sinks) as recorder,

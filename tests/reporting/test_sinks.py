@@ -6,6 +6,7 @@ import inspect
 import json
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,30 @@ def test_failing_sink_is_switched_off_with_one_note(
     assert len(other.records) == 3 and other.closed == 1
     [line] = [line for line in capsys.readouterr().out.splitlines() if "note" in line]
     assert line.startswith("sft: note: the sink lines has failed (")
+
+
+@pytest.mark.parametrize("hangs_in", ["init", "write", "close"])
+def test_sink_that_never_returns_is_switched_off(
+    plugin: Any,
+    stage: SinkStage,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    hangs_in: str,
+) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(plugin.Lines, "do", lambda self, what: what == hangs_in and released.wait())
+    monkeypatch.setattr(console, "stderr", False)
+    place = RunDirectory(tmp_path / "run").stage("sft")
+    with Recorder(place, sink=SinkGroup(["lines"], stage, timeout=0.2)) as recorder:
+        for step in (1, 2, 3):
+            recorder.log(step, {"loss": 0.5})
+    released.set()
+    assert len(place.metrics.read_text().splitlines()) == 3
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "note" in line]
+    assert line.startswith(
+        "sft: note: the sink lines has failed (it did not return within 0.2 s, sinks_timeout) and is"
+    )
 
 
 def test_interruption_in_a_sink_ends_the_run(
