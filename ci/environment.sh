@@ -8,6 +8,7 @@
 #              on it, and neither it nor what it needs is replaced. Else the build that the NVIDIA GPUs and their driver
 #              can run (accelerators/backends/cuda/builds.py). Without a GPU, the CPU build if one of pip's package
 #              indexes has it, else the default build.
+# RLHF_LOCKED  set: all but torch in the versions of ci/lock/py311.txt, which pip checks by their hashes (Python 3.11).
 
 make_environment() {
     local extras=$1 lowest=${2:-} python=${PYTHON:-python3} folder=.venv
@@ -44,7 +45,7 @@ make_environment() {
 
     # What was installed is noted, so that a second run is quick and needs no network.
     local wanted noted=$folder/installed-for new=true
-    wanted=$(printf '%s\n' "$PWD" "$extras" "${RLHF_TORCH:-}" "$base" | cat - pyproject.toml | cksum)
+    wanted=$(printf '%s\n' "$PWD" "$extras" "${RLHF_TORCH:-}" "$base" "${RLHF_LOCKED:-}" | cat - pyproject.toml | cksum)
     if [ -f "$noted" ] && grep -qxF "$wanted" "$noted"; then
         new=false
     elif [ -n "$base" ]; then
@@ -60,7 +61,12 @@ make_environment() {
     echo "torch $(version_of torch $folder/bin/python): $(cat $folder/which-torch 2>/dev/null || echo "found in $folder")"
     if $new; then
         echo "installing rlhf"
-        pip_install -c $folder/constraints -e ".${extras:+[$extras]}"
+        if [ -n "${RLHF_LOCKED:-}" ]; then
+            pip_install --no-deps --require-hashes -r ci/lock/py311.txt
+            pip_install --no-deps -e .
+        else
+            pip_install -c $folder/constraints -e ".${extras:+[$extras]}"
+        fi
         echo "$wanted" >>"$noted"
     fi
 }
