@@ -40,6 +40,7 @@ from rlhf.data.report import (
     UNUSABLE_MARGIN,
     DataReport,
 )
+from rlhf.data.spool import Selection
 from rlhf.reporting.progress import progress
 
 if TYPE_CHECKING:
@@ -165,9 +166,9 @@ def _quantile_index(count: int, share: float) -> int:
     return max(math.ceil(share * count) - 1, 0)
 
 
-def filter_usable(rows: Sequence[Row], report: DataReport) -> list[Row]:
+def filter_usable(rows: Sequence[Row], report: DataReport) -> Sequence[Row]:
     """Return the rows that `report.stage` can use; the report counts the others."""
-    return [row for row in rows if not record_drop(row, _unusable_reason(row, report.stage), report)]
+    return drop_rows(rows, lambda row: _unusable_reason(row, report.stage), report)
 
 
 def encode_rows(
@@ -186,12 +187,12 @@ def encode_rows(
     def is_forged(row: Row) -> bool:
         return has_control_tokens([getattr(row, name) for name in names], control, templated=templated)
 
-    rows = [row for row in rows if not record_drop(row, is_forged(row) and CONTROL_TOKENS, report)]
+    rows = drop_rows(rows, lambda row: is_forged(row) and CONTROL_TOKENS, report)
     make_example: Callable[..., Example] = EXAMPLE_TYPES[report.stage]
     shows_bar = show and len(rows) >= PROGRESS_MIN_ROWS
     with progress(len(rows), f"{report.stage}: tokenizing {report.source}", enabled=shows_bar) as bar:
         for start in range(0, len(rows), _BATCH):
-            batch = rows[start : start + _BATCH]
+            batch = list(rows[start : start + _BATCH])
             prompts = encode_prompts(tokenizer, batch, chat_template=config.chat_template)
             pairs = [_drop_oldest_turns(tokenizer, row, ids, config) for row, ids in zip(batch, prompts, strict=True)]
             shortened, prompts = [row for row, _ in pairs], [ids for _, ids in pairs]
@@ -238,11 +239,17 @@ def _drop_unfit(row: Row, prompt: Ids, completions: list[Ids], config: DataConfi
     return True
 
 
-def record_drop(row: Row, reason: str | Literal[False] | None, report: DataReport) -> bool:
-    """Return True if there is a reason to leave a row out; the report counts it."""
-    if reason:
-        report.drop(reason, row.source)
-    return bool(reason)
+def drop_rows(
+    rows: Sequence[Row], find_reason: Callable[[Row], str | Literal[False] | None], report: DataReport
+) -> Sequence[Row]:
+    """Return the rows that there is no reason to leave out; the report counts the others."""
+    kept = array("q")
+    for index, row in enumerate(rows):
+        if reason := find_reason(row):
+            report.drop(reason, row.source)
+        else:
+            kept.append(index)
+    return Selection(rows, kept)
 
 
 def max_completion_tokens(row: Row, prompt: list[int], config: DataConfig) -> int:

@@ -1,8 +1,8 @@
 """The columns of a source: the known formats, nested columns, preference labels, and data sets known by name.
 
 `recognize_columns` matches the columns of a source to the known formats; `ColumnsConfig` names columns that differ.
-`flatten_nested_columns` turns `question.full_text` and `answers.0.text` into columns. `known.yaml` lists data sets
-that need no mapping in a recipe.
+`find_nested_columns` and `flatten` turn `question.full_text` and `answers.0.text` into columns. `known.yaml` lists data
+sets that need no mapping in a recipe.
 """
 
 from __future__ import annotations
@@ -220,15 +220,15 @@ def _check_preference(
         )
 
 
-def flatten_nested_columns(
-    records: Sequence[Values | None], present: Collection[str], names: Mapping[str, str], source: str
-) -> list[Values | None]:
-    """Add a column to the records for each nested one in `names`, if the record has it.
+def find_nested_columns(
+    records: Iterable[Values], present: Collection[str], names: Mapping[str, str], source: str
+) -> dict[str, list[str]]:
+    """Return the path of each column in `names` that is inside another one: `a.b` -> `["a", "b"]`.
 
     A column with exactly that name, dots included, has precedence.
 
     Args:
-        records: None for a record that cannot be read.
+        records: the readable records.
         present: the columns of the source.
         names: config key -> the column that it names.
         source: the source, for messages.
@@ -237,22 +237,26 @@ def flatten_nested_columns(
         DataError: no record has such a column; the message says what the records have instead.
     """
     paths = {name: name.split(".") for name in names.values() if name not in present and name.split(".")[0] in present}
-    if not paths:
-        return list(records)
-    flat = [record and dict(record) for record in records]
-    reached = set()
-    for record in filter(None, flat):
-        for name, path in paths.items():
-            exists, value = _follow_path(record, path)
-            if exists:
-                reached.add(name)
-                record[name] = value
+    missing, examples = dict(paths), dict[str, Values]()  # not yet found, and a record to show for each
+    for record in records:
+        if not missing:
+            break
+        for name, path in list(missing.items()):
+            if _follow_path(record, path)[0]:
+                del missing[name]
+            elif record.get(path[0]) is not None:
+                examples.setdefault(name, record)
     for key, name in names.items():
-        if name in paths and name not in reached:
-            readable = (record for record in records if record is not None)
-            example = next((record for record in readable if record.get(paths[name][0]) is not None), {})
-            raise DataError(f"{source}: no column {name!r} ({key}); {_describe_path_end(example, paths[name])}")
-    return flat
+        if name in missing:
+            where = _describe_path_end(examples.get(name, {}), paths[name])
+            raise DataError(f"{source}: no column {name!r} ({key}); {where}")
+    return paths
+
+
+def flatten(record: Values, paths: Mapping[str, Sequence[str]]) -> Values:
+    """Return a record with a column for each of the nested ones that it has."""
+    nested = {name: _follow_path(record, path) for name, path in paths.items()}
+    return record | {name: value for name, (exists, value) in nested.items() if exists}
 
 
 def _follow_path(value: Any, path: Sequence[str]) -> tuple[bool, Any]:

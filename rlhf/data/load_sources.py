@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -21,15 +21,17 @@ from rlhf.data.formats import (
     Values,
     check_no_reply_label,
     find_known_dataset,
-    flatten_nested_columns,
+    find_nested_columns,
+    flatten,
     list_named_columns,
     recognize_columns,
     resolve_preference_rule,
 )
-from rlhf.data.readers import check_source_exists, has_splits, hash_source, read_records
+from rlhf.data.readers import SourceRecord, check_source_exists, has_splits, hash_source, read_records
 from rlhf.data.records import RejectedRecordError, Row, parse_record, starts_with_speaker
 from rlhf.data.reply_columns import check_reply_columns
 from rlhf.data.report import EMPTY_PROMPT, DropCounts, add_drop
+from rlhf.data.spool import Spool
 from rlhf.errors import DataError
 from rlhf.reporting.console import console
 from rlhf.reporting.progress import progress
@@ -142,7 +144,7 @@ class ParsedSource:
     `template` is the text around prompts, unless a chat template writes them.
     """
 
-    rows: list[Row]
+    rows: Sequence[Row]
     dropped: DropCounts
     how: str = ""
     template: str = ""
@@ -250,24 +252,23 @@ def _parse_source(spec: SourceSpec, seed: int, show: bool, keep_records: bool) -
             limit=source.limit,
             seed=seed,
         )
-    values = [record.values for record in records]
     try:
-        values, columns = _map_columns(source, values)
+        columns, nested = _map_columns(source, records)
     except DataError as error:
         if entry is None or spec.columns.named():
             raise
         raise DataError(
             f"{error}; known.yaml gives the columns of {entry.name}; set data.datasets.*.columns to override it"
         ) from error
-    rows: list[Row] = []
+    rows: Spool[Row] = Spool()
     dropped: DropCounts = {}
     shows_bar = show and len(records) >= PROGRESS_MIN_ROWS
     with progress(len(records), f"reading {source.path}", enabled=shows_bar) as bar:
-        for number, (record, flat) in enumerate(zip(records, values, strict=True), start=1):
+        for number, record in enumerate(records, start=1):
             try:
-                if columns is None or flat is None:
+                if columns is None or record.values is None:
                     raise RejectedRecordError(record.fault or EMPTY_PROMPT)
-                row = parse_record(flat, columns, record.source)
+                row = parse_record(flatten(record.values, nested), columns, record.source)
                 rows.append(replace(row, record=record.values) if keep_records and record.values else row)
             except RejectedRecordError as error:
                 add_drop(dropped, str(error), record.source)
@@ -278,37 +279,40 @@ def _parse_source(spec: SourceSpec, seed: int, show: bool, keep_records: bool) -
     return ParsedSource(rows, dropped, f"{origin}{columns}" if columns else "", source.template or "")
 
 
-def _map_columns(source: SourceSpec, records: list[Values | None]) -> tuple[list[Values | None], ColumnMapping | None]:
-    """Return the records with nested columns flattened, and their column mapping; None if there are no columns.
+def _map_columns(
+    source: SourceSpec, records: Sequence[SourceRecord]
+) -> tuple[ColumnMapping | None, dict[str, list[str]]]:
+    """Return the column mapping of the records (None if there are no columns), and the paths of nested columns.
 
     Raises:
         DataError: the columns have no known format, or lack one that the settings name.
     """
     names = list_named_columns(source.columns, source.prefer)
-    records = flatten_nested_columns(records, _list_columns(records), names, source.path)
-    readable = [record for record in records if record is not None]
-    present = _list_columns(records)
+    present = list(dict.fromkeys(name for record in records for name in record.values or ()))
+    nested = find_nested_columns((record.values for record in records if record.values), present, names, source.path)
+
+    def readable() -> Iterator[Values]:
+        return (flatten(record.values, nested) for record in records if record.values is not None)
+
+    if nested:
+        present = list(dict.fromkeys(name for values in readable() for name in values))
     if not present:
-        return records, None
+        return None, nested
     columns = recognize_columns(present, source.columns, source.path, source.prefer)
     has_single_replies = columns.replies == (columns.response,) != (_LABEL,)
     if has_single_replies and _LABEL in present and not source.prefer.nothing:
-        check_no_reply_label(readable, _LABEL, source.path)
+        check_no_reply_label(readable(), _LABEL, source.path)
     has_pairs = columns.chosen or columns.first or columns.messages or columns.text
     if not has_pairs and not source.prefer.nothing:
-        check_reply_columns(columns, readable, source.path)
-    texts = (record[name] for record in readable for name in columns.replies if isinstance(record.get(name), str))
+        check_reply_columns(columns, present, readable(), source.path)
+    texts = (record[name] for record in readable() for name in columns.replies if isinstance(record.get(name), str))
     replies = (text for text in texts if text.strip())
     first = next(replies, None)
-    return records, replace(
+    mapping = replace(
         columns,
-        preference=resolve_preference_rule(source.prefer, readable, source.path),
+        preference=resolve_preference_rule(source.prefer, readable(), source.path),
         clean=source.clean or (),
         template=source.template or "",
         speaker_in_replies=first is not None and starts_with_speaker(first) and all(map(starts_with_speaker, replies)),
     )
-
-
-def _list_columns(records: list[Values | None]) -> list[str]:
-    """Return the columns of all records, in order of their first appearance."""
-    return list(dict.fromkeys(name for record in records for name in record or ()))
+    return mapping, nested

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -42,12 +42,12 @@ _TAG = re.compile(r"</?\w+>")
 
 
 def detect_prompt_format(
-    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, chat_template: bool
+    tokenizer: PreTrainedTokenizerBase, formats: Iterable[PromptFormat], *, chat_template: bool
 ) -> PromptFormat:
-    """Return the format in which the model sees the prompts of most `rows`."""
+    """Return the format in which the model sees most prompts, from those of the rows; "" for a row without a prompt."""
     if uses_chat_template(tokenizer, chat_template):
         return "template"
-    counts = Counter(find_row_format(row) for row in rows if row.prompt)
+    counts = Counter(filter(None, formats))
     return max(sorted(counts), key=counts.__getitem__, default="plain")
 
 

@@ -14,7 +14,7 @@ import os
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 from rlhf.config.paths import WORLD, is_path, missing_path_hint
 from rlhf.data import toy_world
 from rlhf.data.report import NOT_AN_OBJECT, NOT_JSON, OTHER_FIELDS
+from rlhf.data.spool import Selection, Spool
 from rlhf.errors import DataError
 from rlhf.models import hub
 from rlhf.utils.manifest import hash_file
@@ -63,8 +64,8 @@ def read_records(
     revision: str | None = None,
     limit: int | None = None,
     seed: int = 0,
-) -> list[SourceRecord]:
-    """Return the records of a source, in its order.
+) -> Sequence[SourceRecord]:
+    """Return the records of a source, in its order; they are on disk, and each is created when it is accessed.
 
     Args:
         source: a path, a hub name or `world`.
@@ -91,26 +92,36 @@ def read_records(
         prefix = f"{path.name}, row "
     elif path.suffix in _READERS:
         with _translate_errors(path):
-            records = list(_READERS[path.suffix](path))
-        return [record for _, record in _sample(records, limit, seed)]
+            records = _spool(_READERS[path.suffix](path))
+        return Selection(records, _sample(len(records), limit, seed))
     elif path.is_file():
         raise DataError(f"{source}: unknown kind of file; use one of {', '.join(_READERS)}")
     else:
         values, prefix = _load_from_hub(source, subset, split, revision), f"{source}, row "
     try:
-        sampled = _sample(values, limit, seed)
-        return [SourceRecord.from_value(value, f"{prefix}{index + 1}") for index, value in sampled]
+        indices = _sample(len(values), limit, seed)
+        sampled = values.select(indices) if hasattr(values, "select") else Selection(values, indices)
+        numbered = zip(indices, sampled, strict=True)
+        return _spool(SourceRecord.from_value(value, f"{prefix}{index + 1}") for index, value in numbered)
     except (OSError, ValueError, SystemError) as error:  # of pyarrow, for a damaged file that could be opened
         raise DataError(f"{source}: cannot be read as a whole ({_first_line(error)}); copy it here again") from error
 
 
-def _sample(values: Any, limit: int | None, seed: int) -> Iterable[tuple[int, Any]]:
-    """Return the sampled values with their indices; of a table, only the sampled rows are read."""
-    if limit is None or limit >= len(values):
-        return enumerate(values)
-    indices = sorted(random.Random(f"limit {seed}").sample(range(len(values)), limit))
-    selected = values.select(indices) if hasattr(values, "select") else (values[index] for index in indices)
-    return zip(indices, selected, strict=True)
+def _sample(count: int, limit: int | None, seed: int) -> Sequence[int]:
+    """Return the indices of the records to read, of `count`."""
+    if limit is None or limit >= count:
+        return range(count)
+    return sorted(random.Random(f"limit {seed}").sample(range(count), limit))
+
+
+def _spool(records: Iterable[SourceRecord]) -> Spool[SourceRecord]:
+    spool: Spool[SourceRecord] = Spool()
+    for record in records:
+        try:
+            spool.append(record)
+        except RecursionError:  # JSON may be nested more deeply than pickles
+            spool.append(SourceRecord(None, record.source, NOT_JSON))
+    return spool
 
 
 def check_source_exists(source: str, key: str = "data.datasets") -> None:
@@ -192,8 +203,8 @@ def _translate_errors(path: Path) -> Iterator[None]:
         raise DataError(f"{path}: not a UTF-8 text file; save it as UTF-8") from error
 
 
-def _number_rows(values: Iterable[Any], path: Path) -> list[SourceRecord]:
-    return [SourceRecord.from_value(value, f"{path.name}, row {number}") for number, value in enumerate(values, 1)]
+def _number_rows(values: Iterable[Any], path: Path) -> Iterator[SourceRecord]:
+    return (SourceRecord.from_value(value, f"{path.name}, row {number}") for number, value in enumerate(values, 1))
 
 
 def _read_jsonl(path: Path) -> Iterator[SourceRecord]:
@@ -213,7 +224,7 @@ def _read_json(path: Path) -> Iterable[SourceRecord]:
         content = json.loads(text)
     except json.JSONDecodeError as error:
         if _is_object(text.lstrip().partition("\n")[0]):
-            return list(_read_jsonl(path))
+            return _read_jsonl(path)
         raise DataError(
             f"{path}:{error.lineno}: not readable as JSON ({error.msg}); check that the file is complete"
         ) from error
@@ -254,7 +265,7 @@ def _read_csv(path: Path) -> Iterator[SourceRecord]:
             raise DataError(f"{path}:{reader.line_num}: not readable as CSV ({error})") from error
 
 
-def _read_parquet(path: Path) -> list[SourceRecord]:
+def _read_parquet(path: Path) -> Iterator[SourceRecord]:
     from pyarrow import ArrowException
     from pyarrow.parquet import read_table
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from rlhf.data.formats import LABEL_NAMES, PROMPTS, ColumnMapping, list_labels
@@ -22,15 +22,17 @@ _CHOICE_WORDS = {"prefer", "preferred", "preference", "winner", "better", "safer
 _MAX_LABELS = 5  # labels that a message lists
 
 
-def check_reply_columns(columns: ColumnMapping, records: Sequence[Mapping[str, Any]], source: str) -> None:
+def check_reply_columns(
+    columns: ColumnMapping, present: Sequence[str], records: Iterable[Mapping[str, Any]], source: str
+) -> None:
     """Raise `DataError` if a source without pairs has columns for two replies, or for the choice next to one reply.
 
     Args:
         columns: the mapping of a source without a preference.
+        present: the columns of the source.
         records: the readable records.
         source: the source, for messages.
     """
-    present = list(dict.fromkeys(name for record in records for name in record))
     used = {name.split(".")[0] for name in vars(columns).values() if isinstance(name, str) and name}
     unused = [name for name in present if name not in used]
     choice = next((name for name in unused if _looks_like_choice(name)), None)
@@ -69,7 +71,7 @@ def _describe_pair(
     choice: str | None,
     scores: tuple[str, str] | None,
     columns: ColumnMapping,
-    records: Sequence[Mapping[str, Any]],
+    records: Iterable[Mapping[str, Any]],
     source: str,
 ) -> str:
     first, second = map(_quote, pair)

@@ -10,12 +10,12 @@ split depends on the seed and the rows alone.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import random
+import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf.config.data import Weight
 from rlhf.config.schema import STAGES, DataConfig, DatasetConfig, Stage, share_of
@@ -25,20 +25,22 @@ from rlhf.data.examples import (
     Example,
     TokenCounts,
     add_token_counts,
+    drop_rows,
     encode_rows,
     filter_usable,
     length_quantiles,
     median_index,
-    record_drop,
 )
 from rlhf.data.load_sources import ParsedSource, SourceReader, SourceSpec, list_stage_datasets, read_sources
-from rlhf.data.prompt_encoding import PromptFormat, detect_prompt_format, uses_chat_template
+from rlhf.data.prompt_encoding import PromptFormat, detect_prompt_format, find_row_format, uses_chat_template
 from rlhf.data.records import Row, format_plain_prompt
 from rlhf.data.report import PROMPT_TRAINED_ON, TRAINED_ON, DataReport
+from rlhf.data.spool import Selection
 from rlhf.errors import DataError
 from rlhf.runs.resume import Fingerprints
 
 if TYPE_CHECKING:
+    import numpy as np
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
@@ -47,6 +49,7 @@ LENGTH_QUANTILES = (0.5, 0.9, 0.99, 1.0)
 """The report gives these quantiles of the rows' lengths."""
 CHECK_SAMPLE = 256
 """Rows of each source that `check_stage` tokenizes first."""
+_HASH_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -71,18 +74,11 @@ class StageData:
         return {"prompt_format": self.prompt_format, "end_ids": list(self.end_ids)}
 
 
-class _ExampleRef(NamedTuple):
-    """An example without its tokens; `number` is its position in the order of creation."""
-
-    number: int
-    row: Row
-
-
 @dataclass
 class _SourceExamples:
-    """The examples of one source in a stage."""
+    """The examples of one source in a stage, by their numbers in the order of creation."""
 
-    examples: list[_ExampleRef]
+    examples: np.ndarray
     report: DataReport
     weight: Weight
 
@@ -142,46 +138,47 @@ def select_examples(
     Raises:
         DataError: as `load_stage`.
     """
+    import numpy as np
+
     datasets = list_stage_datasets(config, stage)
     templated = uses_chat_template(tokenizer, config.chat_template)
     check_templates(config, templated=templated)
     shares = dict(zip(STAGES, config.stage_split, strict=True))
-    numbers = itertools.count()
+    prompts, formats = bytearray(), list[PromptFormat]()  # of each example, by its number
 
     def encode_source(source: ParsedSource, rows: Sequence[Row], report: DataReport, weight: Weight) -> _SourceExamples:
         usable = filter_usable(rows, report)
         if sample is not None and sample < len(usable):
             report.unseen = len(usable) - sample
             sampled = random.Random(f"sample {seed}").sample(range(len(usable)), sample)
-            usable = [usable[index] for index in sorted(sampled)]
+            usable = Selection(usable, sorted(sampled))
         template = "" if templated or not source.template else f", template: {source.template!r}"
         report.how, report.rows, report.share = f"{source.how}{template}", len(source.rows), len(rows)
-        encoded, counts = _SourceExamples([], report, weight), TokenCounts()
+        first, counts = len(formats), TokenCounts()
         for example in encode_rows(usable, config, tokenizer, report, end_ids, show=sources.show):
             keep(example)
             add_token_counts(counts, example)
-            encoded.examples.append(_ExampleRef(next(numbers), example.row))
-        if not encoded.examples:
+            prompts.extend(_hash(seed, prompt_key(example.row)))
+            formats.append(sys.intern(find_row_format(example.row)) if example.row.prompt else "")
+        if len(formats) == first:
             raise _no_usable_row_error(report)
         report.tokens = length_quantiles(counts, *LENGTH_QUANTILES)
-        report.example = encoded.examples[median_index(counts)].number
-        return encoded
+        report.example = first + median_index(counts)
+        return _SourceExamples(np.arange(first, len(formats)), report, weight)
 
     def encode_share(dataset: DatasetConfig) -> _SourceExamples:
         """Encode the stage's share of a source."""
         source = sources[SourceSpec.for_training(dataset)]
         report = DataReport(stage, dataset.path, dropped=dict(source.dropped))
-        parts = split_by_key(source.rows, {name: shares[name] for name in dataset.stages}, seed=seed, key=prompt_key)
-        return encode_source(source, parts[share_of(stage)], report, dataset.weight)
+        parts = split_by_key(map(prompt_key, source.rows), {name: shares[name] for name in dataset.stages}, seed=seed)
+        return encode_source(source, Selection(source.rows, parts[share_of(stage)]), report, dataset.weight)
 
-    def encode_heldout(dataset: DatasetConfig, trained: set[tuple[str, ...]]) -> _SourceExamples:
+    def encode_heldout(dataset: DatasetConfig, trained: set[bytes]) -> _SourceExamples:
         """Encode the held-out source of a data set, without the rows that this or another stage may train on."""
         source = sources[SourceSpec.for_evaluation(dataset)]
         report = DataReport(stage, str(dataset.heldout_name), dropped=dict(source.dropped))
         reason = TRAINED_ON if REPLY_FIELDS[stage] else PROMPT_TRAINED_ON
-        unseen = [
-            row for row in source.rows if not record_drop(row, _training_key(row, stage) in trained and reason, report)
-        ]
+        unseen = drop_rows(source.rows, lambda row: _training_key(row, stage) in trained and reason, report)
         part = encode_source(source, unseen, report, dataset.weight)
         report.heldout = len(part.examples)
         return part
@@ -193,24 +190,25 @@ def select_examples(
         train_sources = {SourceSpec.for_training(dataset) for dataset in config.datasets}
         trained = {_training_key(row, stage) for source in train_sources for row in sources[source].rows}
         heldout_parts = [encode_heldout(dataset, trained) for dataset in with_heldout]
-    heldout = [example for part in heldout_parts for example in part.examples]
+    hashes = _as_array(prompts)
     undivided = [part for part, dataset in zip(parts, datasets, strict=True) if dataset.heldout_name is None]
     divided = [part for part, dataset in zip(parts, datasets, strict=True) if dataset.heldout_name is not None]
-    trained_prompts = {prompt_key(example.row) for part in divided for example in part.examples}
-    heldout += _hold_out(undivided, config.heldout_fraction, seed, trained_prompts)
+    trained_prompts = hashes[_join([part.examples for part in divided])]
+    held_out = [_hold_out(undivided, config.heldout_fraction, hashes, trained_prompts)] if undivided else []
     _apply_weights(parts, seed)
 
-    heldout = shuffle_by_rounds(heldout, seed=seed, key=lambda example: prompt_key(example.row))
-    train = [example for part in parts for example in part.examples]
+    heldout = _join([*(part.examples for part in heldout_parts), *held_out]).tolist()
+    heldout = shuffle_by_rounds(heldout, seed=seed, key=hashes.__getitem__)
+    train = _join([part.examples for part in parts]).tolist()
     reports = [part.report for part in [*parts, *heldout_parts]]
     if not heldout or not train:
         raise _too_few_prompts_error(reports, len(train) + len(heldout))
     prompt_format = detect_prompt_format(
-        tokenizer, [example.row for example in train], chat_template=config.chat_template
+        tokenizer, (formats[number] for number in train), chat_template=config.chat_template
     )
     return StageData(
-        [example.number for example in train],
-        [example.number for example in heldout],
+        train,
+        heldout,
         reports,
         prompt_format,
         tuple(end_ids or [tokenizer.eos_token_id]),
@@ -278,50 +276,56 @@ def _too_few_prompts_error(reports: Sequence[DataReport], usable: int) -> DataEr
     )
 
 
-def _training_key(row: Row, stage: Stage) -> tuple[str, ...]:
-    """Return the identity of what a stage learns from a row: its prompt and replies; in PPO the prompt alone.
+def _training_key(row: Row, stage: Stage) -> bytes:
+    """Return a hash of what a stage learns from a row: its prompt and replies; in PPO the prompt alone.
 
     Many rows of a held-out source may share a few prompts with training rows (one instruction for all of them).
     """
-    return (prompt_key(row), *sorted(str(getattr(row, name)) for name in REPLY_FIELDS[stage]))
+    return _hash(0, repr((prompt_key(row), *sorted(str(getattr(row, name)) for name in REPLY_FIELDS[stage]))))
 
 
 def _hold_out(
-    parts: Sequence[_SourceExamples], fraction: float, seed: int, trained_prompts: set[str]
-) -> list[_ExampleRef]:
+    parts: Sequence[_SourceExamples], fraction: float, prompts: np.ndarray, trained_prompts: np.ndarray
+) -> np.ndarray:
     """Move a fraction of the examples out of the sources, except prompts that another source trains on.
 
     A prompt that several of the sources have stays on one side.
     """
-    examples = [example for part in parts for example in part.examples]
-    candidates = [example for example in examples if prompt_key(example.row) not in trained_prompts]
+    import numpy as np
+
+    examples = _join([part.examples for part in parts])
+    candidates = examples[~np.isin(prompts[examples], trained_prompts)]
     fractions = {"train": 1 - fraction, "heldout": fraction}
-    places = _places_in_sources(parts, seed)
-    heldout = split_by_key(
-        candidates, fractions, seed=seed, key=lambda example: prompt_key(example.row), place=places.__getitem__
-    )["heldout"]
-    heldout_prompts = {prompt_key(example.row) for example in heldout}
+    places = _places_in_sources([prompts[part.examples] for part in parts])
+    heldout: np.ndarray = candidates[split_by_hash(prompts[candidates], fractions, places)["heldout"]]
     for part in parts:
-        count = len(part.examples)
-        part.examples = [example for example in part.examples if prompt_key(example.row) not in heldout_prompts]
-        part.report.heldout = count - len(part.examples)
+        remains = ~np.isin(prompts[part.examples], prompts[heldout])
+        part.report.heldout = int((~remains).sum())
+        part.examples = part.examples[remains]
     return heldout
 
 
-def _places_in_sources(parts: Sequence[_SourceExamples], seed: int) -> dict[str, float]:
-    """Return where each prompt stands in its source's seeded order, from 0 to 1; its first place if it is in several.
+def _places_in_sources(sources: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the prompts of the sources, and where each stands in its source's seeded order, from 0 to 1.
 
-    Prompts of different sources cannot be ordered by hash alone. `split_by_key` gives a stage the prompts of one range
-    of hashes, so the prompts with the highest hashes would all come from the sources that serve this stage alone, and
-    only those sources would be held out.
+    A prompt in several sources has its first place. Prompts of different sources cannot be ordered by hash alone.
+    `split_by_key` gives a stage the prompts of one range of hashes, so the prompts with the highest hashes would all
+    come from the sources that serve this stage alone, and only those sources would be held out.
     """
-    places: dict[str, float] = {}
-    for part in parts:
-        prompts = sorted({prompt_key(example.row) for example in part.examples}, key=lambda name: _hash(seed, name))
-        for rank, prompt in enumerate(prompts):
-            place = (rank + 0.5) / len(prompts)
-            places[prompt] = min(place, places.get(prompt, place))
-    return places
+    import numpy as np
+
+    ordered = [np.unique(prompts) for prompts in sources]
+    prompts = _join(ordered)
+    places = _join([(np.arange(len(ranked)) + 0.5) / len(ranked) for ranked in ordered])
+    order = np.lexsort((places, prompts))
+    distinct, first = np.unique(prompts[order], return_index=True)
+    return distinct, places[order][first]
+
+
+def _join(parts: Sequence[np.ndarray]) -> np.ndarray:
+    import numpy as np
+
+    return np.concatenate(parts) if parts else np.empty(0, int)
 
 
 def _apply_weights(parts: Sequence[_SourceExamples], seed: int) -> None:
@@ -329,7 +333,7 @@ def _apply_weights(parts: Sequence[_SourceExamples], seed: int) -> None:
     selected = select_by_weight([len(part.examples) for part in parts], [part.weight for part in parts], seed=seed)
     for part, indices in zip(parts, selected, strict=True):
         part.report.by_weight = len(part.examples) - len(indices)
-        part.examples = [part.examples[index] for index in indices]
+        part.examples = part.examples[indices]
         part.report.train = len(part.examples)
 
 
@@ -342,41 +346,60 @@ def prompt_key(row: Row) -> str:
     return " ".join(text.split()).casefold()
 
 
-def split_by_key(
-    items: Sequence[T],
-    shares: Mapping[str, float],
-    *,
-    seed: int,
-    key: Callable[[T], str],
-    place: Callable[[str], float] = lambda key: 0.0,
-) -> dict[str, list[T]]:
-    """Cut `items` into disjoint parts of about the given shares.
+def split_by_key(keys: Iterable[str], shares: Mapping[str, float], *, seed: int) -> dict[str, np.ndarray]:
+    """Cut items into disjoint parts of about the given shares; return the indices of the items in each part.
 
-    Items with one key form a group; groups are ordered by `place`, then by a seeded hash, and cut where the count of
-    items comes nearest to each share. Every part gets at least one group while there are enough of them. Within a
-    part, items keep their order. Parts with a share of 0 are empty.
+    Items with one key form a group; groups are ordered by a seeded hash, and cut where the count of items comes nearest
+    to each share. Every part gets at least one group while there are enough of them. Within a part, items keep their
+    order. Parts with a share of 0 are empty.
+
+    Args:
+        keys: the key of each item.
+        shares: part -> its share.
+        seed: determines the order of the groups.
     """
-    keys = [key(item) for item in items]
-    order = {name: (place(name), _hash(seed, name)) for name in set(keys)}
-    sizes: dict[str, int] = dict.fromkeys(sorted(order, key=order.__getitem__), 0)
-    for name in keys:
-        sizes[name] += 1
-    cumulative = [0, *itertools.accumulate(sizes.values())]  # items in the first n groups
+    hashes = bytearray()
+    for key in keys:
+        hashes += _hash(seed, key)
+    return split_by_hash(_as_array(hashes), shares)
+
+
+def split_by_hash(
+    hashes: np.ndarray, shares: Mapping[str, float], places: tuple[np.ndarray, np.ndarray] | None = None
+) -> dict[str, np.ndarray]:
+    """Cut items into parts as `split_by_key`, from the hashes of their keys.
+
+    Args:
+        hashes: the hash of each item's key.
+        shares: part -> its share.
+        places: (all hashes, sorted; a number for each), if these numbers order the groups before their hashes do.
+    """
+    import numpy as np
+
+    groups, group_of, sizes = np.unique(hashes, return_inverse=True, return_counts=True)
+    order = np.arange(len(groups))
+    if places is not None:
+        order = np.argsort(places[1][np.searchsorted(places[0], groups)], kind="stable")
+    cumulative = np.concatenate([[0], np.cumsum(sizes[order])])  # items in the first n groups
     nonempty = [name for name, share in shares.items() if share > 0]
     total = sum(shares.values())
-    part_of: dict[str, str] = {}
+    parts = {name: np.empty(0, int) for name in shares}
     start, target = 0, 0.0
     for position, name in enumerate(nonempty):
-        target += shares[name] / total * len(items)
+        target += shares[name] / total * len(hashes)
         later = len(nonempty) - position - 1
-        nearest = min(range(len(cumulative)), key=lambda cut: abs(cumulative[cut] - target)) if later else len(sizes)
-        end = max(min(nearest, len(sizes) - later), min(start + 1, len(sizes)))
-        part_of.update(dict.fromkeys(list(sizes)[start:end], name))
+        nearest = int(np.abs(cumulative - target).argmin()) if later else len(groups)
+        end = max(min(nearest, len(groups) - later), min(start + 1, len(groups)))
+        parts[name] = np.flatnonzero(np.isin(group_of, order[start:end]))
         start = end
-    parts: dict[str, list[T]] = {name: [] for name in shares}
-    for name, item in zip(keys, items, strict=True):
-        parts[part_of[name]].append(item)
     return parts
+
+
+def _as_array(hashes: bytearray) -> np.ndarray:
+    """Return an array of hashes, which NumPy sorts as `sorted` sorts their bytes."""
+    import numpy as np
+
+    return np.frombuffer(hashes, f"S{_HASH_BYTES}")
 
 
 def select_by_weight(counts: Sequence[int], weights: Sequence[Weight], *, seed: int) -> list[list[int]]:
@@ -394,10 +417,10 @@ def select_by_weight(counts: Sequence[int], weights: Sequence[Weight], *, seed: 
     ]
 
 
-def shuffle_by_rounds(items: Sequence[T], *, seed: int, key: Callable[[T], str]) -> list[T]:
+def shuffle_by_rounds(items: Sequence[T], *, seed: int, key: Callable[[T], Hashable]) -> list[T]:
     """Return the items in random order, one of each key before any key is repeated."""
     shuffled = random.Random(f"heldout {seed}").sample(items, len(items))
-    seen: Counter[str] = Counter()
+    seen: Counter[Hashable] = Counter()
     rounds = []
     for item in shuffled:
         rounds.append(seen[key(item)])
@@ -406,4 +429,4 @@ def shuffle_by_rounds(items: Sequence[T], *, seed: int, key: Callable[[T], str])
 
 
 def _hash(seed: int, key: str) -> bytes:
-    return hashlib.blake2b(f"{seed}:{key}".encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    return hashlib.blake2b(f"{seed}:{key}".encode("utf-8", "surrogatepass"), digest_size=_HASH_BYTES).digest()

@@ -117,7 +117,7 @@ def encode_examples(
     settings = _as_trained(config, model)
     free = {limit: model.max_length if fits else 10**9 for limit in _LIMITS if limit not in config.model_fields_set}
     settings = settings.model_copy(update=free)
-    rows = source_rows.rows
+    rows: Sequence[Row] = source_rows.rows
     if report.source != HELDOUT:  # a recipe's rows have their formats
         check_templates(config, templated=model.prompt_format == "template")
         rows = [_as_prompted(row, model) for row in rows]

@@ -13,6 +13,7 @@ from rlhf.data.prompt_encoding import (
     encode_conversation,
     encode_prompts,
     encode_replies,
+    find_row_format,
     has_control_tokens,
 )
 from rlhf.data.records import Message, Row, format_plain_prompt
@@ -199,12 +200,12 @@ def test_control_token_of_one_character_is_removed(chatml: Any) -> None:
 
 
 def test_prompt_format_is_the_template_or_that_of_most_rows(chatml: Any, plain: Any) -> None:
-    lone, talk = row("Hi"), row("a", "b", "c")
+    lone, talk = find_row_format(row("Hi")), find_row_format(row("a", "b", "c"))
     assert detect_prompt_format(chatml, [lone, talk, talk], chat_template=True) == "template"
     assert detect_prompt_format(chatml, [lone, talk, talk], chat_template=False) == "transcript"
     assert detect_prompt_format(plain, [lone, lone, talk], chat_template=True) == "plain"
     human = Row((Message("user", "Hi"),), "Human: Hi\n\nAssistant:", None, None, None, "")
-    assert detect_prompt_format(plain, [human], chat_template=True) == "transcript"
+    assert detect_prompt_format(plain, [find_row_format(human)], chat_template=True) == "transcript"
 
 
 @pytest.mark.parametrize(
