@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -155,3 +156,20 @@ def kill_at(path: Path, rlhf: Any, *arguments: object) -> None:
     wait_for(path, process)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
+
+
+@contextmanager
+def small_disk(folder: Path, *, mebibytes: int) -> Iterator[Path]:
+    """Mount a file system of this size at `folder`; skip the test if that is not allowed."""
+    import pytest
+
+    if os.geteuid():
+        pytest.skip("needs root, to mount a file system")
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", str(folder)]
+    if (done := subprocess.run(command, capture_output=True, text=True)).returncode:
+        pytest.skip(f"cannot mount a file system: {done.stderr}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)

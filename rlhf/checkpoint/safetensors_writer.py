@@ -22,6 +22,7 @@ from safetensors.torch import _TYPES
 from torch import Tensor
 
 from rlhf.utils.atomic_io import atomic_write_json, drop_from_memory, read_back_error
+from rlhf.utils.full_disk import open_waiting
 
 FILE_SIZE = 4 * 2**30
 """Largest number of bytes in a file, unless one tensor is larger."""
@@ -120,7 +121,7 @@ class SafetensorsWriter:
             entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
         text = json.dumps(entries).encode()
         text += b" " * (-len(text) % 8)  # aligns the tensors
-        file = self._open.enter_context(path.open("wb"))
+        file = self._open.enter_context(open_waiting(path))
         header = len(text).to_bytes(8, "little") + text
         file.write(header)
         self._written.append((path, 0, len(header), zlib.crc32(header)))

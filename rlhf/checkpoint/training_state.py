@@ -14,6 +14,7 @@ import io
 import re
 import shutil
 from collections import ChainMap
+from collections.abc import Iterable
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,6 +26,7 @@ from rlhf.engine import distributed, fragments
 from rlhf.errors import DivergedError, as_resource_error
 from rlhf.runs.stage_directory import parse_step
 from rlhf.utils.atomic_io import PARTIAL, PICKLE_PROTOCOL, atomic_rename_dir, drop_from_memory, read_back_error
+from rlhf.utils.full_disk import open_waiting, retry_when_full
 from rlhf.utils.manifest import digest_folder, write_manifest
 
 if TYPE_CHECKING:
@@ -58,10 +60,7 @@ def save_checkpoint(
     final = directory.checkpoints / f"step-{step:08d}"
     with distributed.on_main("writing the checkpoint") as main:
         if main:
-            shutil.rmtree(_partial(final), ignore_errors=True)
-            _partial(final).mkdir(parents=True)
-            for name in engines:
-                (_partial(final) / name).mkdir()
+            retry_when_full(lambda: _make_folders(_partial(final), engines), final)
     # Renamed only after all ranks have written: a rank that still writes would lose its folder.
     with distributed.on_all_ranks("writing the checkpoint"):
         for name, engine in engines.items():
@@ -146,10 +145,17 @@ def _save(content: Any, path: Path) -> None:
     """Write a small file of torch, and read it back."""
     buffer = io.BytesIO()
     torch.save(content, buffer, pickle_protocol=PICKLE_PROTOCOL)
-    path.write_bytes(buffer.getvalue())
+    with open_waiting(path) as file:
+        file.write(buffer.getvalue())
     drop_from_memory(path)
     if path.read_bytes() != buffer.getvalue():
         raise read_back_error(path)
+
+
+def _make_folders(path: Path, names: Iterable[str]) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    for name in names:
+        (path / name).mkdir(parents=True)
 
 
 def _is_of_this_rank(name: str) -> bool:

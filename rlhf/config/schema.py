@@ -200,6 +200,12 @@ class EngineConfig(ConfigModel):
         "auto", description="how batches are padded; auto: as the accelerator prefers"
     )
     timeout: float = Field(1800.0, gt=0, description="seconds that ranks wait for a late one before all of them stop")
+    disk_wait: float = Field(
+        600.0,
+        ge=0,
+        description="seconds that a run waits for room on a full disk before it ends; several ranks wait half of "
+        "`timeout` at most; 0: do not wait",
+    )
 
     @field_validator("kernels")
     @classmethod

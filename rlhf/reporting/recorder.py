@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rlhf.utils.atomic_io import atomic_file, open_no_link
+from rlhf.utils.full_disk import retry_when_full
 from rlhf.utils.jsonl import read_records
 
 if TYPE_CHECKING:
@@ -53,7 +54,9 @@ class Recorder(AbstractContextManager["Recorder"]):
     ) -> None:
         self._directory, self._enabled, self._resume_step = directory, enabled, resume_step
         self._sink = sink
-        self._open: tuple[TextIO, SummaryWriter] | None = None
+        self._file: TextIO | None = None
+        self._events: SummaryWriter | None = None
+        self._purge_step = None if resume_step is None else resume_step + 1
         self._thread_hook = threading.excepthook
         if enabled:
             directory.path.mkdir(parents=True, exist_ok=True)
@@ -90,10 +93,12 @@ class Recorder(AbstractContextManager["Recorder"]):
     def close(self) -> None:
         """Close both files, and the sink."""
         try:
-            for file in self._open or ():
-                file.close()
+            if self._file:
+                self._file.close()
+            if self._events:
+                self._events.close()
         finally:
-            if self._open:
+            if self._file:
                 threading.excepthook = self._thread_hook
         if self._sink:
             self._sink.close()
@@ -102,31 +107,38 @@ class Recorder(AbstractContextManager["Recorder"]):
         self.close()
 
     def _write(self, step: int, values: dict[str, Any]) -> None:
-        self._open = self._open or self._open_files()
-        file, events = self._open
+        self._file = self._file or self._open_file()
         record = {"stage": self._directory.name, "step": step, "time": round(time.time(), 3), **values}
-        file.write(_encode(record).decode())
-        file.flush()
-        add_events(events, record)
-        events.flush()
+        self._file.write(_encode(record).decode())
+        self._file.flush()
+        retry_when_full(lambda: self._add_events(record), self._directory.tensorboard)
         if self._sink:
             self._sink.write(_replace_not_finite(record))
 
-    def _open_files(self) -> tuple[TextIO, SummaryWriter]:
+    def _add_events(self, record: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        directory, resume_step, purge_step = self._directory, self._resume_step, None
+        if not self._events:
+            self._events = SummaryWriter(str(self._directory.tensorboard), purge_step=self._purge_step)
+        try:
+            add_events(self._events, record)
+            self._events.flush()
+        except OSError:
+            self._events = None  # its thread has ended
+            raise
+
+    def _open_file(self) -> TextIO:
+        directory, resume_step = self._directory, self._resume_step
         if resume_step is None:
             records = []
             for events in directory.tensorboard.glob("events.out.tfevents.*"):
                 events.unlink()
         else:
-            records, purge_step = _read_records_until(directory, resume_step), resume_step + 1
+            records = _read_records_until(directory, resume_step)
         with atomic_file(directory.metrics) as temporary:
             temporary.write_bytes(b"".join(records))
-        file = open_no_link(directory.metrics, "a")
         threading.excepthook = partial(_report_thread_error, self._thread_hook)
-        return file, SummaryWriter(str(directory.tensorboard), purge_step=purge_step)
+        return open_no_link(directory.metrics, "a")
 
 
 def _report_thread_error(report: Callable[[threading.ExceptHookArgs], object], error: threading.ExceptHookArgs) -> None:

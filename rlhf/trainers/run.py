@@ -6,6 +6,7 @@ It may be called again, and from any thread.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
@@ -36,6 +37,7 @@ from rlhf.runs.resume import find_first_difference
 from rlhf.trainers import preflight
 from rlhf.trainers.interruption import RunTermination
 from rlhf.utils import file_lock, signals
+from rlhf.utils.full_disk import wait_for_room
 from rlhf.utils.process_info import current_process
 from rlhf.version import __version__
 
@@ -206,10 +208,22 @@ def _open(config: Config, selection: Selection, request: Request, pending: Seque
                         later = compare_later_stages(config, steps, environment)
                 del findings  # frees the rows
         if not request.dry_run:
+            timeout = config.engine.timeout / 2 if distributed.world().size > 1 else math.inf
+            stack.enter_context(wait_for_room(min(config.engine.disk_wait, timeout), _tell))
             _check_shared(directory)
             if distributed.world().size > 1:
                 stack.enter_context(stacks.keep_stacks(directory.path, distributed.world().rank))
         yield OpenRun(config, accelerator, later)
+
+
+def _tell(line: str) -> None:
+    """Print a line about a full disk, which may have no room for a copy of it."""
+    copy, console.copy = console.copy, None
+    try:
+        with console.loudly():
+            console.print(line, markup=False, soft_wrap=True)
+    finally:
+        console.copy = copy
 
 
 def _resolve_auto(config: Config, pending: Sequence[Stage], accelerator: Accelerator) -> Config:

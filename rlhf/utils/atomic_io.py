@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from rlhf.errors import RunError
+from rlhf.utils.full_disk import WaitingFile
 from rlhf.utils.manifest import write_manifest
 
 PARTIAL = ".partial"
@@ -30,19 +32,18 @@ def refuse_link(path: Path) -> None:
 
 
 def open_no_link(path: Path, mode: Literal["a", "w"]) -> TextIO:
-    """Open a text file of a run for writing.
+    """Open a text file of a run for writing; its writes wait for room on a full disk.
 
     Raises:
         RunError: it is a link.
         OSError: it cannot be written.
     """
     try:
-        return open(
-            path, mode, encoding="utf-8", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666)
-        )
+        raw = WaitingFile(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
     except OSError:
         refuse_link(path)
         raise
+    return io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlhf.utils.full_disk import open_waiting
+
 MANIFEST = "manifest.json"
 """The manifest's name in its folder."""
 
@@ -117,7 +119,8 @@ def write_manifest(folder: Path, digests: Mapping[str, FileDigest] | None = None
     """Write the manifest of a folder that is complete; `digests` are those of all files if they are known."""
     files = {name: digest._asdict() for name, digest in sorted((digests or digest_folder(folder)).items())}
     content = {"files": files, "sha256": hash_json(files)}
-    (folder / MANIFEST).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    with open_waiting(folder / MANIFEST) as file:
+        file.write(f"{json.dumps(content, indent=2, ensure_ascii=False)}\n".encode())
 
 
 def read_manifest(folder: Path) -> dict[str, FileDigest]:

@@ -20,6 +20,7 @@ from typing import Any
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 remembered_signals: list[int] = []
 """The signals that have arrived since `remember_signals`, or in the outermost block of `interrupt_on_signals`."""
+_collected: list[list[int]] = []  # those of the running blocks of `collect_signals`
 _blocks = 0  # of `interrupt_on_signals` that have not ended; `remember_signals` begins one that never ends
 _TERMINAL_FDS = [fd for fd in (1, 2) if os.isatty(fd)]
 
@@ -139,8 +140,17 @@ def collect_signals(earlier: Sequence[int] = ()) -> Iterator[list[int]]:
         if end_at_once(received):
             raise KeyboardInterrupt
 
-    with handle_signals(receive):
-        yield received
+    _collected.append(received)
+    try:
+        with handle_signals(receive):
+            yield received
+    finally:
+        _collected.remove(received)
+
+
+def is_end_requested() -> bool:
+    """Return whether a signal has arrived that the program has not acted on yet."""
+    return bool(remembered_signals) or any(_collected)
 
 
 def end_at_once(signals_seen: Sequence[int]) -> bool:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import tempfile
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +15,7 @@ from rlhf.data.records import Message, Row
 from rlhf.data.spool import Selection, Spool
 from rlhf.errors import DataError
 from tests.data.rows import parse, write_jsonl
+from tests.helpers import small_disk
 
 
 def row(number: int, size: int = 1) -> Row:
@@ -85,23 +83,10 @@ def test_nesting_that_only_json_can_store_drops_the_row(tmp_path: Path) -> None:
     assert len(source.rows) == len(lines) - count
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Temporary files are on a disk of a mebibyte."""
-    if os.geteuid():
-        pytest.skip("needs root, to mount a file system")
-    folder = tmp_path / "small"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], check=True)
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-@pytest.mark.usefixtures("small_disk")
-def test_full_temporary_disk_is_one_line(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    with path.open("w") as file:
-        file.writelines(json.dumps({"prompt": "a" * 1000}) + "\n" for _ in range(2000))
-    with pytest.raises(DataError, match=r"No space left on device.*; set TMPDIR to a folder with free space"):
-        parse("ppo", path=str(path))
+def test_full_temporary_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a" * 1000}] * 2000)
+    expected = r"No space left on device.*; set TMPDIR to a folder with free space"
+    with small_disk(tmp_path / "small", mebibytes=1) as folder:
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        with pytest.raises(DataError, match=expected):
+            parse("ppo", path=path)
