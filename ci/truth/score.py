@@ -141,7 +141,7 @@ def describe_choices(results: Sequence[Result]) -> Iterator[str]:
         for size in sizes:
             own = [run for run in runs if run["pairs"] == size]
             best, kept = fmean(map(peak, own)), fmean(map(rule, own))
-            cells.append(f"{kept:.0%} (regret {(best - kept) / best:.0%})")
+            cells.append(_describe_kept(best, kept))
         yield f"| {name} | {' | '.join(cells)} |"
 
 
@@ -171,8 +171,13 @@ def describe_stops(results: Sequence[Result]) -> Iterator[str]:
         limit, cells = best_limits[len(best_limits) // 2], []
         for own in groups:
             best, kept = fmean(map(peak, own)), fmean(_stop(run, ends, limit) for run in own)
-            cells.append(f"{kept:.0%} (regret {(best - kept) / best:.0%})")
+            cells.append(_describe_kept(best, kept))
         yield f"| {name} | {f'{limit:.3g}' if math.isfinite(limit) else 'none'} | {' | '.join(cells)} |"
+
+
+def _describe_kept(best: float, kept: float) -> str:
+    regret = round((best - kept) / best, 2) + 0.0  # -0 is shown as 0
+    return f"{kept:.0%} (regret {regret:.0%})"
 
 
 def _count_steps(run: Prefix) -> float:
