@@ -16,7 +16,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from importlib.metadata import Distribution, EntryPoint, distributions, entry_points, packages_distributions
+from importlib.metadata import Distribution, EntryPoint, distributions, entry_points
 from itertools import islice
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -151,7 +151,10 @@ def _installed() -> tuple[list[EntryPoint], list[Report]]:
         try:
             points += distribution.entry_points.select(group=group)
         except Exception as error:
-            if group in (distribution.read_text("entry_points.txt") or ""):
+            text = group  # if it is no text, they may be a plugin's
+            with contextlib.suppress(Exception):
+                text = distribution.read_text("entry_points.txt") or ""
+            if group in text:
                 reports.append(
                     Report(name, name, version, error=f"its entry points cannot be read ({describe_error(error)})")
                 )
@@ -280,7 +283,12 @@ def blame_plugin(error: BaseException) -> PluginError | None:
     It covers calls that do not pass through the wrappers of `accelerators.errors`: attention, which transformers
     calls, and backward passes, which autograd calls.
     """
-    providers = {name: Report(point.name, *_named(point.dist)).provider for point, name in _plugin_packages()}
+    providers = {
+        name: Report(point.name, *_named(point.dist)).provider
+        for point in _installed()[0]
+        if point.value != BUILTIN
+        for name in _list_packages(point)
+    }
     for cause in causes(error):
         for frame, line in reversed(list(traceback.walk_tb(cause.__traceback__))):
             package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
@@ -296,13 +304,14 @@ def blame_plugin(error: BaseException) -> PluginError | None:
     return None
 
 
-def _plugin_packages() -> Iterator[tuple[EntryPoint, str]]:
-    """Yield the top-level packages of installed plugins, each with an entry point of its distribution."""
-    packages = packages_distributions()
-    for point in _installed()[0]:
-        if point.value != BUILTIN:
-            names = [name for name, owners in packages.items() if point.dist and point.dist.name in owners]
-            yield from ((point, name) for name in {*names, point.module.partition(".")[0]})
+def _list_packages(point: EntryPoint) -> set[str]:
+    """Return the top-level packages of a plugin: that of its entry point, and those of its distribution."""
+    names = {re.split("[.:]", point.value)[0].strip()}
+    with contextlib.suppress(Exception):  # its metadata may be missing or damaged
+        assert point.dist is not None
+        declared = (point.dist.read_text("top_level.txt") or "").split()
+        names.update(declared or (file.parts[0].removesuffix(".py") for file in point.dist.files or ()))
+    return names
 
 
 def _rank(report: Report) -> tuple[int, int, str]:

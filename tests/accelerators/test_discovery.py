@@ -203,6 +203,26 @@ def test_unreadable_entry_points_break_one_plugin(monkeypatch, tmp_path):
     assert "damaged" not in {report.name for report in accelerators.available({"RLHF_PLUGINS": "none"})}
 
 
+DAMAGES = {
+    "entry_points.txt": b"[rlhf.accelerators]\nbad = bad\xff\n",
+    "METADATA": b"Name: \xff\n",
+    "top_level.txt": b"\xff",
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_metadata_that_is_no_text_breaks_one_plugin(monkeypatch, tmp_path, name):
+    """Also if the cause of another error is looked for."""
+    folder = tmp_path / "bad-1.0.dist-info"
+    folder.mkdir()
+    for file, content in {"entry_points.txt": b"[rlhf.accelerators]\nbad = a:\n", name: DAMAGES[name]}.items():
+        (folder / file).write_bytes(content)
+    monkeypatch.syspath_prepend(tmp_path)
+    reasons = {report.name: report.reason for report in accelerators.available({})}
+    assert any(reason.startswith("broken: ") for reason in reasons.values()) and "cores" in reasons["cpu"]
+    assert accelerators.blame_plugin(ValueError()) is None
+
+
 def shout(how: str) -> None:
     """Write on standard output in a way that is not Python's own."""
     if how == "print":
