@@ -206,15 +206,22 @@ def _from_mpirun(environ: Mapping[str, str]) -> ProcessInfo | None:
 def _from_srun(environ: Mapping[str, str]) -> ProcessInfo | None:
     if not _is_task(environ):
         return None
-    tasks = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))  # 2(x3),1
-    on_nodes = [int(number) for number, times in tasks for _ in range(int(times or 1))]
-    node = _number(environ, "SLURM_NODEID") or 0
-    known: Numbers = {"local_size": on_nodes[node]} if node < len(on_nodes) else {}
+    tasks = _count_tasks(environ.get("SLURM_STEP_TASKS_PER_NODE", ""), _number(environ, "SLURM_NODEID") or 0)
+    known: Numbers = {"local_size": tasks} if tasks else {}
     address, port = _meeting(environ)
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or ""
     address = address or parse_first_host(hosts) or environ.get("SLURM_LAUNCH_NODE_IPADDR")
     job = f"{environ.get('SLURM_JOB_ID')}.{_number(environ, 'SLURM_STEP_ID', 'SLURM_STEPID')}"
     return _build_process(environ, "srun", _SRUN, known, address, port or _port_of(job))
+
+
+def _count_tasks(on_nodes: str, node: int) -> int | None:
+    """Return the number of tasks on a node by SLURM's list, such as `2(x3),1`; None if the list does not say it."""
+    for number, times in re.findall(r"(\d{1,9})(?:\(x(\d{1,9})\))?", on_nodes):
+        node -= int(times or 1)
+        if node < 0:
+            return int(number)
+    return None
 
 
 def _is_task(environ: Mapping[str, str]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,15 @@ def test_mpirun_on_one_machine_meets_there() -> None:
     assert alone.address == "127.0.0.1" and alone.port
     with pytest.raises(ConfigError, match="not where they meet; set MASTER_ADDR and MASTER_PORT"):
         current_process(environ)
+
+
+def test_a_list_of_many_nodes_takes_no_memory_for_each() -> None:
+    tracemalloc.start()
+    try:
+        process = current_process({**SRUN, "SLURM_STEP_TASKS_PER_NODE": f"4(x200000),7({'9' * 5000})"})
+        assert process.local_size == 4 and tracemalloc.get_traced_memory()[1] < 2**17
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(
