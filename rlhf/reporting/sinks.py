@@ -71,17 +71,17 @@ def _collect_offers(key: str) -> dict[str, dict[str, str]]:
     manager.add_hookspecs(hookspecs)
     manager.register(trackers, "rlhf")
     offers: dict[str, dict[str, str]] = {}
-    for point in entry_points(group=hookspecs.GROUP):
-        try:
+    at = "metadata of an installed package cannot be read"
+    try:
+        for point in entry_points(group=hookspecs.GROUP):
+            at = f"the plugin {point.name} cannot be imported"
             manager.register(point.load(), point.name)
-        except _FAILURES as error:
-            raise ConfigError(
-                f"{key}: the plugin {point.name} cannot be imported ({summarize_error(error, 160)}); "
-                "repair or uninstall it"
-            ) from error
-    for implementation in manager.hook.rlhf_sinks.get_hookimpls():
-        answer: Any = implementation.function()
-        offers[implementation.plugin_name] = dict(answer)
+        for implementation in manager.hook.rlhf_sinks.get_hookimpls():
+            at = f"the plugin {implementation.plugin_name} does not say which sinks it offers"
+            answer: Any = implementation.function()
+            offers[implementation.plugin_name] = {str(name): str(reference) for name, reference in answer.items()}
+    except _FAILURES as error:
+        raise ConfigError(f"{key}: {at} ({summarize_error(error, 160)}); repair or uninstall it") from error
     return offers
 
 

@@ -180,6 +180,26 @@ def test_sink_of_several_plugins_or_of_a_broken_one_is_an_error(plugin: Any, tmp
         find_sink("trackio", "sinks")
 
 
+@pytest.mark.parametrize("answer", ["None", "['lines']", "1 / 0"])
+def test_plugin_that_does_not_say_its_sinks_is_an_error(plugin: Any, tmp_path: Path, answer: str) -> None:
+    offer = f"from rlhf.reporting.hookspecs import hookimpl\n@hookimpl\ndef rlhf_sinks():\n    return {answer}\n"
+    install(tmp_path / "site", "two_sink", offer)
+    with pytest.raises(
+        ConfigError, match=r"^sinks: the plugin two_sink does not say which sinks it offers \("
+    ):
+        find_sink("lines", "sinks")
+
+
+def test_damaged_metadata_of_a_package_is_an_error_of_sinks(plugin: Any, tmp_path: Path) -> None:
+    about = tmp_path / "site" / "damaged-1.0.dist-info"
+    about.mkdir()
+    (about / "entry_points.txt").write_bytes(b"\xff")
+    with pytest.raises(
+        ConfigError, match=r"^sinks: metadata of an installed package cannot be read \("
+    ):
+        find_sink("lines", "sinks")
+
+
 @pytest.mark.parametrize("name", ["trackio", "wandb"])
 def test_missing_package_is_reported_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(sinks, "find_spec", lambda package: None)
