@@ -206,7 +206,7 @@ def read_heldout(path: Path, newest: int) -> dict[int, list[dict[str, Any]]]:
         evaluations = {step: earlier for step, earlier in evaluations.items() if step < record["step"]}
         evaluations[record["step"]] = rows
         if "prompt" in rows[0]:
-            prompts = [row["prompt"] for row in rows]
+            prompts = [row.get("prompt", "") for row in rows]
     return {
         step: [row if place >= len(prompts) else {"prompt": prompts[place], **row} for place, row in enumerate(rows)]
         for step, rows in evaluations.items()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
-from typing_extensions import Required, TypedDict
+from typing_extensions import NotRequired, Required, TypedDict
 
 from rlhf.errors import RunError
 from rlhf.utils.atomic_io import atomic_write_json, read_json
@@ -48,6 +48,11 @@ class _StageRecord(_Open, total=False):
 class _Source(_Open):
     rows: int
     digest: str
+    dropped: NotRequired[int]
+
+
+class _Attention(_Open):
+    name: str
 
 
 class _Accelerator(_Open, total=False):
@@ -55,7 +60,7 @@ class _Accelerator(_Open, total=False):
     reason: str
     device: Section | None
     precision: Section | None
-    attention: dict[str, Section] | None
+    attention: dict[str, _Attention] | None
 
 
 class _Invocation(_Open):

@@ -32,6 +32,14 @@ EDITS: dict[str, tuple[str, Any, str]] = {
         r"stages\.sft\.models\.sft\.identity: Field required",
     ),
     "data that are a number": ("run.json", {"config": {}, "data": 3}, "data: Input should"),
+    "left out rows that are a text": (
+        *("run.json", {"config": {}, "data": {"a": {"rows": 1, "digest": "b", "dropped": "c"}}}),
+        r"data\.a\.dropped: Input should",
+    ),
+    "attention without a name": (
+        *("run.json", {"config": {}, "accelerator": {"attention": {"actor": {}}}}),
+        r"accelerator\.attention\.actor\.name: Field required",
+    ),
     "an accelerator that is a text": ("run.json", {"config": {}, "accelerator": "x"}, "accelerator: Input should"),
     "commands without a time": ("run.json", {"config": {}, "invocations": [{}]}, r"invocations\.0\.command: Field"),
     "a list": ("run.json", [], "expected an object, got a list"),
