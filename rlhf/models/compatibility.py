@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 EMBEDDED_MODEL = "the embedded model"
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "*.gguf")
+_MAX_LAYERS = 2000
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
 
 
@@ -102,9 +103,18 @@ def load_model_config(path: str, config: ModelConfig) -> PretrainedConfig:
 
     gguf = {"gguf_file": config.gguf_file} if config.gguf_file and path == config.path else {}
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code, **gguf)
+        model_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code, **gguf)
+        check_layers(model_config)
     except Exception as error:
         raise load_error(path, "its configuration cannot be read", error, "check config.json") from error
+    return model_config
+
+
+def check_layers(model_config: PretrainedConfig) -> None:
+    """Raise `ValueError` if a configuration has so many layers that building them would not end."""
+    layers = getattr(model_config.get_text_config(decoder=True), "num_hidden_layers", 0)
+    if isinstance(layers, int) and layers > _MAX_LAYERS:
+        raise ValueError(f"{layers:,} layers, more than {_MAX_LAYERS:,}")
 
 
 def load_generation_config(path: str, config: ModelConfig) -> GenerationConfig:

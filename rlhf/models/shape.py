@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from rlhf.config.loader import parse_yaml
 from rlhf.errors import ConfigError
+from rlhf.models.compatibility import check_layers
 from rlhf.models.hub import summarize_error
 
 _KNOWN = Path(__file__).parent / "known.yaml"
@@ -278,6 +279,7 @@ def _build_on_meta(values: dict[str, Any], name: str) -> tuple[Any, Any]:
         raise ConfigError(f"{name}: transformers has no language model of type {kind!r}; no plan can be made for it")
     try:
         config = CONFIG_MAPPING[kind].from_dict(values)
+        check_layers(config)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config), config
     except Exception as error:

@@ -13,7 +13,7 @@ from packaging.version import Version
 import accelerators
 from accelerators import KernelImpl, Support
 from rlhf.config.schema import ModelConfig
-from rlhf.errors import ModelError
+from rlhf.errors import ConfigError, ModelError
 from rlhf.models.compatibility import (
     AttentionChoice,
     check_positions,
@@ -23,6 +23,7 @@ from rlhf.models.compatibility import (
     get_max_positions,
     load_generation_config,
 )
+from rlhf.models.shape import shape_of
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -32,6 +33,14 @@ def save_config(folder: Path, name: str, **values: Any) -> str:
     transformers.CONFIG_MAPPING[name](**values).save_pretrained(folder)
     (folder / "model.safetensors").touch()
     return str(folder)
+
+
+def test_more_layers_than_any_model_has_are_refused_before_they_are_built(tmp_path: Path) -> None:
+    path = save_config(tmp_path, "llama", **SIZES | {"num_hidden_layers": 2001})
+    with pytest.raises(ModelError, match=r"configuration cannot be read \(.*2,001 layers, more than 2,000"):
+        check_support(path, ModelConfig(path=path), attention="eager")
+    with pytest.raises(ConfigError, match=r"describes no model \(.*2,001 layers, more than 2,000"):
+        shape_of(path)
 
 
 @pytest.mark.parametrize(
