@@ -184,9 +184,7 @@ def test_sink_of_several_plugins_or_of_a_broken_one_is_an_error(plugin: Any, tmp
 def test_plugin_that_does_not_say_its_sinks_is_an_error(plugin: Any, tmp_path: Path, answer: str) -> None:
     offer = f"from rlhf.reporting.hookspecs import hookimpl\n@hookimpl\ndef rlhf_sinks():\n    return {answer}\n"
     install(tmp_path / "site", "two_sink", offer)
-    with pytest.raises(
-        ConfigError, match=r"^sinks: the plugin two_sink does not say which sinks it offers \("
-    ):
+    with pytest.raises(ConfigError, match=r"^sinks: the plugin two_sink does not say which sinks it offers \("):
         find_sink("lines", "sinks")
 
 
@@ -194,9 +192,7 @@ def test_damaged_metadata_of_a_package_is_an_error_of_sinks(plugin: Any, tmp_pat
     about = tmp_path / "site" / "damaged-1.0.dist-info"
     about.mkdir()
     (about / "entry_points.txt").write_bytes(b"\xff")
-    with pytest.raises(
-        ConfigError, match=r"^sinks: metadata of an installed package cannot be read \("
-    ):
+    with pytest.raises(ConfigError, match=r"^sinks: metadata of an installed package cannot be read \("):
         find_sink("lines", "sinks")
 
 
