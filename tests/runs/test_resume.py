@@ -177,7 +177,7 @@ HARMLESS = {
     *("output", "accelerator", "precision", "sinks"),
     *("alarms.stop", "alarms.compare_every", "alarms.skip_not_finite"),
     *("model.gradient_checkpointing", "data.datasets.0.prefer.nothing"),
-    *("lora.share_base", "lora.merge", "lora.save", "engine.kernels", "engine.timeout"),
+    *("lora.share_base", "lora.merge", "lora.save", "engine.kernels", "engine.timeout", "engine.disk_wait"),
     *(f"engine.{key}" for key in ("zero_stage", "zero_persistence_threshold", "offload", "nvme")),
     *(f"roles.{role}.{key}" for role in RolesConfig.model_fields for key in ("offload", "gradient_checkpointing")),
     *(f"roles.{role}.zero_stage" for role in RolesConfig.model_fields),
