@@ -397,8 +397,9 @@ def read_counts() -> dict[str, dict[str, int]]:
 def main() -> int:
     """Strike as often as the options say."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for kind in ("kills", "signals", "damages"):
-        parser.add_argument(f"--{kind}", type=int, default=0, metavar="N", help=f"runs with {kind}")
+    parser.add_argument("--kills", type=int, default=0, metavar="N", help="runs to kill, up to three times each")
+    parser.add_argument("--signals", type=int, default=0, metavar="N", help="runs to send a signal")
+    parser.add_argument("--damages", type=int, default=0, metavar="N", help="runs to damage a file of")
     parser.add_argument("--seed", type=int, default=0, help="other seeds strike at other moments; default: 0")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="number of the first run; default: 0")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; default: 1")

@@ -2,12 +2,26 @@
 # Writes ci/lock/py311.txt: the version and the hashes of every package that the tests need on Python 3.11, but for
 # torch and what torch brings, whose build depends on the machine. ci/environment.sh installs from it with RLHF_LOCKED=1.
 #
-#   bash ci/lock.sh                      the newest admitted versions
+#   bash ci/lock.sh             the newest admitted versions
+#   bash ci/lock.sh --audit     write build/sbom.json of the lock (CycloneDX), and ask PyPI for known vulnerabilities
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 folder=.venv-lock
-[ -x $folder/bin/uv ] || python3 -m venv $folder
+[ -x $folder/bin/python ] || python3 -m venv $folder
+case ${1:-} in
+--audit)
+    $folder/bin/python -m pip install -qq --disable-pip-version-check cyclonedx-bom pip-audit
+    mkdir -p build
+    $folder/bin/cyclonedx-py requirements ci/lock/py311.txt --pyproject pyproject.toml --of JSON -o build/sbom.json
+    exec $folder/bin/pip-audit --require-hashes --disable-pip -r ci/lock/py311.txt
+    ;;
+"") ;;
+*)
+    echo "error: $1: not an option; use none, or --audit" >&2
+    exit 2
+    ;;
+esac
 $folder/bin/python -m pip install -qq --disable-pip-version-check uv
 mkdir -p ci/lock
 $folder/bin/uv pip compile pyproject.toml --extra test --extra dev --python-version 3.11 --generate-hashes \

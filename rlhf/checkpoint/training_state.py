@@ -154,8 +154,9 @@ def _save(content: Any, path: Path) -> None:
 
 def _make_folders(path: Path, names: Iterable[str]) -> None:
     shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
     for name in names:
-        (path / name).mkdir(parents=True)
+        (path / name).mkdir()
 
 
 def _is_of_this_rank(name: str) -> bool:

@@ -26,6 +26,7 @@ from rlhf.models.weight_loading import (
 )
 from tests.families.table import EACH, build
 from tests.helpers import build_tokenizer, llama
+from tests.models.gguf_file import write_gguf
 
 
 def load(path: Path, put: Any = None, tokenizer: Any = None) -> Any:
@@ -244,25 +245,8 @@ def test_text_part_of_composite_model_gets_the_pad_token(tmp_path, tokenizer):
 
 def test_gguf_weights_can_be_trained_and_saved(tmp_path):
     """A GGUF file of our own making, in float16: loading it needs the `gguf` package only."""
-    gguf = pytest.importorskip("gguf")
-    model = llama(32, hidden_size=64, intermediate_size=64, num_key_value_heads=4, tie_word_embeddings=False)
-    writer = gguf.GGUFWriter(str(tmp_path / "tiny.gguf"), "llama")
-    config = model.config
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(32)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), tensor.numpy().astype("float32"))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    pytest.importorskip("gguf")
+    model = write_gguf(tmp_path / "tiny.gguf", hidden_size=64, intermediate_size=64, num_key_value_heads=4)
 
     tokenizer = build_tokenizer()
     loaded = load_causal_lm(ModelConfig(path=str(tmp_path), gguf_file="tiny.gguf"), tokenizer, attention="sdpa")

@@ -125,7 +125,7 @@ def test_records_wait_for_room_and_none_is_lost(tmp_path: Path) -> None:
         directory = StageDirectory(disk / "sft", "sft")
         with Recorder(directory) as recorder:
             for step in range(1, 201):
-                recorder.log(step, {"loss": step / 7, "text": 0.5} | {f"key_{number}": 1.0 for number in range(20)})
+                recorder.log(step, {"loss": step / 7, "reward": 0.5} | {f"key_{number}": 1.0 for number in range(20)})
         records = list(read_records(directory.metrics))
         events = EventAccumulator(str(directory.tensorboard)).Reload()
     assert lines and "make room" in lines[0] and "there is room again" in lines[1]

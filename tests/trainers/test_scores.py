@@ -132,7 +132,7 @@ def test_records_are_kept_only_for_reward_functions(tmp_path: Path) -> None:
     sources = [read_sources(config, ["ppo"], seed=0, records=records) for records in (False, True)]
     rows = [next(iter(source._read.values())).rows for source in sources]
     assert [rows_read[0].record for rows_read in rows] == [{}, {"prompt": "a b", "answer": "c"}]
-    assert rows[0] == rows[1] and sources[0].fingerprints() == sources[1].fingerprints()
+    assert list(rows[0]) == list(rows[1]) and sources[0].fingerprints() == sources[1].fingerprints()
 
 
 @pytest.mark.parametrize("endless", [True, False])
