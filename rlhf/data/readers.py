@@ -317,7 +317,11 @@ def _load_saved_folder(path: Path, split: str) -> Any:
     if isinstance(dataset, DatasetDict):
         if split not in dataset:
             raise DataError(f"{path}: no split {split!r}; found: {', '.join(dataset)}; {_advise_key('split')}")
-        return dataset[split]
+        dataset = dataset[split]
+    try:
+        dataset.data.table.validate(full=True)  # a changed offset would end this process by a signal
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read as a whole ({_first_line(error)}); copy it here again") from error
     return dataset
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -302,3 +303,15 @@ def test_hash_of_a_folder_follows_linked_folders(tmp_path: Path) -> None:
     (source / "c").symlink_to(store / "red")  # the same files, under another name
     digests.append(hash_source(str(source)))
     assert len(set(digests)) == len(digests)
+
+
+def test_saved_folder_with_a_changed_offset_is_refused(tmp_path):
+    """Arrow would read outside of the file, which ends the process by a signal."""
+    from datasets import Dataset
+
+    Dataset.from_list([{"prompt": "a cow"}] * 3).save_to_disk(tmp_path / "rows")
+    (file,) = (tmp_path / "rows").glob("*.arrow")
+    offsets, changed = struct.pack("<4i", 0, 5, 10, 15), struct.pack("<4i", 0, 5, 2**30, 2**30 + 5)
+    file.write_bytes(file.read_bytes().replace(offsets, changed))
+    with pytest.raises(DataError, match=r"cannot be read as a whole .*; copy it here again"):
+        read_records(str(tmp_path / "rows"))
