@@ -89,6 +89,7 @@ def _search(
     limit = MEMORY + int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     foreign: list[str] = []
+    tempfile.tempdir = str(report.parent)
     sys.addaudithook(lambda event, values: _note_foreign_write(event, values, [str(report.parent), *allowed], foreign))
 
     def raise_hang(*_: object) -> None:

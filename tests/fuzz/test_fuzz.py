@@ -15,6 +15,7 @@ from tests.fuzz.targets import TARGETS
 COUNT = int(os.environ.get("RLHF_FUZZ", 100))
 
 
+@pytest.mark.filterwarnings("ignore:Generating overly large repr")
 @pytest.mark.parametrize("name", TARGETS)
 def test_changed_input_is_accepted_or_refused_in_one_line(name, tmp_path, capsys):
     inputs, call = TARGETS[name].build(tmp_path)
