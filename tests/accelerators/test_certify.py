@@ -65,6 +65,7 @@ def test_fault_of_a_backend_fails_its_check(certify, check: str, fault: str, lin
     assert f"{check} failed" in done.stdout and "certificate.zip" in done.stdout
 
 
+@pytest.mark.slow
 def test_crash_of_the_device_is_reported_with_its_log(certify) -> None:
     fault = {"FAULT": "aborts when the device is opened"}
     done, texts = certify("uncertain", "--only", "product", plugins=("uncertain",), **fault)

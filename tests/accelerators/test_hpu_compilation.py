@@ -68,6 +68,7 @@ def test_eager_mode_compiles_a_step_for_fixed_shapes(machine):
     assert (five.shape, five.runs) == ((5,), 1)
 
 
+@pytest.mark.slow
 def test_every_window_of_every_rollout_shape_is_compiled_once(machine, accelerator, monkeypatch):
     monkeypatch.setattr(accelerator, "capture", machine().capture)
     model, shapes = llama(60).eval(), ShapePolicy("static")

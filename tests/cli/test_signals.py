@@ -47,7 +47,8 @@ main()
 """
 
 
-@pytest.mark.parametrize(("name", "step"), [("SIGTERM", 1000), pytest.param("SIGINT", 40, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "step"), [("SIGTERM", 1000), ("SIGINT", 40)])
 def test_signal_during_any_import_ends_the_start_in_one_line(
     recipe: dict[str, object], tmp_path: Path, name: str, step: int
 ) -> None:

@@ -144,6 +144,7 @@ def test_nvidia_gpus_get_the_torch_that_they_and_their_driver_run(
     assert f"torch {version}: {why}" in done.stdout
 
 
+@pytest.mark.slow
 def test_gpus_that_no_torch_runs_on_are_refused(wheels: Path, tmp_path: Path) -> None:
     checkout = Checkout(tmp_path, wheels, None)
     checkout.gpus("NVIDIA B200, 10.0, 570.86.15")
@@ -158,8 +159,16 @@ def test_gpus_that_no_torch_runs_on_are_refused(wheels: Path, tmp_path: Path) ->
             "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18",
             "version mismatch",
         ),
-        ("echo 'NVIDIA A100-SXM4-80GB, [N/A], 550.54.15'", "names no compute capability or driver: NVIDIA A100"),
-        ("echo 'Field \"compute_cap\" is not a valid field to query.'; exit 2", "is not a valid field to query"),
+        pytest.param(
+            "echo 'NVIDIA A100-SXM4-80GB, [N/A], 550.54.15'",
+            "names no compute capability or driver: NVIDIA A100",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "echo 'Field \"compute_cap\" is not a valid field to query.'; exit 2",
+            "is not a valid field to query",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_gpus_that_do_not_answer_are_no_reason_to_take_the_cpus_torch(

@@ -22,6 +22,7 @@ def plan_reports(forks: Forks, *arguments: str, code: int = 0) -> list[dict[str,
     return reports
 
 
+@pytest.mark.slow
 def test_plan_with_given_memory_loads_no_deepspeed() -> None:
     code = (
         "import sys; from typer.main import get_command; from rlhf.cli.app import app\n"

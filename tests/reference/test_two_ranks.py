@@ -16,7 +16,6 @@ OFTEN = {
     "reward, offloaded at ZeRO 3",
     "dpo, adapters on sharded weights",
     "ppo, with all that it may be told",
-    "ppo, one update, each model held in its own way",
     "ppo, GRPO",
     "ppo, adapters on sharded int8",
 }

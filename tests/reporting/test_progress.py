@@ -106,6 +106,7 @@ run(load_config(sys.argv[1], settings), stages=("sft", "reward"), accelerator="c
 """
 
 
+@pytest.mark.slow
 def test_run_shows_the_time_of_the_stages_to_come(rlhf: Any, tmp_path: Path) -> None:
     command = [sys.executable, "-c", RUN, str(rlhf.recipe), str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, env=user_environment(), timeout=300)

@@ -30,7 +30,7 @@ rlhf.cli.main()
 """
 
 
-@pytest.mark.parametrize("deleted", [".", "sft"], ids=["the run", "the stage"])
+@pytest.mark.parametrize("deleted", [".", pytest.param("sft", marks=pytest.mark.slow)], ids=["the run", "the stage"])
 def test_folder_that_is_deleted_during_the_run_is_named(rlhf: Any, tmp_path: Path, deleted: str) -> None:
     output = tmp_path / "run"
     command = [sys.executable, "-c", SCRIPT, str(output / deleted), str(rlhf.recipe), str(output)]

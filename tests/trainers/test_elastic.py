@@ -68,6 +68,7 @@ def test_stage_continues_on_other_ranks(
     assert [record["step"] for record in steps if "learning_rate" in record] == list(range(1, STEPS[stage] + 1))
 
 
+@pytest.mark.slow
 def test_line_says_that_dropout_draws_other_numbers(rlhf: Any, finished_run: Path, tmp_path: Path) -> None:
     settings = [*keys("sft", finished_run, 0), *sets("sft.dropout=0.1")]
     interrupt_at(1, rlhf, "sft", "--output", tmp_path / "run", *settings)

@@ -35,6 +35,7 @@ print("the program continues")
 """
 
 
+@pytest.mark.slow
 def test_fault_of_the_report_ends_no_run(rlhf: Any, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", FAULTY, str(rlhf.recipe), str(tmp_path / "run")],

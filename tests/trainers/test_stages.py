@@ -38,6 +38,7 @@ def test_ranks_and_micro_batches_change_no_weight(rlhf, finished_run, tmp_path, 
     assert_same_weights(output / stage / "model", finished_run / stage / "model", atol=2e-5)
 
 
+@pytest.mark.slow
 def test_ppo_on_two_ranks_is_ppo_on_one(rlhf, finished_run, tmp_path):
     """Both draw the same completions, in training and in evaluation, and both take their updates over the same rows."""
     keys = sets(*models_of(finished_run), "ppo.minibatch_size=4", "ppo.eval_every=2")
