@@ -39,6 +39,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from rlhf.reporting.recorder import read_heldout  # noqa: E402
 from rlhf.utils.atomic_io import atomic_write, atomic_write_json  # noqa: E402
 from rlhf.utils.manifest import hash_file  # noqa: E402
 from tests.forks import Forks  # noqa: E402
@@ -312,10 +313,12 @@ def _read_result(run: Path) -> dict[str, Any]:
     for stage in STAGES:
         for path in sorted((run / stage).glob("*/*.safetensors")):
             result[path.relative_to(run).as_posix()] = hash_file(path)
-        for name in ("metrics.jsonl", "heldout.jsonl"):
-            path = run / stage / name
-            if path.exists():
-                result[f"{stage}/{name}"] = list(map(_drop_times, _read_lines(path)))
+        path = run / stage / "metrics.jsonl"
+        if path.exists():
+            result[f"{stage}/metrics.jsonl"] = list(map(_drop_times, _read_lines(path)))
+        path = run / stage / "heldout.jsonl"
+        if path.exists():  # a resumed stage appends evaluations that replace earlier ones
+            result[f"{stage}/heldout.jsonl"] = read_heldout(path, sys.maxsize)
         path = run / stage / "stage.json"
         with suppress(ValueError):
             summary = json.loads(path.read_text(errors="replace"))
@@ -410,6 +413,7 @@ def main() -> int:
     if options.table:
         print(format_table(read_counts()))
         return 0
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # runs would ignore it too, for example under nohup
     end = time.monotonic() + options.seconds
     with tempfile.TemporaryDirectory(prefix="rlhf-chaos-") as folder, ThreadPoolExecutor(options.jobs) as threads:
         chaos = Chaos(Path(folder).resolve(), options.seed)

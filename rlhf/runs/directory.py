@@ -428,8 +428,10 @@ class RunDirectory:
         for stage in self.stages:
             if stage.done:
                 stage.remove_candidates()
-            for path in (*stage.path.glob(f"*{PARTIAL}"), *stage.checkpoints.glob(f"*{PARTIAL}")):
+            # Also checkpoints, and the cards of models, which are written after a stage is complete.
+            for path in (*stage.path.glob(f"*{PARTIAL}"), *stage.path.glob(f"*/*{PARTIAL}")):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
+        self.report.with_name(self.report.name + PARTIAL).unlink(missing_ok=True)
 
     def _holds_run(self) -> bool:
         """Return True if the folder is a run's, False if it does not exist or is empty.

@@ -80,11 +80,15 @@ def test_resume_removes_half_written_files_and_no_others(tmp_path: Path) -> None
     run = run_stages(config, "sft", finish=False)
     newest = checkpoint(run.stage("sft"), 1)
     half = [run.stage("sft").checkpoints / "step-00000002.partial", run.stage("sft").path / "model.partial"]
+    written_after = [run.path / "report.html.partial", run.stage("sft").model / "README.md.partial"]
     for folder in half:
         (folder / "shard").mkdir(parents=True)
+    run.stage("sft").model.mkdir()
+    for file in written_after:
+        file.write_text("half")
     (run.path / "film.partial").write_text("mine")
     with run.open_for(config, stages=("sft",), resume=True):
-        assert not any(folder.exists() for folder in half)
+        assert not any(path.exists() for path in (*half, *written_after))
     assert newest.exists() and (run.path / "film.partial").exists()
 
 
