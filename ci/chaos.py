@@ -86,6 +86,7 @@ class Process:
         else:
             self._process = forks.start(*command, cwd=folder)
         self._cold, self.started = cold, time.monotonic()
+        self._seen: set[int] = set()  # a killed process keeps its lock until its last thread has ended
 
     def lasts(self, seconds: float) -> bool:
         """Wait so long; return whether it still runs."""
@@ -95,11 +96,16 @@ class Process:
 
     def send(self, number: int, to: str) -> None:
         """Send a signal to "the command", to "one rank" that it has started, or to "all processes"."""
-        found = _list_processes(self._folder)
+        found = self._list()
         ranks = [pid for pid in found if pid != self._process.pid]
         for pid in {"the command": [self._process.pid], "one rank": ranks[:1]}.get(to, found):
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
+
+    def _list(self) -> list[int]:
+        found = _list_processes(self._folder)
+        self._seen.update(found)
+        return found
 
     def wait(self) -> tuple[int, str]:
         """Return the exit code and what it wrote to standard error.
@@ -108,7 +114,7 @@ class Process:
             TimeoutError: it, or a process that it has started, has not ended.
         """
         end = time.monotonic() + _BOUND
-        while self._process.poll() is None or _list_processes(self._folder):
+        while self._process.poll() is None or self._list() or any(map(_is_alive, self._seen)):
             if time.monotonic() > end:
                 self.send(signal.SIGKILL, "all processes")
                 raise TimeoutError
@@ -305,6 +311,14 @@ def _list_processes(folder: Path) -> list[int]:
             if os.readlink(path / "cwd") == str(folder):
                 found.append(int(path.name))
     return found
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state != "Z" or len(os.listdir(f"/proc/{pid}/task")) > 1
+    except OSError:
+        return False
 
 
 def _read_result(run: Path) -> dict[str, Any]:
