@@ -6,6 +6,7 @@ those of this run.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -125,12 +126,16 @@ class RunTermination:
         return f"{saved}; to {verb}{launcher}: {self._next_command()}"
 
     def _find_deleted(self, error: BaseException) -> Path | None:
-        """Return the folder of the run, or of the stage that was running, if it is gone and the error says so."""
+        """Return the folder of the run, or of the stage that was running, if it is gone and the error says so.
+
+        Without such an error, it is rank 0 that has removed a run that it was interrupted in before the first step.
+        """
+        if not (isinstance(error, FileNotFoundError) or re.search("does not exist|No such file", str(error))):
+            return None
         unfinished = [stage.path for stage in map(self._directory.stage, self._stages) if not stage.done]
         if not self._directory.description.is_file():
             return self._directory.path
-        is_of_path = isinstance(error, FileNotFoundError) or "does not exist" in str(error)
-        return unfinished[0] if is_of_path and unfinished and not unfinished[0].is_dir() else None
+        return unfinished[0] if unfinished and not unfinished[0].is_dir() else None
 
     def _next_command(self) -> str:
         """Return the command that continues with the settings of this run.

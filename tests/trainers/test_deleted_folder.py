@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from rlhf.errors import RunError
+from rlhf.runs.directory import RunDirectory
+from rlhf.trainers.interruption import RunTermination
 from tests.helpers import user_environment
 
 SCRIPT = """
@@ -38,3 +41,12 @@ def test_folder_that_is_deleted_during_the_run_is_named(rlhf: Any, tmp_path: Pat
     assert done.returncode == 2, done.stderr
     line = f"rlhf: error: {output / deleted}: was deleted or moved while the run wrote to it; start it again"
     assert done.stderr.splitlines() == [line], "and no traceback of a library's thread"
+
+
+def test_lost_rank_of_a_run_that_rank_0_has_removed_is_no_deletion(tmp_path: Path) -> None:
+    """Rank 0 removes a run that was interrupted before its first step; its peers then lose the connection."""
+    termination = RunTermination(RunDirectory(tmp_path / "run"), ["sft"])
+    with pytest.raises(RuntimeError, match="closed by peer"), termination.notice_deletion():
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")
+    with pytest.raises(RunError, match="was deleted or moved"), termination.notice_deletion():
+        (tmp_path / "run" / "run.json").read_text()
