@@ -17,7 +17,7 @@ import typer
 
 from rlhf.config.loader import TrackedDict, apply_overrides, names_model_or_data
 from rlhf.config.schema import EVERY_STAGE, Config, Stage, load_config
-from rlhf.config.trust import admit_code, refuse_code
+from rlhf.config.trust import admit_code
 from rlhf.errors import ConfigError
 from rlhf.launchers.exit_status import Interrupted
 from rlhf.runs.directory import RunDirectory
@@ -118,9 +118,8 @@ class Options:
                 `--trust` would run it.
         """
         config = self.load(example=example)
-        admit_code([config], [self.config] if self.config else [], stages, trust=self.trust)
-        if self.dry_run and not self.trust:
-            refuse_code([config])
+        files = [self.config] if self.config else []
+        admit_code([config], files, stages, trust=self.trust, dry_run=self.dry_run)
         return config
 
     def load(self, *, example: bool = True) -> Config:

@@ -24,7 +24,12 @@ from rlhf.utils.process_info import current_process
 
 
 def admit_code(
-    configs: Sequence[Config], files: Sequence[Path], stages: Sequence[Stage], *, trust: bool = False
+    configs: Sequence[Config],
+    files: Sequence[Path],
+    stages: Sequence[Stage],
+    *,
+    trust: bool = False,
+    dry_run: bool = False,
 ) -> None:
     """Print which code of the settings `stages` will run, and refuse code of other users without consent.
 
@@ -33,10 +38,16 @@ def admit_code(
         files: the files that the settings come from: a recipe, and the grid of a sweep.
         stages: the stages to run; without PPO no reward function is called.
         trust: the user consents to running it.
+        dry_run: run no code without consent. It calls no reward function, but it loads tokenizers.
 
     Raises:
-        ConfigError: another user could have written a file or the code, and this user has not consented.
+        ConfigError: another user could have written a file or the code, and this user has not consented; or a dry run
+            would run code that comes with models.
     """
+    if dry_run and not trust and any(config.model.trust_remote_code for config in configs):
+        raise ConfigError(
+            "--dry-run runs no code, but model.trust_remote_code is true; add --trust to let it run the model's code"
+        )
     code = list(dict.fromkeys(line for config in configs for line in _describe_code(config, stages)))
     if not code:
         return
@@ -56,14 +67,6 @@ def admit_code(
     if process.rank == 0 and process.launcher != "rlhf":  # our launcher has printed it
         named_in = " or ".join([*map(str, files), "options"])
         _print_once(f"rlhf: note: runs {' and '.join(code)}, named in {named_in}")
-
-
-def refuse_code(configs: Sequence[Config]) -> None:
-    """Raise `ConfigError` if a dry run, which needs tokenizers, would run code that comes with models."""
-    if any(config.model.trust_remote_code for config in configs):
-        raise ConfigError(
-            "--dry-run runs no code, but model.trust_remote_code is true; add --trust to let it run the model's code"
-        )
 
 
 def consents_path() -> Path:

@@ -27,7 +27,7 @@ from rlhf.config.loader import (
     read_yaml,
 )
 from rlhf.config.schema import EMBEDDED_RECIPE, EVERY_STAGE, STAGES, Config, Stage, build_config
-from rlhf.config.trust import admit_code, refuse_code
+from rlhf.config.trust import admit_code
 from rlhf.config.types import ConfigModel, Folder, explain_validation_error, short_repr
 from rlhf.errors import ConfigError
 from rlhf.memory.advice import apply_settings
@@ -154,10 +154,7 @@ class Grid:
         points = [*self.points, *([self.shared] if self.shared else [])]
         stages = {stage for point in points for stage in point.stages}
         files = [self.file, *([self.recipe] if self.recipe else [])]
-        configs = [point.config for point in points]
-        admit_code(configs, files, sorted(stages), trust=trust)
-        if dry_run and not trust:
-            refuse_code(configs)
+        admit_code([point.config for point in points], files, sorted(stages), trust=trust, dry_run=dry_run)
 
 
 @dataclass(frozen=True)
