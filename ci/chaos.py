@@ -4,8 +4,8 @@
     python ci/chaos.py --table                 # the counts so far, as in docs/reliability.md
 
 Each fault strikes a run of three stages (tiny models) on one or two ranks. The run is then continued to its end and
-compared with one that was left alone: saved weights bit for bit, held-out rows, and all numbers of every step that are
-no times. With --keep, counts are added to ci/results/chaos.json. An outcome that is not allowed is printed with its
+compared with one that was left alone: saved weights bit for bit, held-out rows, and all numbers of every step except
+times. With --keep, counts are added to ci/results/chaos.json. An outcome that is not allowed is printed with its
 seed.
 
 Most runs start in a fork of a process that has imported the libraries, so that moments fall into all of a run and not

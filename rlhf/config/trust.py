@@ -59,7 +59,7 @@ def admit_code(
         digest, path = _digest(configs), str(file.resolve())
         if not trust and _read_consents().get(path) != digest:
             raise ConfigError(
-                f"{file}: {stranger}, and it runs {' and '.join(code)}; "
+                f"{file}: runs {' and '.join(code)}, and {stranger}; "
                 "read that code, then repeat the command with --trust"
             )
         if trust and process.local_rank == 0:  # ranks of one machine would write one file
@@ -88,7 +88,7 @@ def _describe_code(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
 
 
 def _find_stranger(recipe: Path, configs: Sequence[Config]) -> str | None:
-    """Return which other user could have written a recipe, its folder, the run in it or the code that it names.
+    """Return who else could have written a recipe, its folder, the run in it or the code that it names; None: nobody.
 
     A recipe that is missing in a run's folder is written from run.json.
     """
@@ -98,11 +98,11 @@ def _find_stranger(recipe: Path, configs: Sequence[Config]) -> str | None:
             status = path.stat()
         except OSError:  # there is no run.json
             continue
-        name = f"{path} " if path in code else ""
+        name = path if path in code else "it"
         if status.st_uid not in (os.geteuid(), 0):
-            return f"{name}belongs to user {_find_user_name(status.st_uid)}"
+            return f"{name} belongs to user {_find_user_name(status.st_uid)}"
         if path in code and status.st_mode & stat.S_IWOTH:
-            return f"{name}can be written by every user"
+            return f"{name} can be written by every user"
     return None
 
 
