@@ -133,12 +133,13 @@ def restore_checkpoint(directory: StageDirectory, engines: dict[str, TrainingEng
         for name, engine in engines.items():
             load_engine(engine, path / name)
             fragments.set_counters(engine, content["engines"][name])
+        state = content["state"]
         own = torch.load(random, weights_only=True) if random.exists() else None
     except Exception as error:  # the remedy is the same for all errors in the files
         if as_resource_error(error):  # the files may be intact
             raise
         raise directory.unreadable(_reason(error)) from error
-    return Checkpoint(parse_step(path), content["state"], own, len(list(path.glob(_RANDOM.format(rank="*")))))
+    return Checkpoint(parse_step(path), state, own, len(list(path.glob(_RANDOM.format(rank="*")))))
 
 
 def _save(content: Any, path: Path) -> None:
