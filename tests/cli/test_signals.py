@@ -12,7 +12,8 @@ from rlhf.utils.file_lock import LOCK_FILES
 from tests.forks import Forks
 from tests.helpers import user_environment
 
-# The process forks at every STEP-th import after the first; the child gets the signal there and continues.
+# The process forks at every STEP-th import after the first; the child gets the signal there and continues. It does not
+# fork once torch.distributed has threads: a child does not have them, and would wait for them at its end.
 SCRIPT = """
 import json, os, signal, sys, threading
 number, step, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -25,7 +26,8 @@ def at_import(event, arguments):
     if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
         return
     count += 1
-    if count % step and arguments[0] != "rlhf.trainers.pipeline":
+    has_threads = len(os.listdir("/proc/self/task")) > 1
+    if (count % step or has_threads) and arguments[0] != "rlhf.trainers.pipeline":
         return
     child = os.fork()
     if child:

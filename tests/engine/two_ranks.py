@@ -59,7 +59,7 @@ def averaged(accelerator: Accelerator, folder: Path, *, precision: str = "fp32",
         "average": average,
         "before": before,
         "after": masters(engine),
-        "held": sum(tensor.numel() for tensor in engine.ema.save_state()),
+        "held": sum(tensor.numel() for tensor in engine.ema.tensors),
         "trained": engine.parameter_counts["trainable"],
     }
 

@@ -58,10 +58,15 @@ class Flat(torch.optim.AdamW):
 
 
 class Forgetful(torch.optim.AdamW):
-    """Save no state that a resumed run could continue from."""
+    """Take the first step with new moments, although a checkpoint's were loaded."""
 
-    def load_state_dict(self, state_dict):
-        pass
+    has_stepped = False
+
+    def step(self, closure=None):
+        if not self.has_stepped and self.param_groups[0]["lr"] > 0:  # loading takes a step at a rate of 0
+            self.state.clear()
+            self.has_stepped = True
+        return super().step(closure)
 
 
 def aborts(self, local_rank):
