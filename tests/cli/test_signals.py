@@ -50,7 +50,7 @@ main()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "step"), [("SIGTERM", 1000), ("SIGINT", 40)])
+@pytest.mark.parametrize(("name", "step"), [("SIGTERM", 500), ("SIGINT", 100)])
 def test_signal_during_any_import_ends_the_start_in_one_line(
     recipe: dict[str, object], tmp_path: Path, name: str, step: int
 ) -> None:

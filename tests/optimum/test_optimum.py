@@ -69,7 +69,10 @@ OTHERS = [
         {"estimator": "grpo", "group_std": False},
         Update("k3", BETA, "sequence", group=8),
     ),
-    Algorithm("rloo, k2", {"estimator": "rloo", "kl_in": "loss", "kl_estimator": "k2"}, Update("k2", BETA)),
+    # k2's gradient is noisier than k3's, so the run is longer: of four seeds, 80 steps end at 0.006 to 0.012 nat.
+    Algorithm(
+        "rloo, k2", {"estimator": "rloo", "kl_in": "loss", "kl_estimator": "k2", "steps": 120}, Update("k2", BETA)
+    ),
     Algorithm("rloo, k3", {"estimator": "rloo", "kl_in": "loss", "kl_estimator": "k3"}, Update("k3", BETA)),
     Algorithm("rloo, mean over tokens", {"estimator": "rloo", "loss_mean": "token"}),
     Algorithm(
