@@ -66,7 +66,7 @@ class StageRecords:
         step: the newest recorded step.
         age, elapsed: seconds since the newest record, and between the oldest and the newest one.
         summary: the contents of `stage.json`; None until the stage is complete.
-        curves: each recorded number; numbers of evaluations begin with `heldout_`.
+        curves: each recorded number, in the order of the first records; numbers of evaluations begin with `heldout_`.
         samples: sequences of rollouts, as the key `sample` of docs/metrics.md, each with its `step`.
         heldout: the rows of each evaluation, by step; see `rlhf.reporting.recorder.read_heldout`.
     """
@@ -208,8 +208,8 @@ def _read_stage(stage: StageDirectory, config: Config) -> StageRecords | None:
             texts.append(Text(record["step"], str(record["tag"]), str(record.get("text")), *parts))
             if isinstance(record.get("sample"), dict):
                 samples.append({"step": record["step"], **record["sample"]})
-        for name in record.keys() - _BOOKKEEPING:
-            if isinstance(value := record[name], int | float) and math.isfinite(value):
+        for name, value in record.items():
+            if name not in _BOOKKEEPING and isinstance(value, int | float) and math.isfinite(value):
                 steps, values = points.setdefault(name, Curve([], []))
                 steps.append(record["step"])
                 values.append(float(value))

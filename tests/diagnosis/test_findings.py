@@ -498,6 +498,14 @@ def test_verdict_is_the_worst_finding(tmp_path: Path) -> None:
     assert worst([finding for finding in findings if finding.state == "cannot tell"]) == "cannot tell"
 
 
+def test_numbers_are_in_the_order_of_their_records(tmp_path: Path) -> None:
+    names = [
+        f"heldout_{name}" for name in ("perplexity", "truncated_share", "distinct_2", "loss", "accuracy", "margin")
+    ]
+    run = write_run(tmp_path / "run", {"sft": {name: [1.0] for name in names}})
+    assert [*run.stages[0].curves] == names, "a verdict of no check lists the first ones"
+
+
 def test_every_check_is_tried_here_and_explained_in_the_docs() -> None:
     root = Path(__file__).parents[2]
     page, tests = (root / "docs/diagnosis.md").read_text(encoding="utf-8"), Path(__file__).read_text(encoding="utf-8")
