@@ -29,7 +29,10 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
         for line in lines:
             record = None
             with suppress(ValueError, RecursionError):
-                record = json.loads(line)
+                value = json.loads(line)
+                if b"\\u" in line:  # half a character (a surrogate), which no file can hold
+                    json.dumps(value, ensure_ascii=False).encode()
+                record = value
             if isinstance(record, dict) and _is_step(record.get("step")) and _has_types(record):
                 yield record
 

@@ -13,7 +13,7 @@ from rlhf.utils.jsonl import read_records
 SAMPLE = {"prompt": "a", "score": 1.0, "kl": None, "tokens": 1, "pieces": ["b"], "by_token": {"value": [0.5, None]}}
 RECORDS: list[dict[str, Any]] = [
     {"step": 0, "stage": "ppo", "time": 1.5, "heldout_reward": 1, "grad_norm": None},
-    {"step": 1, "tag": "sample_0", "text": "a\nb", "sample": SAMPLE},
+    {"step": 1, "tag": "sample_0", "text": "a\n\U0001f600", "sample": SAMPLE},
     {"step": 2, "rows": [{"prompt": "a", "completion": "b", "reward": 0.5, "rewards": [1.0, None], "kl": None}]},
 ]
 
@@ -51,6 +51,9 @@ def test_records_that_rlhf_writes_are_read(tmp_path: Path) -> None:
         {"rows": ["a"]},
         {"rows": [{"reward": "1"}]},
         {"rows": [{"rewards": 1.0}]},
+        {"text": "\ud800"},
+        {"rows": [{"completion": "\ud800"}]},
+        {"reward/\ud800": 1.0},
     ],
     ids=str,
 )
