@@ -18,6 +18,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 
+from accelerators.errors import causes, is_out_of_memory
 from rlhf.launchers.exit_status import USER_ERROR, ExitStatus
 
 SECONDS = 30
@@ -112,6 +113,8 @@ def _search(
         except HangError:
             raise AssertionError(f"an input took more than {SECONDS} s") from None
         except BaseException as error:
+            if any(map(is_out_of_memory, causes(error))):  # a user's error, but not for an input of a few kilobytes
+                raise AssertionError(f"an input took more than {MEMORY / 2**30:g} GiB") from error
             if isinstance(error, KeyboardInterrupt) or ExitStatus.from_error(error).code != USER_ERROR:
                 raise
             tally["refused"] += 1
