@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import sys
 from collections.abc import Callable, Sequence
 from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from rlhf.diagnosis.verdict import examine_runs
 from rlhf.errors import ConfigError
@@ -15,6 +17,13 @@ from rlhf.report.page import render_report
 _REFRESH = 10  # seconds
 _ADDRESS = "127.0.0.1"
 _WAITING = "<!DOCTYPE html><meta charset=utf-8><meta http-equiv=refresh content={seconds}><p>{error}"
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing about a browser that has left, for example because the page was closed."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
 
 def serve_report(paths: Sequence[Path], port: int, announce: Callable[[str], None]) -> None:
@@ -50,7 +59,7 @@ def serve_report(paths: Sequence[Path], port: int, announce: Callable[[str], Non
             """Print nothing."""
 
     try:
-        server = ThreadingHTTPServer((_ADDRESS, port), Handler)
+        server = _Server((_ADDRESS, port), Handler)
     except OSError as error:
         reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be opened ({error.strerror})"
         raise ConfigError(f"--port {port}: {reason}; choose another") from error

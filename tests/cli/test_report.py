@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import urllib.error
@@ -158,7 +159,9 @@ def served(tmp_path: Path) -> Any:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "rlhf", "report", str(run.path), "--serve", "--port", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=user_environment())
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=user_environment()
+    )
     assert process.stdout
     assert f"http://127.0.0.1:{port}/" in process.stdout.readline()
     yield run, f"http://127.0.0.1:{port}/", process
@@ -182,6 +185,19 @@ def test_served_page_follows_the_run_and_ends_with_ctrl_c(served: Any) -> None:
     assert failed.value.code == 500 and b"http-equiv=refresh" in failed.value.read(), "it tries again"
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=30) == 0
+
+
+def test_closed_page_prints_nothing(served: Any) -> None:
+    _, address, process = served
+    host, port = address.removeprefix("http://").strip("/").split(":")
+    for _ in range(3):
+        with socket.create_connection((host, int(port))) as browser:
+            browser.sendall(f"GET / HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode())
+            reset = struct.pack("ii", 1, 0)  # at once, as when a tab is closed while the page loads
+            browser.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+    assert urllib.request.urlopen(address, timeout=30).status == 200
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=30)[1] == ""
 
 
 @pytest.mark.parametrize(("host", "path", "code"), [("evil.example", "", 403), (None, "run.json", 404)])
