@@ -25,7 +25,14 @@ from rlhf.checkpoint.engine_state import load_engine, save_engine
 from rlhf.engine import distributed, fragments
 from rlhf.errors import DivergedError, as_resource_error
 from rlhf.runs.stage_directory import parse_step
-from rlhf.utils.atomic_io import PARTIAL, PICKLE_PROTOCOL, atomic_rename_dir, drop_from_memory, read_back_error
+from rlhf.utils.atomic_io import (
+    PARTIAL,
+    PICKLE_PROTOCOL,
+    atomic_rename_dir,
+    drop_from_memory,
+    read_back_error,
+    remove_folder,
+)
 from rlhf.utils.full_disk import open_waiting, retry_when_full
 from rlhf.utils.manifest import digest_folder, write_manifest
 
@@ -84,7 +91,7 @@ def save_checkpoint(
             write_manifest(_partial(final), dict(ChainMap(*gathered)))
             atomic_rename_dir(_partial(final), final)
             for older in directory.all_checkpoints[:-_KEPT]:
-                shutil.rmtree(older)
+                remove_folder(older)
 
 
 def verify_checkpoint(directory: StageDirectory) -> None:

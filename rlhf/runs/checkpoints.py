@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from rlhf.config.schema import Stage
 from rlhf.errors import RunError
 from rlhf.runs.directory import RunDirectory
 from rlhf.runs.stage_directory import StageDirectory, parse_step
+from rlhf.utils.atomic_io import remove_folder
 from rlhf.utils.file_lock import lock_folder
 from rlhf.utils.manifest import MANIFEST, find_damage
 from rlhf.utils.process_info import current_process
@@ -96,7 +96,7 @@ def remove_checkpoints(run: RunDirectory, names: Sequence[str], *, last: bool = 
                     "to remove it anyway, add --last"
                 )
         for item in chosen:
-            shutil.rmtree(item.path)
+            remove_folder(item.path)
     return [item.path for item in chosen]
 
 

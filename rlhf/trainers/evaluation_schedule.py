@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from rlhf.runs.description import read_evaluations, write_evaluations
 from rlhf.runs.stage_directory import parse_step
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.trainer import EvalResult, Trainer
-from rlhf.utils.atomic_io import atomic_rename_dir
+from rlhf.utils.atomic_io import atomic_rename_dir, remove_folder
 from rlhf.utils.statistics import has_fallen_significantly
 
 
@@ -207,7 +206,7 @@ class EvaluationSchedule:
         needed = {self._folder(step) for step in map(self._best, until) if step is not None}
         for folder in directory.best.iterdir():
             if folder not in needed:
-                shutil.rmtree(folder)
+                remove_folder(folder)
 
     def _format(self, numbers: Metrics) -> str:
         """Return one line of the numbers that are displayed or may select a model, each with its value before."""

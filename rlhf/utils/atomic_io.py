@@ -140,6 +140,14 @@ def atomic_rename_dir(temporary: Path, path: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def remove_folder(path: Path) -> None:
+    """Delete a folder; if that is interrupted, no part of it is left under its name."""
+    removed = path.with_name(path.name + PARTIAL)
+    shutil.rmtree(removed, ignore_errors=True)
+    os.rename(path, removed)
+    shutil.rmtree(removed)
+
+
 def drop_from_memory(path: Path) -> None:
     """Flush a file to the disk and let the system forget it, so that the next reader reads the disk.
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +92,28 @@ def test_named_checkpoints_are_removed_but_the_last_good_one(run: RunDirectory) 
     remove_checkpoints(run, ["step-00000006"])
     remove_checkpoints(run, ["step-00000004"], last=True)
     assert names(run) == ["step-00000009"]
+
+
+def test_removal_that_is_killed_leaves_no_part_of_a_checkpoint(run: RunDirectory) -> None:
+    def kill_at_second_file(event: str, values: Any) -> None:
+        if event == "os.remove":
+            removed.append(values)
+            if len(removed) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    removed: list[Any] = []
+    child = os.fork()
+    if not child:
+        try:
+            sys.addaudithook(kill_at_second_file)
+            remove_checkpoints(run, ["step-00000006"])
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert names(run) == ["step-00000009", "step-00000002", "step-00000004"]
+    assert {item.damage for item in list_saved(run)} == {""}
+    run.recover()
+    assert not [*run.path.rglob("*.partial")]
 
 
 def test_a_run_in_progress_keeps_its_checkpoints(run: RunDirectory) -> None:
