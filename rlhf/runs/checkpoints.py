@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -60,9 +61,10 @@ def list_saved(run: RunDirectory, *, verify: bool = False) -> list[SavedFolder]:
     for stage in run.stages:
         models = [path.parent for path in sorted(stage.path.glob(f"*/{MANIFEST}"))] if verify else []
         for path in [*stage.all_checkpoints, *models]:
-            files = [file for file in path.rglob("*") if file.is_file()]
-            damage = find_damage(path, lambda name: verify) or ""
-            saved.append(_describe(stage, path, files, damage))
+            with suppress(FileNotFoundError):  # a run in progress removes its older checkpoints
+                damage = find_damage(path, lambda name: verify) or ""
+                item = _describe(stage, path, [file for file in path.rglob("*") if file.is_file()], damage)
+                saved += [item] if path.is_dir() else []
         if verify and stage.done:
             saved.append(_describe(stage, stage.path / "stage.json", stage.list_records(), stage.find_damage() or ""))
     return saved

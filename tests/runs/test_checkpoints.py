@@ -7,12 +7,14 @@ import os
 import shutil
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlhf.errors import RunError
+from rlhf.runs import checkpoints
 from rlhf.runs.checkpoints import list_saved, remove_checkpoints, resume_from
 from rlhf.runs.directory import RunDirectory
 from rlhf.utils.file_lock import lock_folder
@@ -53,6 +55,24 @@ def test_damage_is_found_where_contents_are_read(run: RunDirectory) -> None:
     (run.stage("ppo").checkpoints / "step-00000002" / "numbers").unlink()
     assert {item.name: item.damage for item in list_saved(run)}["step-00000002"] == "numbers is missing"
     assert all(item.bytes > 1000 for item in list_saved(run) if not item.damage)
+
+
+@pytest.mark.parametrize("moment", ["before its manifest is read", "after its files are listed"])
+def test_checkpoint_that_a_run_removes_meanwhile_is_not_listed(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    path = run.stage("ppo").checkpoints / "step-00000002"
+
+    def remove_and_call(function: Any, *arguments: Any) -> Any:
+        if path in arguments:
+            shutil.rmtree(path)
+        return function(*arguments)
+
+    name = "find_damage" if moment.startswith("before") else "_describe"
+    monkeypatch.setattr(checkpoints, name, partial(remove_and_call, getattr(checkpoints, name)))
+    listed = list_saved(run)
+    assert [item.name for item in listed] == ["step-00000009", "step-00000004", "step-00000006"]
+    assert {item.damage for item in listed} == {""}
 
 
 def test_changed_record_of_a_complete_stage_is_found(tmp_path: Path) -> None:
