@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from io import TextIOWrapper
 from typing import Annotated, Any
@@ -147,47 +148,52 @@ def start(context: typer.Context, stages: tuple[Stage, ...], **values: Any) -> N
     console.quiet = options.quiet and not options.dry_run
     machine = multinode.resolve_node(options.nodes, options.node_rank, options.rendezvous)
     if machine and not options.dry_run:
-        _start_on_machine(machine, options, stages)
+        first = machine.number == 0
+        options = options.with_run_recipe(stages) if first else options
+        with _choose_checkpoint(options, stages) if first else nullcontext():
+            _start_on_machine(machine, options, stages)
         return
     options = options.with_run_recipe(stages)
-    _choose_checkpoint(options, stages)
-    config = options.load_for(() if options.dry_run else stages)  # a dry run calls no reward function
-    if local.should_spawn(options.ranks) and not options.dry_run:
-        assert options.ranks is not None
-        # Mistakes in the command line are reported here, once, and not on every rank.
-        pending = preflight.check(config, stages, options.ranks, resume=options.resume, overwrite=options.overwrite)
-        if pending:
-            select.select_accelerator(config, options.accelerator)
-            termination = RunTermination(RunDirectory(config.output), stages)
-            _report_end(
-                local.spawn_ranks(options.ranks, local.rank_command(sys.argv[1:]), debug=options.debug), termination
-            )
-            return
-    launch.run(
-        config,
-        stages=stages,
-        accelerator=options.accelerator,
-        resume=options.resume,
-        overwrite=options.overwrite,
-        dry_run=options.dry_run,
-        ranks=(options.ranks or 1) * machine.count if machine else options.ranks,
-        recipe=options.config,
-    )
+    with _choose_checkpoint(options, stages):
+        config = options.load_for(() if options.dry_run else stages)  # a dry run calls no reward function
+        if local.should_spawn(options.ranks) and not options.dry_run:
+            assert options.ranks is not None
+            # Mistakes in the command line are reported here, once, and not on every rank.
+            pending = preflight.check(config, stages, options.ranks, resume=options.resume, overwrite=options.overwrite)
+            if pending:
+                select.select_accelerator(config, options.accelerator)
+                termination = RunTermination(RunDirectory(config.output), stages)
+                _report_end(
+                    local.spawn_ranks(options.ranks, local.rank_command(sys.argv[1:]), debug=options.debug), termination
+                )
+                return
+        launch.run(
+            config,
+            stages=stages,
+            accelerator=options.accelerator,
+            resume=options.resume,
+            overwrite=options.overwrite,
+            dry_run=options.dry_run,
+            ranks=(options.ranks or 1) * machine.count if machine else options.ranks,
+            recipe=options.config,
+        )
 
 
-def _choose_checkpoint(options: Options, stages: tuple[Stage, ...]) -> None:
-    """Set aside what is newer than the checkpoint of `--resume=step-N`.
+@contextmanager
+def _choose_checkpoint(options: Options, stages: tuple[Stage, ...]) -> Iterator[None]:
+    """Let the run of this block resume from the checkpoint of `--resume=step-N`, if it is given.
 
     Raises:
         RunError: there is no such checkpoint.
     """
     if not options.checkpoint:
+        yield
         return
     if options.dry_run:
         raise ConfigError(f"--resume={options.checkpoint}: sets newer checkpoints aside; leave out --dry-run")
     folder = options.output or options.load().output
-    if line := resume_from(RunDirectory(folder), options.checkpoint, stages):
-        print_line(line)
+    with resume_from(RunDirectory(folder), options.checkpoint, stages, print_line):
+        yield
 
 
 def _start_on_machine(machine: multinode.NodeSpec, options: Options, stages: tuple[Stage, ...]) -> None:
@@ -196,9 +202,6 @@ def _start_on_machine(machine: multinode.NodeSpec, options: Options, stages: tup
     from rlhf.trainers import run as launch
 
     first, count = machine.number == 0, options.ranks or 1
-    options = options.with_run_recipe(stages) if first else options
-    if first:
-        _choose_checkpoint(options, stages)
     config = options.load_for(stages)
     timeout = config.engine.timeout
     pending = list(stages)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -102,13 +102,15 @@ def remove_checkpoints(run: RunDirectory, names: Sequence[str], *, last: bool = 
     return [item.path for item in chosen]
 
 
-def resume_from(run: RunDirectory, name: str, stages: Sequence[Stage]) -> str:
+@contextmanager
+def resume_from(run: RunDirectory, name: str, stages: Sequence[Stage], tell: Callable[[str], None]) -> Iterator[None]:
     """Set aside the checkpoints that are newer than the one of this name, so that its stage resumes from it.
 
-    They are renamed, and no longer count. Every rank calls it before it looks at checkpoints; rank 0 acts.
+    They are renamed, and no longer count, unless the block fails before the run has started: then they get their names
+    back. Every rank opens the block before it looks at checkpoints; rank 0 acts.
 
-    Returns:
-        One line that says so; empty if the checkpoint is the newest, and on other ranks.
+    Args:
+        tell: receives a line for each change.
 
     Raises:
         RunError: none of `stages` is incomplete and has such a checkpoint, or a process writes to the run.
@@ -122,13 +124,29 @@ def resume_from(run: RunDirectory, name: str, stages: Sequence[Stage]) -> str:
         deadline = time.monotonic() + _SECONDS_TO_CHOOSE
         while _list_newer(stage, name) and time.monotonic() < deadline:
             time.sleep(0.05)
-        return ""
+        yield
+        return
     with lock_folder(run.path):
-        newer = _list_newer(stage, name)
-        for path in newer:
-            os.rename(path, _find_free_name(path))
+        newer = {path: _find_free_name(path) for path in _list_newer(stage, name)}
+        for path, aside in newer.items():
+            os.rename(path, aside)
+        description = _read_bytes(run.description)
     names = ", ".join(path.name for path in newer)
-    return f"{stage.name}: resumes from {name}; {names} set aside ({_NEWER})" if newer else ""
+    if newer:
+        tell(f"{stage.name}: resumes from {name}; {names} set aside ({_NEWER})")
+    try:
+        yield
+    except BaseException:
+        if newer and _read_bytes(run.description) == description:  # a run that starts adds its command to it
+            with lock_folder(run.path):
+                for path, aside in newer.items():
+                    os.rename(aside, path)
+            tell(f"{stage.name}: nothing was started, so {names} {'counts' if len(newer) == 1 else 'count'} again")
+        raise
+
+
+def _read_bytes(path: Path) -> bytes:
+    return path.read_bytes() if path.is_file() else b""
 
 
 def _list_newer(stage: StageDirectory, name: str) -> list[Path]:

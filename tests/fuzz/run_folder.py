@@ -141,7 +141,8 @@ def replace_a_stage(run: Path) -> None:
 
 def manage_checkpoints(run: Path) -> None:
     list_saved(RunDirectory(run), verify=True)
-    resume_from(RunDirectory(run), "step-00000003", EVERY_STAGE)
+    with resume_from(RunDirectory(run), "step-00000003", EVERY_STAGE, print):
+        pass
     remove_checkpoints(RunDirectory(run), ["step-00000003"], last=True)
 
 

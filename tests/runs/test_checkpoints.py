@@ -7,12 +7,14 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlhf.config.schema import Stage
 from rlhf.errors import RunError
 from rlhf.runs import checkpoints
 from rlhf.runs.checkpoints import list_saved, remove_checkpoints, resume_from
@@ -37,6 +39,16 @@ def run(tmp_path: Path) -> RunDirectory:
 
 def names(run: RunDirectory) -> list[str]:
     return [item.name for item in list_saved(run)]
+
+
+def resume(
+    run: RunDirectory, name: str, *stages: Stage, told: list[str] | None = None, act: Callable[[], None] = lambda: None
+) -> list[str]:
+    """Resume from a checkpoint, and return what is told."""
+    told = [] if told is None else told
+    with resume_from(run, name, stages, told.append):
+        act()
+    return told
 
 
 def damage(run: RunDirectory, name: str) -> None:
@@ -140,7 +152,7 @@ def test_a_run_in_progress_keeps_its_checkpoints(run: RunDirectory) -> None:
     with lock_folder(run.path):
         for change in (
             lambda: remove_checkpoints(run, ["step-00000002"]),
-            lambda: resume_from(run, "step-00000002", ["ppo"]),
+            lambda: resume(run, "step-00000002", "ppo"),
         ):
             with pytest.raises(RunError, match="process"):
                 change()
@@ -149,23 +161,51 @@ def test_a_run_in_progress_keeps_its_checkpoints(run: RunDirectory) -> None:
 
 def test_newer_checkpoints_are_set_aside_and_not_lost(run: RunDirectory) -> None:
     folder = run.stage("ppo").checkpoints
-    assert resume_from(run, "step-00000006", ["sft", "ppo"]) == ""
+    assert resume(run, "step-00000006", "sft", "ppo") == []
     shutil.copytree(folder / "step-00000006", folder / "step-00000006.newer")
-    line = resume_from(run, "step-00000002", ["sft", "ppo"])
-    assert line == "ppo: resumes from step-00000002; step-00000004, step-00000006 set aside (.newer)"
+    lines = resume(run, "step-00000002", "sft", "ppo")
+    assert lines == ["ppo: resumes from step-00000002; step-00000004, step-00000006 set aside (.newer)"]
     assert run.stage("ppo").latest_checkpoint == folder / "step-00000002"
     assert sorted(path.name for path in folder.iterdir()) == [
         *("step-00000002", "step-00000004.newer", "step-00000006.newer", "step-00000006.newer1"),
     ]
     assert run.stage("sft").latest_checkpoint is not None, "another stage's is left alone"
     with pytest.raises(RunError, match=r"has no checkpoint step-00000008 to use; there are step-00000002"):
-        resume_from(run, "step-00000008", ["ppo"])
+        resume(run, "step-00000008", "ppo")
+
+
+def test_refused_run_sets_no_checkpoint_aside(run: RunDirectory) -> None:
+    told: list[str] = []
+
+    def refuse() -> None:
+        assert run.stage("ppo").latest_checkpoint == run.stage("ppo").checkpoints / "step-00000002"
+        raise RunError("refused")
+
+    def start_and_fail() -> None:
+        run.description.write_text('{"invocations": []}')
+        raise KeyboardInterrupt
+
+    with pytest.raises(RunError, match="refused"):
+        resume(run, "step-00000002", "ppo", told=told, act=refuse)
+    assert names(run) == ["step-00000009", "step-00000002", "step-00000004", "step-00000006"]
+    assert told[1] == "ppo: nothing was started, so step-00000004, step-00000006 count again"
+    with pytest.raises(KeyboardInterrupt):
+        resume(run, "step-00000002", "ppo", act=start_and_fail)
+    assert names(run) == ["step-00000009", "step-00000002"], "its records may begin after the older checkpoint"
+
+
+def test_command_that_is_refused_changes_no_checkpoint(rlhf: Any, run: RunDirectory) -> None:
+    refused = rlhf(
+        "ppo", "--output", run.path, "--resume=step-00000002", "--set", "ppo.stepz=3", recipe=None, check=False
+    )
+    assert refused.returncode == 2 and "unknown key" in refused.stderr
+    assert names(run) == ["step-00000009", "step-00000002", "step-00000004", "step-00000006"]
 
 
 def test_complete_stage_is_not_resumed_from_a_checkpoint(run: RunDirectory) -> None:
     (run.stage("ppo").path / "stage.json").write_text("{}")
     with pytest.raises(RunError, match=r"has no checkpoint step-00000002 to use; it has none"):
-        resume_from(run, "step-00000002", ["ppo"])
+        resume(run, "step-00000002", "ppo")
 
 
 def test_commands_list_verify_and_remove(rlhf: Any, run: RunDirectory) -> None:
