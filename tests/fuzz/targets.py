@@ -200,7 +200,7 @@ def plugins(_: Path) -> tuple[SearchStrategy[Any], Call]:
         "METADATA": b"Metadata-Version: 2.1\nName: probe\nVersion: 1.0\n",
         "top_level.txt": b"probe\n",
     }
-    hook = "from rlhf.reporting.hookspecs import hookimpl\n@hookimpl\ndef rlhf_sinks():\n    return {}\n"
+    hook = "from rlhf.reporting.hookspecs import hookimpl\nf = dict\n@hookimpl\ndef rlhf_sinks():\n    return {}\n"
     answers = (st.just({"a": "probe:f"}) | values).map(lambda value: hook.format(repr(value)).encode(errors="replace"))
     return st.tuples(changed_file(files, {"": changed_bytes}), answers), read_plugin
 
