@@ -1,6 +1,7 @@
 """The run directory: a stage's files, permission to write to it, and no file that is half-written."""
 
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -22,6 +23,12 @@ def test_a_run_describes_itself(tmp_path: Path) -> None:
     assert set(description["versions"]) == {"python", "rlhf", "torch", "deepspeed", "transformers", "peft"}
     assert description["invocations"][0]["stages"] == ["sft"]
     assert description["invocations"][0]["command"] == shlex.join(sys.orig_argv)  # rlhf was called from Python
+
+
+def test_command_line_with_bytes_that_are_no_text_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "orig_argv", ["python", os.fsdecode(b"train\xe9.py")])
+    run = run_stages(config_in(tmp_path / "run"), "sft")
+    assert json.loads(run.description.read_text())["invocations"][0]["command"] == r"python 'train\udce9.py'"
 
 
 def test_a_folder_of_other_files_is_refused_even_with_overwrite(tmp_path: Path) -> None:
