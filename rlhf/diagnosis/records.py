@@ -6,6 +6,7 @@ Nothing is written, and neither torch nor a device is needed. The run may be in 
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -241,6 +242,8 @@ def _count_planned_steps(config: Config, stage: Stage) -> int | None:
 def find_runs(path: Path) -> list[Path]:
     """Return the run in `path`, or the runs in the folders directly below it, by name.
 
+    Folders below it that this user may not look into are left out.
+
     Raises:
         RunError: there are none.
     """
@@ -248,7 +251,7 @@ def find_runs(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise RunError(f"{path}: no such folder; name the folder of a run")
-    runs = sorted(folder for folder in path.iterdir() if RunDirectory(folder).description.is_file())
+    runs = sorted(folder for folder in path.iterdir() if os.path.isfile(RunDirectory(folder).description))
     if not runs:
         raise RunError(f"{path}: contains no run.json, and no folder that does; name the folder of a run")
     return runs

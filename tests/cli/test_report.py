@@ -11,6 +11,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -20,6 +21,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rlhf.cli.app import app
+from rlhf.diagnosis.records import find_runs
 from tests.diagnosis.records import write_run
 from tests.helpers import user_environment
 
@@ -142,6 +144,22 @@ def test_runs_are_listed_with_state_stage_and_verdict(tmp_path: Path) -> None:
     assert "no step has been recorded" in rows["broken"]["note"]
     table = call("runs", tmp_path, "--tsv").stdout.splitlines()
     assert table[0].split("\t") == ["run", "state", "stage", "step", "verdict", "note"] and len(table) == 8
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs another user")
+def test_folder_of_another_user_hides_no_run() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        write_run(Path(name, "run"), GOOD)
+        Path(name, "private").mkdir(mode=0o700)
+        child = os.fork()
+        if not child:
+            try:
+                os.setuid(12345)
+                os._exit([run.name for run in find_runs(Path(name))] != ["run"])
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_note_of_a_run_is_about_the_stage_that_its_verdict_comes_from(tmp_path: Path) -> None:
