@@ -1,5 +1,6 @@
 """Statistics of judging models, against closed forms, tables, hand counts and all subsets."""
 
+import json
 import math
 from itertools import combinations
 from statistics import NormalDist, fmean
@@ -103,6 +104,13 @@ def test_the_largest_n_of_a_kl_is_the_last_that_keeps_to_it() -> None:
     for best_of in (2, 3, 7, 16, 1000):
         assert best_of_at(best_of_kl(best_of)) == best_of
         assert best_of_at(best_of_kl(best_of) - 1e-9) == best_of - 1
+
+
+@pytest.mark.parametrize("kl", [1e4, 1e6, math.inf])
+def test_the_largest_n_of_the_kl_of_a_ruined_policy_is_a_number_that_can_be_written(kl: float) -> None:
+    assert best_of_at(kl) == best_of_at(700.0)
+    assert best_of_kl(best_of_at(kl)) == pytest.approx(700.0)
+    assert len(json.dumps(best_of_at(kl))) < 310
 
 
 def test_distinct_counts_runs_of_tokens_over_all_completions() -> None:
