@@ -60,7 +60,8 @@ def _lines(run: RunRecords, examined: ExaminedStage, folder: Path, base: str | N
     versions = run.description.get("versions", {})
     yield f"Trained by rlhf {versions.get('rlhf', '')} from {_describe_base(run, base)}."
     yield ""
-    yield f"Verdict: **{examined.state}**: {examined.sentence}. `report.html` of the run has the details."
+    sentence = examined.sentence.replace(f"{run.config.output}/", "")
+    yield f"Verdict: **{examined.state}**: {sentence}. `report.html` of the run has the details."
     yield ""
     yield "## Numbers"
     yield ""
@@ -76,7 +77,7 @@ def _lines(run: RunRecords, examined: ExaminedStage, folder: Path, base: str | N
     yield ""
     yield f"- stage: {stage.title}, {summary.get('steps', stage.step):,} steps"
     for name, entry in run.description.get("data", {}).items():
-        yield f"- data: `{Path(name).name}`, {entry.get('rows', 0):,} rows"
+        yield f"- data: `{_describe_source(name)}`, {entry.get('rows', 0):,} rows"
     yield f"- device: {run.device.get('count', '')} × {run.device.get('model', '')}, {run.precision}"
     if "seconds" in summary and "peak_memory" in summary:
         yield f"- cost: {format_seconds(summary['seconds'])}, {format_bytes(summary['peak_memory'])} of memory"
@@ -149,6 +150,13 @@ def _describe_base(run: RunRecords, base: str | None) -> str:
     if path.is_relative_to(run.path) or path.is_relative_to(run.path.resolve()):
         return f"this run's `{path.parent.name}` model"
     return f"`{base}`" if _is_hub_name(base) else f"a local model, `{path.name}`"
+
+
+def _describe_source(name: str) -> str:
+    """Return the name of a source, `PATH (SETTINGS)`, in one line and without the folders of this machine."""
+    path, settings, values = name.partition(" (")
+    place = Path(path).name if Path(path).is_absolute() else path
+    return " ".join(f"{place}{settings}{values}".replace("`", "'").split())
 
 
 def _number(name: str, numbers: dict[str, float]) -> str:

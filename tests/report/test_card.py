@@ -13,7 +13,9 @@ import yaml
 
 from rlhf.diagnosis.records import read_run
 from rlhf.report.card import write_cards
+from rlhf.reporting.recorder import Recorder
 from rlhf.utils.manifest import find_damage
+from tests.diagnosis.records import write_run
 
 
 def parts(card: Path) -> tuple[dict[str, Any], str]:
@@ -74,3 +76,30 @@ def test_card_keeps_the_instructions_for_a_model_without_a_class(finished_run: P
 
 def test_card_is_no_damage_to_the_model(finished_run: Path) -> None:
     assert not find_damage(finished_run / "ppo/model", lambda name: True)
+
+
+def test_card_names_sources_and_rows_without_folders(tmp_path: Path) -> None:
+    config = {"output": str(tmp_path / "run")}
+    state = (
+        f"step 2 is left out: the first are in the loss; their rows are in {tmp_path}/run/sft/not-finite/step-2.json"
+    )
+    run = write_run(tmp_path / "run", {"sft": {"loss": [2.0, 1.0]}}, settings=config)
+    with Recorder(run.stages[0].directory, resume_step=2) as recorder:
+        recorder.text("warning", 2, state, {"rule": "left-out step", "state": state})
+    description = json.loads((tmp_path / "run/run.json").read_text())
+    hub = "org/name (split train, revision refs/convert/parquet)"
+    names = {
+        f"{tmp_path}/rows.jsonl (limit 5, template Human: {{prompt}}\n`a/b`)": (
+            "rows.jsonl (limit 5, template Human: {prompt} 'a/b')"
+        ),
+        hub: hub,
+        "world": "world",
+    }
+    description["data"] = {name: {"rows": 3, "digest": "0"} for name in names}
+    (tmp_path / "run/run.json").write_text(json.dumps(description))
+    run.stages[0].directory.finish({"stage": "sft", "steps": 2})
+    (tmp_path / "run/sft/model").mkdir()
+    write_cards(tmp_path / "run", "sft")
+    _, text = parts(tmp_path / "run/sft/model/README.md")
+    assert re.findall(r"^- data: `(.*)`, 3 rows$", text, re.MULTILINE) == list(names.values())
+    assert "their rows are in sft/not-finite/step-2.json" in text and str(tmp_path) not in text
