@@ -163,7 +163,6 @@ class OpenRun(NamedTuple):
 def _open(config: Config, selection: Selection, request: Request, pending: Sequence[Stage]) -> Iterator[OpenRun]:
     """Connect the ranks, check the run, and open its folder."""
     # They import torch, which needs the environment that `select_accelerator` has set.
-    from rlhf.checkpoint.training_state import verify_checkpoint
     from rlhf.engine import distributed
     from rlhf.memory.duration import compare_later_stages
     from rlhf.memory.environment import detect_environment
@@ -171,6 +170,8 @@ def _open(config: Config, selection: Selection, request: Request, pending: Seque
     directory = RunDirectory(config.output)
     later: dict[Stage, float] = {}
     with distributed.start_process_group(selection, timeout=config.engine.timeout) as accelerator, ExitStack() as stack:
+        from rlhf.checkpoint.training_state import verify_checkpoint  # imports DeepSpeed, which knows the device by now
+
         settings = config.model_dump(mode="json")
         if differing := find_first_difference(distributed.all_gather_objects(settings)):
             raise ConfigError(f"ranks were started with different settings: {differing}; start all with the same")

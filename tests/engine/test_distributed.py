@@ -1,10 +1,13 @@
 """Actions of rank 0 alone, for which the others wait and learn how they ended; and sessions one after the other."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.forks import RANKS, Forks
+from tests.helpers import user_environment
 
 SCRIPT = """
 import sys, time
@@ -94,3 +97,24 @@ def test_a_rank_may_begin_a_session_before_rank_0_does(forks: Forks, tmp_path: P
     script = SESSIONS.format(folder=str(tmp_path))
     forks.ranks(2, script)
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["[[2, 0], [2, 1]]"] * 2
+
+
+BEFORE_THE_DEVICE = """
+import sys
+from accelerators.backends.cpu.backend import CPU
+prepare = CPU.prepare_deepspeed
+def first(self):
+    sys.stderr.write(f"DeepSpeed is imported: {'deepspeed' in sys.modules}\\n")
+    return prepare(self)
+CPU.prepare_deepspeed = first
+from rlhf.cli import main
+main()
+"""
+
+
+def test_run_imports_deepspeed_after_it_knows_the_device(tmp_path: Path) -> None:
+    """It would take the first device that it finds: with a card in the machine, a run on the CPU would be refused."""
+    command = [sys.executable, "-c", BEFORE_THE_DEVICE, "sft", "--dry-run", "--output", str(tmp_path / "run")]
+    done = subprocess.run(command, env=user_environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "DeepSpeed is imported: False\n" in done.stderr
