@@ -7,7 +7,8 @@
                                               a tab, and why; nothing if nvidia-smi lists no GPU
 
 Nothing is imported but metadata, so a torch whose driver is absent is seen too. `constraints` and `lowest` use what pip
-carries.
+carries, unless `packaging` is installed: the import of pip replaces setuptools' distutils, which DeepSpeed needs, by
+Python's.
 """
 
 from __future__ import annotations
@@ -115,27 +116,31 @@ def nvidia(listed: str) -> tuple[str | None, str]:
 
 
 def _requirements(extras: bool = False) -> list[Any]:
-    from pip._vendor.packaging.requirements import Requirement
-
     try:
         import tomllib
     except ImportError:  # Python 3.10
         from pip._vendor import tomli as tomllib
     project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
     groups = project["optional-dependencies"].values() if extras else ()
-    return [Requirement(line) for line in sum(groups, project["dependencies"])]
+    return [_parse_requirement(line) for line in sum(groups, project["dependencies"])]
+
+
+def _parse_requirement(line: str) -> Any:
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:
+        from pip._vendor.packaging.requirements import Requirement  # type: ignore[assignment]
+    return Requirement(line)
 
 
 def _closure(names: list[str], found: dict[str, metadata.Distribution]) -> set[str]:
-    from pip._vendor.packaging.requirements import Requirement
-
     kept: set[str] = set()
     while names:
         name = names.pop()
         if name not in found or name in kept:
             continue
         kept.add(name)
-        for need in map(Requirement, found[name].requires or ()):
+        for need in map(_parse_requirement, found[name].requires or ()):
             if need.marker is None or need.marker.evaluate({"extra": ""}):
                 names.append(_canonical(need.name))
     return kept

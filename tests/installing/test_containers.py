@@ -108,7 +108,7 @@ def test_image_gets_the_project_and_retains_its_torch(path: Path, wheels: Path, 
 
 
 def test_named_gaudi_releases_carry_an_admitted_torch() -> None:
-    from pip._vendor.packaging.specifiers import SpecifierSet
+    from packaging.specifiers import SpecifierSet
 
     text = (FOLDER / "Containerfile.gaudi").read_text(encoding="utf-8")
     admitted = SpecifierSet(re.search(r'"torch([^"]+)"', versions.PYPROJECT.read_text(encoding="utf-8"))[1])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from importlib import metadata
 from pathlib import Path
 
-import pip
 import pytest
 
 from ci import versions
@@ -79,7 +79,9 @@ def test_a_vendors_torch_that_is_not_admitted_is_refused(wheels: Path, tmp_path:
     checkout = Checkout(tmp_path, wheels, "2.7.1a0+git1234")
     if not is_new:  # to unpack pip takes seconds: this environment gets that of the interpreter
         places.interpreter(checkout.folder / ".venv")
-        (places.site_of(checkout.folder / ".venv") / "pip").symlink_to(Path(pip.__file__).parent)
+        (places.site_of(checkout.folder / ".venv") / "pip").symlink_to(
+            str(metadata.distribution("pip").locate_file("pip"))
+        )
     assert checkout.refused() == (
         f"error: {checkout.python} has torch 2.7.1a0+git1234, and rlhf needs torch<2.16,>=2.9.0a0; take an image of "
         "the vendor's with such a torch, or name a torch for .venv alone: RLHF_TORCH=torch\n"

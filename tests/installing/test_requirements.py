@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from pip._vendor.packaging.requirements import Requirement
+from packaging.requirements import Requirement
 
 from ci import versions
 from tests.helpers import mark_slow

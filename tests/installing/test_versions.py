@@ -7,7 +7,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from pip._vendor.packaging.version import Version
+from packaging.version import Version
 
 from accelerators.backends.cuda.builds import BUILDS
 from ci import versions
