@@ -57,7 +57,7 @@ def list_saved(run: RunDirectory, *, verify: bool = False) -> list[SavedFolder]:
     """
     if not run.description.is_file():
         raise RunError(f"{run.path}: contains no run")
-    saved = []
+    saved: list[SavedFolder] = []
     for stage in run.stages:
         models = [path.parent for path in sorted(stage.path.glob(f"*/{MANIFEST}"))] if verify else []
         for path in [*stage.all_checkpoints, *models]:
@@ -130,23 +130,19 @@ def resume_from(run: RunDirectory, name: str, stages: Sequence[Stage], tell: Cal
         newer = {path: _find_free_name(path) for path in _list_newer(stage, name)}
         for path, aside in newer.items():
             os.rename(path, aside)
-        description = _read_bytes(run.description)
+        description = run.read_description_bytes()
     names = ", ".join(path.name for path in newer)
     if newer:
         tell(f"{stage.name}: resumes from {name}; {names} set aside ({_NEWER})")
     try:
         yield
     except BaseException:
-        if newer and _read_bytes(run.description) == description:  # a run that starts adds its command to it
+        if newer and run.read_description_bytes() == description:
             with lock_folder(run.path):
                 for path, aside in newer.items():
                     os.rename(aside, path)
             tell(f"{stage.name}: nothing was started, so {names} {'counts' if len(newer) == 1 else 'count'} again")
         raise
-
-
-def _read_bytes(path: Path) -> bytes:
-    return path.read_bytes() if path.is_file() else b""
 
 
 def _list_newer(stage: StageDirectory, name: str) -> list[Path]:

@@ -83,6 +83,10 @@ class RunDirectory:
         """The folders of all stages."""
         return [self.stage(name) for name in EVERY_STAGE]
 
+    def read_description_bytes(self) -> bytes | None:
+        """Return the bytes of `run.json`, which every run that starts changes; None if there is none."""
+        return self.description.read_bytes() if self.description.is_file() else None
+
     def is_continued(self, stages: Sequence[Stage], *, overwrite: bool = False) -> bool:
         """Return True if part of the existing run remains when `stages` are run."""
         return bool(self._remaining(stages, overwrite))

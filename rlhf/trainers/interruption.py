@@ -25,7 +25,7 @@ class RunTermination:
 
     def __init__(self, directory: RunDirectory, stages: Sequence[Stage]) -> None:
         self._directory, self._stages = directory, stages
-        self._before = _read_bytes(directory.description)
+        self._before = directory.read_description_bytes()
 
     @contextmanager
     def report_errors(self) -> Iterator[None]:
@@ -152,8 +152,4 @@ class RunTermination:
     @property
     def _has_written(self) -> bool:
         """True if this run has written run.json; until then, the folder has only its earlier contents."""
-        return _read_bytes(self._directory.description) not in (None, self._before)
-
-
-def _read_bytes(path: Path) -> bytes | None:
-    return path.read_bytes() if path.is_file() else None
+        return self._directory.read_description_bytes() not in (None, self._before)
