@@ -107,31 +107,37 @@ def explain_step(trainer: Trainer, context: StageContext, step: int, failed: Not
     Returns:
         Where the first numbers are that are not finite, and the file with their rows.
     """
+    found: tuple[Origin, str] | str | None
     try:
-        return _explain(trainer, context, step, failed)
+        found = _find_origin(trainer, context, step, failed)
     except Exception as error:  # such as a lack of memory; the step is the error to report
-        return f"its passes could not be repeated to find out where ({summarize_error(error)})"
+        found = f"its passes could not be repeated to find out where ({summarize_error(error)})"
+    # Also if the search has failed on this rank, because the others wait for its result.
+    results = distributed.all_gather_objects(found)
+    origins = [result for result in results if isinstance(result, tuple)]
+    if origins:
+        origin, path = origins[0]
+        return f"the first numbers that are not finite are in {origin}; their rows are in {path}"
+    failures = [result for result in results if isinstance(result, str)]
+    default = "its passes are finite when they are repeated, so random numbers (dropout) or the device caused it"
+    return failures[0] if failures else default
 
 
-def _explain(trainer: Trainer, context: StageContext, step: int, failed: NotFiniteError) -> str:
+def _find_origin(
+    trainer: Trainer, context: StageContext, step: int, failed: NotFiniteError
+) -> tuple[Origin, str] | None:
+    """Repeat the passes of this rank; return the first numbers that are not finite, and the file with their rows."""
     models: dict[str, Any] = {name: getattr(model, "module", model) for name, model in context.models.items()}
     with Watch(models) as watch:
         for micro_batch, score in trainer.repeat_scoring():
             watch.micro_batch = micro_batch
             score()
         _repeat_training(failed, watch)
+    if watch.origin is None:
+        return None
     file = context.directory.not_finite / f"step-{step:08d}-rank{context.world.rank}.json"
-    if watch.origin:
-        _write_rows(file, step, watch, trainer.tokenizer)
-    found = [
-        (origin, path)
-        for origin, path in distributed.all_gather_objects((watch.origin, str(file)))
-        if origin is not None
-    ]
-    if not found:
-        return "its passes are finite when they are repeated, so random numbers (dropout) or the device caused it"
-    origin, path = found[0]
-    return f"the first numbers that are not finite are in {origin}; their rows are in {path}"
+    _write_rows(file, step, watch, trainer.tokenizer)
+    return watch.origin, str(file)
 
 
 def _repeat_training(failed: NotFiniteError, watch: Watch) -> None:

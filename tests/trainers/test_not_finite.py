@@ -201,3 +201,28 @@ with distributed.start_process_group(accelerators.select("cpu", environ={})) as 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_no_rank_takes_a_step_that_is_wrong_on_one(forks: Forks, precision: str) -> None:
     forks.ranks(2, TWO_RANKS.replace("PRECISION", precision))
+
+
+ONE_FAILS = """
+import accelerators
+from pathlib import Path
+from types import SimpleNamespace
+from rlhf.engine import distributed
+from rlhf.trainers.not_finite import explain_step
+with distributed.start_process_group(accelerators.select("cpu", environ={})):
+    world = distributed.world()
+    def repeat_scoring():
+        if world.rank:
+            raise MemoryError("too little")
+        return []
+    trainer = SimpleNamespace(repeat_scoring=repeat_scoring, tokenizer=None)
+    context = SimpleNamespace(models={}, world=world, directory=SimpleNamespace(not_finite=Path("not-finite")))
+    failed = SimpleNamespace(engine=SimpleNamespace(train=lambda: None), micro_batches=[])
+    reason = explain_step(trainer, context, 1, failed)
+    assert "could not be repeated" in reason and "too little" in reason, reason
+    assert distributed.all_gather_objects(world.rank) == [0, 1]
+"""
+
+
+def test_search_that_fails_on_one_rank_ends_on_all(forks: Forks) -> None:
+    forks.ranks(2, ONE_FAILS)
