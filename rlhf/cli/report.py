@@ -16,6 +16,9 @@ from rlhf.utils.atomic_io import check_writable
 WRONG = 3
 """The exit code of `rlhf doctor` if a run is wrong."""
 
+NOT_READABLE = "not readable"
+"""The state of a run whose records cannot be read."""
+
 Runs = Annotated[
     list[Path],
     typer.Argument(help="Folders of runs, or of folders that contain runs, such as a sweep.", metavar="RUN..."),
@@ -62,11 +65,12 @@ def report(
     if target.is_dir():
         raise RunError(f"{target}: is a folder; name the page's file with --output")
     check_writable(target.parent)
-    reports = examine_runs(paths)
+    reports, unread = examine_runs(paths)
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_report(reports, target)
+    write_report(reports, target, notes=[(path.name, reason) for path, reason in unread])
     for item in reports:
         print_verdict(item)
+    _print_unread(unread)
     print_line(f"wrote {target}")
 
 
@@ -92,17 +96,22 @@ def doctor(
     from rlhf.diagnosis.verdict import examine_runs, to_document
     from rlhf.report.terminal import print_verdict
 
-    reports = examine_runs(_expand(runs))
+    paths = _expand(runs)
+    reports, unread = examine_runs(paths)
     if as_json:
         documents = [to_document(item) for item in reports]
-        print_json(documents[0] if len(documents) == 1 else documents)
+        documents += [{"run": str(path), "state": NOT_READABLE, "note": reason} for path, reason in unread]
+        print_json(documents[0] if len(paths) == 1 else documents)
     else:
         for item in reports:
             print_verdict(item, show_all=show_all)
+        _print_unread(unread)
         print_line(("docs/diagnosis.md explains each check", "dim"))
     bad = ("wrong", "look here") if strict else ("wrong",)
     if any(item.state in bad for item in reports):
         raise typer.Exit(WRONG)
+    if unread:
+        raise RunError(f"{unread[0][0]}: {unread[0][1]}")
 
 
 @shared("debug")
@@ -133,7 +142,7 @@ def _describe_run(path: Path) -> dict[str, Any]:
     from rlhf.diagnosis.records import read_run
     from rlhf.diagnosis.verdict import examine_run
 
-    nothing = {"run": str(path), "state": "not readable", "stage": None, "step": None, "verdict": None}
+    nothing = {"run": str(path), "state": NOT_READABLE, "stage": None, "step": None, "verdict": None}
     try:
         item = examine_run(read_run(path))
     except USER_ERRORS as error:
@@ -149,6 +158,11 @@ def _describe_run(path: Path) -> dict[str, Any]:
         "note": worst.sentence,
         "age": round(last.records.age, 1),
     }
+
+
+def _print_unread(unread: Sequence[tuple[Path, str]]) -> None:
+    for path, reason in unread:
+        print_line((path.name, "bold"), (f"  {NOT_READABLE}: ", "dim"), reason)
 
 
 def _expand(paths: Sequence[Path]) -> list[Path]:

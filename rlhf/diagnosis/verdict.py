@@ -10,6 +10,7 @@ from typing import Any
 from rlhf.diagnosis.findings import Finding, examine_stage, summarize_stage, worst
 from rlhf.diagnosis.records import RunRecords, StageRecords, read_run
 from rlhf.diagnosis.subject import State
+from rlhf.errors import RLHFError
 from rlhf.utils.units import format_seconds
 
 SIGNS: dict[State, str] = {"fine": "✓", "look here": "▲", "wrong": "✕", "cannot tell": "?"}
@@ -64,13 +65,26 @@ def examine_run(records: RunRecords, number: int = 0) -> ExaminedRun:
     return ExaminedRun(records, stages, number)
 
 
-def examine_runs(paths: Sequence[Path]) -> list[ExaminedRun]:
-    """Read and examine the runs in these folders.
+def examine_runs(paths: Sequence[Path]) -> tuple[list[ExaminedRun], list[tuple[Path, str]]]:
+    """Examine the runs in these folders; return them, and those that cannot be read, each with the reason.
+
+    A run that has recorded no step yet is one of the latter.
 
     Raises:
-        RLHFError: a run cannot be read.
+        RLHFError: none can be read.
     """
-    return [examine_run(read_run(path), number) for number, path in enumerate(paths)]
+    runs: list[ExaminedRun] = []
+    unread: list[tuple[Path, str]] = []
+    errors: list[RLHFError] = []
+    for number, path in enumerate(paths):
+        try:
+            runs.append(examine_run(read_run(path), number))
+        except RLHFError as error:
+            unread.append((path, str(error).removeprefix(f"{path}: ")))
+            errors.append(error)
+    if not runs:
+        raise errors[0]
+    return runs, unread
 
 
 def to_document(run: ExaminedRun) -> dict[str, Any]:

@@ -73,6 +73,7 @@ def serve_report(paths: Sequence[Path], port: int, announce: Callable[[str], Non
 
 def render(paths: Sequence[Path]) -> str:
     """Return the page about the runs, which reloads itself while one of them runs."""
-    reports = examine_runs(paths)
+    reports, unread = examine_runs(paths)
     running = any(report.records.state == "running" for report in reports)
-    return render_report(reports, refresh=_REFRESH if running else 0)
+    notes = [(path.name, reason) for path, reason in unread]
+    return render_report(reports, notes=notes, refresh=_REFRESH if running or unread else 0)

@@ -82,14 +82,15 @@ class RunTermination:
         """
         if not self._has_written:
             return
-        from rlhf.diagnosis.verdict import examine_runs
+        from rlhf.diagnosis.records import read_run
+        from rlhf.diagnosis.verdict import examine_run
         from rlhf.report.page import write_report
         from rlhf.report.terminal import print_states
 
         path = self._directory.report
         try:
-            reports = examine_runs([self._directory.path])
-            write_report(reports, path)
+            report = examine_run(read_run(self._directory.path))
+            write_report([report], path)
         except RunError:  # no step is recorded yet
             return
         except Exception as error:
@@ -104,7 +105,7 @@ class RunTermination:
             return
         console.print()
         with console.loudly():
-            print_states(reports[0])
+            print_states(report)
             console.print(f"{path} explains the run; open it in a browser", markup=False, soft_wrap=True)
 
     def _log(self, status: ExitStatus) -> None:

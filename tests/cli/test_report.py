@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 from rlhf.cli.app import app
 from rlhf.diagnosis.records import find_runs
+from rlhf.reporting.recorder import Recorder
 from tests.diagnosis.records import write_run
 from tests.helpers import user_environment
 
@@ -103,6 +104,30 @@ def test_doctor_of_several_runs_prints_a_list_of_documents(tmp_path: Path) -> No
         write_run(tmp_path / name, numbers)
     done = call("doctor", tmp_path / "one", tmp_path / "two", "--json")
     assert [document["state"] for document in json.loads(done.stdout)] == ["fine", "wrong"] and done.exit_code == 3
+
+
+def test_run_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs/a", GOOD)
+    (tmp_path / "runs/b").mkdir()
+    shutil.copy(tmp_path / "runs/a/run.json", tmp_path / "runs/b")
+    page = tmp_path / "page.html"
+    done = call("report", tmp_path / "runs", "-o", page)
+    assert done.exit_code == 0 and "b  not readable: no step has been recorded yet" in done.stdout
+    assert "<dt>b</dt><dd>no step has been recorded yet" in page.read_text(encoding="utf-8")
+    examined = call("doctor", tmp_path / "runs")
+    assert "from 9 to 5" in examined.stdout and str(examined.exception).startswith(f"{tmp_path / 'runs/b'}: no step")
+    documents = json.loads(call("doctor", tmp_path / "runs", "--json").stdout)
+    assert [document["state"] for document in documents] == ["fine", "not readable"]
+    write_run(tmp_path / "runs/c", BAD)
+    assert call("doctor", tmp_path / "runs").exit_code == 3
+    assert "no step has been recorded yet" in str(call("doctor", tmp_path / "runs/b").exception)
+
+
+def test_warning_whose_text_was_lost_ends_no_report(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", GOOD)
+    with Recorder(run.stages[0].directory, resume_step=9) as recorder:
+        recorder.text("warning", 2, "", {"rule": "loss"})
+    assert call("report", tmp_path / "run").exit_code == 0
 
 
 @pytest.mark.parametrize("command", ["report", "doctor", "runs"])

@@ -80,7 +80,7 @@ def report(run: Path) -> None:
     from rlhf.report.page import render_report
     from rlhf.report.terminal import print_verdict
 
-    examined = examine_runs([run])
+    examined, _ = examine_runs([run])
     render_report(examined)
     print_verdict(examined[0], show_all=True)
     json.dumps(to_document(examined[0]), allow_nan=False)
@@ -89,7 +89,7 @@ def report(run: Path) -> None:
 def compare(run: Path) -> None:
     from rlhf.report.page import render_report
 
-    render_report(examine_runs([run, run]))
+    render_report(examine_runs([run, run])[0])
 
 
 def show(run: Path) -> None:
