@@ -35,7 +35,7 @@ from rlhf.runs.resume import (
     stage_settings,
 )
 from rlhf.runs.stage_directory import StageDirectory
-from rlhf.utils.atomic_io import CONSOLE, PARTIAL, atomic_write_json, check_writable, refuse_link, sync
+from rlhf.utils.atomic_io import CONSOLE, PARTIAL, atomic_write_json, check_writable, refuse_link, remove_folder, sync
 from rlhf.utils.file_lock import LOCK, LOCK_FILES, lock_folder
 from rlhf.utils.process_info import SECRET_FILE, current_process, get_command_line
 
@@ -320,10 +320,7 @@ class RunDirectory:
 
     def _delete_backup(self) -> None:
         if self.backup.exists():
-            discarded = self.backup.with_name(self.backup.name + PARTIAL)
-            shutil.rmtree(discarded, ignore_errors=True)
-            os.rename(self.backup, discarded)  # a backup that is half deleted must not be restored
-            shutil.rmtree(discarded, ignore_errors=True)
+            remove_folder(self.backup)  # a backup that is half deleted must not be restored
 
     def _remaining(self, stages: Sequence[Stage], overwrite: bool) -> list[StageDirectory]:
         """Return the stages on disk that remain when `stages` are run."""

@@ -141,11 +141,13 @@ def atomic_rename_dir(temporary: Path, path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder; if that is interrupted, no part of it is left under its name."""
+    """Delete a folder; what is left after an interruption has another name, and the next start deletes it."""
     removed = path.with_name(path.name + PARTIAL)
+    refuse_link(path)
+    refuse_link(removed)
     shutil.rmtree(removed, ignore_errors=True)
     os.rename(path, removed)
-    shutil.rmtree(removed)
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 def drop_from_memory(path: Path) -> None:
