@@ -176,6 +176,8 @@ def _is_of_this_rank(name: str) -> bool:
 def _reason(error: Exception) -> str:
     if isinstance(error, UnpicklingError):
         return "a file holds objects other than tensors and settings, and code in it is not run"
+    if isinstance(error, KeyError):
+        return f"{_STATE} has no {error}"
     return (str(error).strip() or type(error).__name__).splitlines()[0].split(". ")[0]
 
 

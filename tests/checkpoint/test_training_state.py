@@ -86,6 +86,18 @@ def test_unreadable_checkpoint_error_names_the_one_before(engine, tmp_path):
     assert training_state.restore_checkpoint(place(tmp_path), {"model": engine})[:2] == (1, {})
 
 
+@pytest.mark.parametrize("key", ["state", "engines"])
+def test_state_without_its_key_is_named_even_if_the_manifest_fits(engine, tmp_path, key):
+    training_state.save_checkpoint(place(tmp_path), 1, {"model": engine}, {})
+    checkpoint = place(tmp_path).latest_checkpoint
+    content = torch.load(checkpoint / "state.pt", weights_only=True)
+    del content[key]
+    torch.save(content, checkpoint / "state.pt")
+    write_manifest(checkpoint)
+    with pytest.raises(RunError, match=rf"step-00000001: cannot be read \(state.pt has no '{key}'\)"):
+        training_state.restore_checkpoint(place(tmp_path), {"model": engine})
+
+
 def test_folders_of_other_names_are_no_checkpoints(engine, tmp_path):
     """They do not count, neither as the newest nor among those that are kept."""
     others = ["step-00000009.bad", "step-00000002 (copy)", "step-00000003~", "step-", "step-x", "step-00000009.partial"]
