@@ -10,10 +10,10 @@ _UNITS = {"k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4, "ki": 2**10, "mi"
 
 
 def format_bytes(count: float) -> str:
-    """Return a size in GiB, MiB, or below a tenth of a MiB in KiB: `1,024.0 GiB`, `512 MiB`, `2.5 MiB`, `3.1 KiB`."""
+    """Return a size in GiB, MiB, or KiB below 0.1 MiB: `1,024.0 GiB`, `512 MiB`, `2.5 MiB`, `3.1 KiB`."""
     if count >= 2**30:
         return f"{count / 2**30:,.1f} GiB"
-    unit, size = ("MiB", count / 2**20) if count >= 0.1 * 2**20 or not count else ("KiB", count / 2**10)
+    unit, size = ("MiB", count / 2**20) if count >= 0.1 * 2**20 else ("KiB", count / 2**10)
     return f"{size:,.0f} {unit}" if size >= 10 else f"{size:.1f} {unit}"
 
 

@@ -9,7 +9,7 @@ from rlhf.utils.units import format_bytes, format_number, format_seconds, parse_
 @pytest.mark.parametrize(
     ("count", "text"),
     [
-        (0, "0.0 MiB"),
+        (0, "0.0 KiB"),
         (3_200, "3.1 KiB"),
         (2.5 * 2**20, "2.5 MiB"),
         (612 * 2**20, "612 MiB"),
