@@ -6,9 +6,9 @@
     python ci/versions.py nvidia              the tag of the torch for this machine's NVIDIA GPUs (cu126; - for PyPI's),
                                               a tab, and why; nothing if nvidia-smi lists no GPU
 
-Nothing is imported but metadata, so a torch whose driver is absent is seen too. `constraints` and `lowest` use what pip
-carries, unless `packaging` is installed: the import of pip replaces setuptools' distutils, which DeepSpeed needs, by
-Python's.
+Nothing is imported but metadata, so a torch whose driver is absent is seen too. `constraints` and `lowest` parse
+requirements with `packaging`, or with pip's copy if it is not installed. A process that imports pip loses setuptools'
+distutils, which DeepSpeed needs to build its operators.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def doctor(
 
     Exit code 0: nothing is wrong; 3: a run is wrong; 2: an error that you can fix.
     """
-    from rlhf.diagnosis.verdict import examine_runs, to_document
+    from rlhf.diagnosis.verdict import examine_runs, to_document, unread_error
     from rlhf.report.terminal import print_verdict
 
     paths = _expand(runs)
@@ -111,7 +111,7 @@ def doctor(
     if any(item.state in bad for item in reports):
         raise typer.Exit(WRONG)
     if unread:
-        raise RunError(f"{unread[0][0]}: {unread[0][1]}")
+        raise unread_error(unread)
 
 
 @shared("debug")

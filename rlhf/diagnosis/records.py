@@ -251,6 +251,7 @@ def find_runs(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise RunError(f"{path}: no such folder; name the folder of a run")
+    # Unlike Path.is_file, os.path.isfile is False in a folder without permission.
     runs = sorted(folder for folder in path.iterdir() if os.path.isfile(RunDirectory(folder).description))
     if not runs:
         raise RunError(f"{path}: contains no run.json, and no folder that does; name the folder of a run")

@@ -10,7 +10,7 @@ from typing import Any
 from rlhf.diagnosis.findings import Finding, examine_stage, summarize_stage, worst
 from rlhf.diagnosis.records import RunRecords, StageRecords, read_run
 from rlhf.diagnosis.subject import State
-from rlhf.errors import RLHFError
+from rlhf.errors import RLHFError, RunError
 from rlhf.utils.units import format_seconds
 
 SIGNS: dict[State, str] = {"fine": "✓", "look here": "▲", "wrong": "✕", "cannot tell": "?"}
@@ -66,25 +66,30 @@ def examine_run(records: RunRecords, number: int = 0) -> ExaminedRun:
 
 
 def examine_runs(paths: Sequence[Path]) -> tuple[list[ExaminedRun], list[tuple[Path, str]]]:
-    """Examine the runs in these folders; return them, and those that cannot be read, each with the reason.
+    """Examine the runs in these folders.
 
-    A run that has recorded no step yet is one of the latter.
+    Returns:
+        The runs; and the folders of those that cannot be read, or have recorded no step yet, each with the reason.
 
     Raises:
-        RLHFError: none can be read.
+        RunError: none can be read.
     """
     runs: list[ExaminedRun] = []
     unread: list[tuple[Path, str]] = []
-    errors: list[RLHFError] = []
     for number, path in enumerate(paths):
         try:
             runs.append(examine_run(read_run(path), number))
         except RLHFError as error:
             unread.append((path, str(error).removeprefix(f"{path}: ")))
-            errors.append(error)
     if not runs:
-        raise errors[0]
+        raise unread_error(unread)
     return runs, unread
+
+
+def unread_error(unread: Sequence[tuple[Path, str]]) -> RunError:
+    """Return the error that names the first run that cannot be read."""
+    path, reason = unread[0]
+    return RunError(f"{path}: {reason}")
 
 
 def to_document(run: ExaminedRun) -> dict[str, Any]:

@@ -64,7 +64,8 @@ def list_saved(run: RunDirectory, *, verify: bool = False) -> list[SavedFolder]:
             with suppress(FileNotFoundError):  # a run in progress removes its older checkpoints
                 damage = find_damage(path, lambda name: verify) or ""
                 item = _describe(stage, path, [file for file in path.rglob("*") if file.is_file()], damage)
-                saved += [item] if path.is_dir() else []
+                if path.is_dir():
+                    saved.append(item)
         if verify and stage.done:
             saved.append(_describe(stage, stage.path / "stage.json", stage.list_records(), stage.find_damage() or ""))
     return saved
@@ -103,14 +104,16 @@ def remove_checkpoints(run: RunDirectory, names: Sequence[str], *, last: bool = 
 
 
 @contextmanager
-def resume_from(run: RunDirectory, name: str, stages: Sequence[Stage], tell: Callable[[str], None]) -> Iterator[None]:
+def resume_from(
+    run: RunDirectory, name: str, stages: Sequence[Stage], announce: Callable[[str], None]
+) -> Iterator[None]:
     """Set aside the checkpoints that are newer than the one of this name, so that its stage resumes from it.
 
-    They are renamed, and no longer count, unless the block fails before the run has started: then they get their names
-    back. Every rank opens the block before it looks at checkpoints; rank 0 acts.
+    They are renamed, and no longer count. If the block fails before the run has started, they get their names back.
+    Every rank opens the block before it looks at checkpoints; rank 0 acts.
 
     Args:
-        tell: receives a line for each change.
+        announce: receives a line for each change.
 
     Raises:
         RunError: none of `stages` is incomplete and has such a checkpoint, or a process writes to the run.
@@ -133,7 +136,7 @@ def resume_from(run: RunDirectory, name: str, stages: Sequence[Stage], tell: Cal
         description = run.read_description_bytes()
     names = ", ".join(path.name for path in newer)
     if newer:
-        tell(f"{stage.name}: resumes from {name}; {names} set aside ({_NEWER})")
+        announce(f"{stage.name}: resumes from {name}; {names} set aside ({_NEWER})")
     try:
         yield
     except BaseException:
@@ -141,7 +144,7 @@ def resume_from(run: RunDirectory, name: str, stages: Sequence[Stage], tell: Cal
             with lock_folder(run.path):
                 for path, aside in newer.items():
                     os.rename(aside, path)
-            tell(f"{stage.name}: nothing was started, so {names} {'counts' if len(newer) == 1 else 'count'} again")
+            announce(f"{stage.name}: nothing was started, so {names} {'counts' if len(newer) == 1 else 'count'} again")
         raise
 
 

@@ -30,7 +30,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
             record = None
             with suppress(ValueError, RecursionError):
                 value = json.loads(line)
-                if b"\\u" in line:  # half a character (a surrogate), which no file can hold
+                if b"\\u" in line:  # an unpaired surrogate raises ValueError here: no text file can hold it
                     json.dumps(value, ensure_ascii=False).encode()
                 record = value
             if isinstance(record, dict) and _is_step(record.get("step")) and _has_types(record):

@@ -148,7 +148,7 @@ def set_command_line(arguments: list[str]) -> None:
 def get_command_line() -> str:
     """Return the `rlhf` command, or that of the program that calls rlhf from Python; `run.json` records it.
 
-    Bytes that are no text, which no file in UTF-8 can hold, are written as `\\udce9`.
+    Bytes that are not UTF-8 are written as `\\udce9`.
     """
     words = sys.orig_argv if _arguments is None else ["rlhf", *_arguments]
     return shlex.join(words).encode(errors="backslashreplace").decode()

@@ -15,7 +15,7 @@ SIGNIFICANT = 3
 """Standard errors of a significant fall: more than usual, as the best of many evaluations is above its true value."""
 LEAST_ROWS = SIGNIFICANT**2 + 1
 """Rows from which a fall can be significant."""
-_MAX_LOSS = _MAX_BEST_OF_KL = 700.0  # exp(710) is beyond a float
+_MAX_EXPONENT = 700.0  # exp(710) is beyond a float
 
 
 class Interval(NamedTuple):
@@ -108,8 +108,8 @@ def best_of_kl(best_of: int) -> float:
 
 
 def best_of_at(kl: float) -> int:
-    """Return the largest n whose `best_of_kl` is at most `kl`, or at most `_MAX_BEST_OF_KL`: more are never drawn."""
-    kl = min(kl, _MAX_BEST_OF_KL)
+    """Return the largest n whose `best_of_kl` is at most `kl`, and at most 700 nats: nobody draws so many."""
+    kl = min(kl, _MAX_EXPONENT)
     low, high = 1, 2
     while best_of_kl(high) <= kl:
         low, high = high, 2 * high
@@ -134,8 +134,8 @@ def repeated(texts: Sequence[str]) -> float:
 
 
 def perplexity(loss: float) -> float:
-    """Return exp of the mean negative log-likelihood per token, or of `_MAX_LOSS` if that is smaller."""
-    return math.exp(min(loss, _MAX_LOSS))
+    """Return exp of the mean negative log-likelihood per token, or of 700 if that is smaller."""
+    return math.exp(min(loss, _MAX_EXPONENT))
 
 
 def _within(angle: float, degrees: int) -> float:

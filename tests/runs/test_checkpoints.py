@@ -42,13 +42,13 @@ def names(run: RunDirectory) -> list[str]:
 
 
 def resume(
-    run: RunDirectory, name: str, *stages: Stage, told: list[str] | None = None, act: Callable[[], None] = lambda: None
+    run: RunDirectory, name: str, *stages: Stage, lines: list[str] | None = None, act: Callable[[], None] = lambda: None
 ) -> list[str]:
-    """Resume from a checkpoint, and return what is told."""
-    told = [] if told is None else told
-    with resume_from(run, name, stages, told.append):
+    """Resume from a checkpoint, and return the lines that are printed."""
+    lines = [] if lines is None else lines
+    with resume_from(run, name, stages, lines.append):
         act()
-    return told
+    return lines
 
 
 def damage(run: RunDirectory, name: str) -> None:
@@ -175,7 +175,7 @@ def test_newer_checkpoints_are_set_aside_and_not_lost(run: RunDirectory) -> None
 
 
 def test_refused_run_sets_no_checkpoint_aside(run: RunDirectory) -> None:
-    told: list[str] = []
+    lines: list[str] = []
 
     def refuse() -> None:
         assert run.stage("ppo").latest_checkpoint == run.stage("ppo").checkpoints / "step-00000002"
@@ -186,9 +186,9 @@ def test_refused_run_sets_no_checkpoint_aside(run: RunDirectory) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(RunError, match="refused"):
-        resume(run, "step-00000002", "ppo", told=told, act=refuse)
+        resume(run, "step-00000002", "ppo", lines=lines, act=refuse)
     assert names(run) == ["step-00000009", "step-00000002", "step-00000004", "step-00000006"]
-    assert told[1] == "ppo: nothing was started, so step-00000004, step-00000006 count again"
+    assert lines[1] == "ppo: nothing was started, so step-00000004, step-00000006 count again"
     with pytest.raises(KeyboardInterrupt):
         resume(run, "step-00000002", "ppo", act=start_and_fail)
     assert names(run) == ["step-00000009", "step-00000002"], "its records may begin after the older checkpoint"
