@@ -163,10 +163,12 @@ def test_log_probs_of_training_are_those_of_drawing(accelerator):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shapes", ["static", "dynamic"])  # dynamic: rows that have ended are dropped
 def test_drawn_log_probs_are_those_of_the_whole_sequence(accelerator, name, shapes):
-    model, (ids, mask) = build(name), prompts()
-    decode = decoder(accelerator, eos=range(1, 20), shapes=shapes, batch_size=2)
+    model, (ids, mask) = build(name), (torch.cat([part, part.flip(0)]) for part in prompts())
+    decode = decoder(accelerator, eos=range(1, 20), shapes=shapes)
     drawn = decode.generate(model, ids, mask, SamplingConfig(temperature=0.7))
     assert len(set(drawn.mask.sum(1).tolist())) > 1, "all rows end at once"
+    (state,) = decode._states
+    assert (state.order.tolist() != [*range(6)]) == (shapes == "dynamic"), "rows move into the places of dropped ones"
     whole, seen = torch.cat([ids, drawn.ids], 1), torch.cat([mask, drawn.mask], 1)
     for row, length in enumerate(drawn.mask.sum(1).tolist()):
         tokens = whole[row][seen[row].bool()]
