@@ -1,7 +1,7 @@
 """The ten checks of a first contact, in order: the simplest first, so that the first failure is the cause of others.
 
 A check is a function of the `Subject` that adds facts to the report, and raises `CheckFailed` if its expectation is not
-met. It runs in the command's process and opens no device itself.
+met. It runs in the command's process and opens no device itself. `levels.py` lists the levels with their checks.
 """
 
 from __future__ import annotations
@@ -100,6 +100,11 @@ class Subject:
         facts: Facts = json.loads(finished.stdout)
         return facts
 
+    @cached_property
+    def conformance(self) -> Finished:
+        """The end of the conformance kit, which runs once, however many levels ask for it."""
+        return self.processes.rlhf("accelerators", "check", self.name, "--json")
+
     def must(self, finished: Finished) -> Finished:
         """Return the end of a process that succeeded.
 
@@ -130,7 +135,10 @@ class Subject:
 
 @dataclass(frozen=True)
 class Check:
-    """One check: its name, what is expected, and the time limit of each of its processes in seconds."""
+    """One check: its name, what is expected, and the time limit of each of its processes in seconds.
+
+    The time limit of its level, if it has one, applies too.
+    """
 
     name: str
     expected: str
@@ -158,7 +166,7 @@ def check_explain(subject: Subject, facts: Facts) -> None:
 
 def check_conformance(subject: Subject, facts: Facts) -> None:
     """Run the conformance kit."""
-    finished = subject.processes.rlhf("accelerators", "check", subject.name, "--json")
+    finished = subject.conformance
     if not finished.stdout.strip():
         raise CheckFailed(finished.error)
     facts["report"] = report = json.loads(finished.stdout)
@@ -346,10 +354,11 @@ def _choose_ranks(subject: Subject) -> int:
     return 1 << (min(subject.devices, 8 if subject.full else 2).bit_length() - 1)
 
 
-CHECKS = (
+CONFORMANCE = Check("conformance", "no check of the conformance kit fails", check_conformance)
+FIRST_CONTACT = (
     Check("product", "matrix products in every precision equal the CPU's, and can be read back", check_product, 600),
     Check("explain", "the backend has a precision and every required operation", check_explain, 600),
-    Check("conformance", "no check of the conformance kit fails", check_conformance),
+    CONFORMANCE,
     Check("attention", "logits and gradients of left-padded rows are finite and equal the CPU's", check_attention),
     Check("indexing", "operators on int64 and logits equal the CPU's, plain and recorded", check_indexing),
     Check(

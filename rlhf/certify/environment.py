@@ -6,6 +6,7 @@ import os
 import platform
 import resource
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -58,6 +59,16 @@ def record_backend(accelerator: Accelerator) -> dict[str, Any]:
         ),
         "variables": listed_variables(os.environ, prefixes),
     }
+
+
+def find_commit() -> str:
+    """Return the commit of rlhf's sources; "" if they are no working tree of git."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return ""
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return found.stdout.strip()
 
 
 def listed_variables(environ: Mapping[str, str], prefixes: tuple[str, ...]) -> dict[str, str]:

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -72,15 +73,24 @@ class Processes:
         folder: for temporary files, and the cache of tokenized rows.
         log: file of the check that runs.
         seconds: time limit of each process.
+        deadline: the time, by `time.monotonic`, at which the last of them ends; None without one.
     """
 
     folder: Path
     log: Path
     seconds: float
+    deadline: float | None = None
     _number: int = field(default=0, repr=False)
 
     def python(self, *arguments: str, variables: Mapping[str, str] | None = None) -> Finished:
-        """Run `python ARGUMENTS` to its end, or to its time limit."""
+        """Run `python ARGUMENTS` to its end, or to its time limit.
+
+        Raises:
+            CheckFailed: the deadline is over.
+        """
+        limit = self.seconds if self.deadline is None else min(self.seconds, self.deadline - time.monotonic())
+        if limit <= 0:
+            raise CheckFailed("the time of the level was over before the check began; use a faster or an idle machine")
         offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "COLUMNS": "120"}
         environment = {name: value for name, value in without_secrets(os.environ).items() if name not in _DROPPED}
         environment |= offline | {"HF_DATASETS_CACHE": str(self.folder / "rows")} | dict(variables or {})
@@ -94,7 +104,7 @@ class Processes:
                 start_new_session=True,  # so that its ranks can be stopped with it
             )
             try:
-                code = process.wait(self.seconds)
+                code = process.wait(limit)
             except subprocess.TimeoutExpired:
                 code = None
             finally:
@@ -108,7 +118,7 @@ class Processes:
                 texts.append(stream.read().decode("utf-8", "replace"))
         chosen = "".join(f"{name}={shlex.quote(value)} " for name, value in (variables or {}).items())
         self.write_log(f"$ {chosen}python {shlex.join(arguments)}\n{texts[0]}{texts[1]}[exit code {code}]\n\n")
-        return Finished(code, texts[0], texts[1], self.seconds)
+        return Finished(code, texts[0], texts[1], limit)
 
     def write_log(self, text: str) -> None:
         """Append a text to the log."""

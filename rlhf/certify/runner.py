@@ -1,8 +1,11 @@
-"""Run the checks, stop at the first failure, and write the bundle."""
+"""Run the checks of levels, stop at the first failure, and write the certificate, its page and the bundle."""
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
+import sys
 import tempfile
 import time
 import traceback
@@ -14,14 +17,20 @@ from typing import Any, Literal
 
 import accelerators
 from accelerators import describe_error
-from rlhf.certify.bundle import write_bundle
-from rlhf.certify.checks import CHECKS, Check, Subject
-from rlhf.certify.environment import record_machine
+from rlhf.certify.bundle import Redactor, write_bundle
+from rlhf.certify.checks import Check, Subject
+from rlhf.certify.environment import find_commit, record_machine
+from rlhf.certify.levels import LEVELS, Level, select_levels
+from rlhf.certify.page import render_certificate
 from rlhf.certify.processes import CheckFailed, Processes
 from rlhf.errors import ConfigError, RunError
+from rlhf.utils.atomic_io import atomic_write
 from rlhf.version import __version__
 
 Size = Literal["toy", "full"]
+
+FORMAT = 1
+"""Version of the certificate's form."""
 
 TOY_SECONDS = 1200.0
 """Time limit of each process at toy size: one that hangs in a driver must not keep the report from being written."""
@@ -29,8 +38,9 @@ TOY_SECONDS = 1200.0
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of one check; `reason` is empty if it passed."""
+    """The result of one check of a level; `reason` is empty if it passed."""
 
+    level: str
     check: str
     expected: str
     result: Literal["passed", "failed"]
@@ -39,53 +49,38 @@ class CheckResult:
     facts: dict[str, Any]
 
 
-def select_checks(only: Sequence[str]) -> list[Check]:
-    """Return the named checks in their order; all, if none is named.
-
-    Raises:
-        ConfigError: a name is not known.
-    """
-    known = [check.name for check in CHECKS]
-    if unknown := [name for name in only if name not in known]:
-        raise ConfigError(f"--only {unknown[0]}: no such check; use one of {', '.join(known)}")
-    return [check for check in CHECKS if not only or check.name in only]
-
-
 def certify(
     name: str,
     *,
-    level: str = "first-contact",
+    level: str | None = None,
+    up_to: str | None = None,
     size: Size = "full",
     only: Sequence[str] = (),
     output: Path | None = None,
     report_progress: Callable[[str], None] = lambda line: None,
 ) -> tuple[dict[str, Any], Path]:
-    """Run the checks in order until one fails, and return the report and the path of the bundle.
+    """Run the checks of levels in order until one fails, and return the certificate and the folder that has it.
+
+    The folder gets `certificate.json`, `certificate.html` and `bundle.zip`, after an interruption too.
 
     Args:
         name: the backend; auto: the one that a run would use.
-        level: the name of the checks, for the report.
+        level: one level or `all`; None: the first one, unless `up_to` is given.
+        up_to: the last level; those before it are included.
         size: `full` for a device, `toy` for a test on a CPU.
         only: names of checks; empty: all.
-        output: path of the bundle; None: a file in the working directory, named by backend and time.
+        output: the folder; None: one in the working directory, named by backend and time.
         report_progress: called with lines about what is done.
 
     Raises:
         AcceleratorError: the backend cannot be selected.
-        ConfigError: a name of a check is not known, or the bundle has no folder.
-        RunError: the bundle cannot be written.
+        ConfigError: a name of a level or a check is not known, or the folder cannot be made.
+        RunError: the files cannot be written.
     """
-    checks = select_checks(only)
+    levels = select_levels(level, up_to, only)
     selection = accelerators.select(name, environ={})
     now = datetime.now(timezone.utc)
-    path = output or Path(f"rlhf-certify-{selection.name}-{now:%Y%m%d-%H%M%S}.zip")
-    if path.is_dir():
-        raise ConfigError(f"--output {path}: it is a folder; name a file")
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise ConfigError(f"--output {path}: the folder {path.parent} does not exist; create it, or name another file")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise ConfigError(f"--output {path}: it cannot be written; name a file in another folder")
+    folder = _make_folder(output or Path(f"rlhf-certify-{selection.name}-{now:%Y%m%d-%H%M%S}"))
     (probed,) = (report.probe for report in accelerators.available() if report.name == selection.name)
     with tempfile.TemporaryDirectory(prefix="rlhf-certify-") as temporary:
         logs = Path(temporary, "logs")
@@ -94,41 +89,99 @@ def certify(
         subject = Subject(selection.name, max(1, probed.count if probed else 1), size == "full", processes)
         environment: dict[str, Any] = {}
         results: list[CheckResult] = []
+        count = sum(len(each.checks) for each in levels)
         try:
-            report_progress(f"{selection.name}: {level}, {size} size; recording the environment")
+            names = ", ".join(each.name for each in levels)
+            report_progress(f"{selection.name}: {names}, {size} size; recording the environment")
             environment |= record_machine() | _record_backend(processes, selection.name)
-            for number, check in enumerate(checks, start=1):
-                report_progress(f"{number:2}/{len(checks)} {check.name}\n      expected: {check.expected}")
-                processes.log = logs / f"{number:02}-{check.name}.log"
-                processes.seconds = check.seconds if size == "full" else TOY_SECONDS
-                results.append(_run_check(check, subject))
-                report_progress(f"      {_describe(results[-1])}")
+            for each in levels:
+                _run_level(each, subject, results, count, report_progress)
                 if results[-1].result == "failed":
                     break
         finally:  # after an interruption too
-            report = {
+            done = [(result.level, result.check) for result in results]
+            certificate = {
+                "format": FORMAT,
                 "accelerator": selection.name,
                 "provider": selection.provider,
                 "model": probed.model if probed else "",
                 "rlhf": __version__,
-                "level": level,
+                "commit": find_commit(),
+                "command": shlex.join(["rlhf", *sys.argv[1:]]),
                 "size": size,
                 "date": now.isoformat(timespec="seconds"),
-                "passed": [result.result for result in results] == ["passed"] * len(checks),
+                "passed": [result.result for result in results] == ["passed"] * count,
+                "levels": [_summarize_level(each, results, subject) for each in levels],
                 "checks": [vars(result) for result in results],
-                "not run": [check.name for check in CHECKS if check.name not in [result.check for result in results]],
+                "not run": [
+                    check.name for each in LEVELS for check in each.checks if (each.name, check.name) not in done
+                ],
             }
-            _write(path, report, environment, logs)
-            if len(results) < len(checks) and all(result.result == "passed" for result in results):
-                report_progress(f"stopped; bundle of the checks so far: {path}")
-    return report, path
+            _write(folder, certificate, environment, logs)
+            if len(results) < count and all(result.result == "passed" for result in results):
+                report_progress(f"stopped; certificate of the checks so far: {folder}")
+    return certificate, folder
 
 
-def _write(path: Path, report: dict[str, Any], environment: dict[str, Any], logs: Path) -> None:
+def _make_folder(folder: Path) -> Path:
+    """Make the folder of a certificate, or take one that exists.
+
+    Raises:
+        ConfigError: it cannot be made or written.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--output {folder}: it is a file; name a folder")
+    parent = folder.absolute().parent
+    if not parent.is_dir():
+        raise ConfigError(f"--output {folder}: the folder {folder.parent} does not exist; create it, or name another")
+    if not os.access(folder if folder.exists() else parent, os.W_OK):
+        raise ConfigError(f"--output {folder}: it cannot be written; name a folder in another place")
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def _run_level(
+    level: Level, subject: Subject, results: list[CheckResult], count: int, report_progress: Callable[[str], None]
+) -> None:
+    """Add the results of a level's checks, until one fails."""
+    processes, seconds = subject.processes, level.seconds(subject.name, full=subject.full)
+    processes.deadline = None if seconds is None else time.monotonic() + seconds
+    report_progress(
+        f"{level.name}: {level.promise}{'' if seconds is None else f'; at most {seconds / 60:.0f} minutes'}"
+    )
+    for check in level.checks:
+        number = len(results) + 1
+        report_progress(f"{number:2}/{count} {check.name}\n      expected: {check.expected}")
+        processes.log = processes.log.with_name(f"{number:02}-{check.name}.log")
+        processes.seconds = check.seconds if subject.full else TOY_SECONDS
+        results.append(_run_check(level, check, subject))
+        report_progress(f"      {_describe(results[-1])}")
+        if results[-1].result == "failed":
+            return
+
+
+def _summarize_level(level: Level, results: Sequence[CheckResult], subject: Subject) -> dict[str, Any]:
+    """Return the entry of a level: its result, and its time of the time that it had."""
+    done = [result for result in results if result.level == level.name]
+    failed = any(result.result == "failed" for result in done)
+    return {
+        "level": level.name,
+        "promise": level.promise,
+        "result": "failed" if failed else "passed" if len(done) == len(level.checks) else "not run",
+        "seconds": round(sum(result.seconds for result in done), 1),
+        "limit": level.seconds(subject.name, full=subject.full),
+    }
+
+
+def _write(folder: Path, report: dict[str, Any], environment: dict[str, Any], logs: Path) -> None:
+    """Write the certificate, its page and the bundle."""
+    certificate = Redactor(os.environ).clean_values(report | {"environment": environment})
     try:
-        write_bundle(path, report, environment, logs)
+        atomic_write(folder / "certificate.json", json.dumps(certificate, indent=1) + "\n")
+        atomic_write(folder / "certificate.html", render_certificate(certificate))
+        write_bundle(folder / "bundle.zip", report, environment, logs)
     except OSError as error:
-        raise RunError(f"{path}: cannot be written ({error.strerror}); choose another --output") from error
+        raise RunError(f"{folder}: cannot be written ({error.strerror}); choose another --output") from error
 
 
 def _describe(result: CheckResult) -> str:
@@ -142,7 +195,7 @@ def _record_backend(processes: Processes, name: str) -> dict[str, Any]:
         return {"backend": f"({error})"}
 
 
-def _run_check(check: Check, subject: Subject) -> CheckResult:
+def _run_check(level: Level, check: Check, subject: Subject) -> CheckResult:
     start, facts, reason = time.monotonic(), dict[str, Any](), ""
     try:
         check.run(subject, facts)
@@ -153,4 +206,4 @@ def _run_check(check: Check, subject: Subject) -> CheckResult:
         subject.processes.write_log(traceback.format_exc())
         reason = f"the check itself failed: {describe_error(error)}"
     seconds = round(time.monotonic() - start, 1)
-    return CheckResult(check.name, check.expected, "failed" if reason else "passed", reason, seconds, facts)
+    return CheckResult(level.name, check.name, check.expected, "failed" if reason else "passed", reason, seconds, facts)

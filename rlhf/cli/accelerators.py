@@ -1,7 +1,7 @@
 """`rlhf accelerators`: the installed backends, and what each can do on this machine.
 
 `list` reports on every plugin, broken ones too, and imports no torch; `explain` creates a backend and asks it;
-`check` runs the conformance kit, and `certify` the first hour on a device, with a report to send.
+`check` runs the conformance kit, and `certify` the levels of a certificate, with a page and a bundle to send.
 """
 
 from __future__ import annotations
@@ -107,8 +107,11 @@ def check(
 def certify(
     name: Annotated[str, typer.Argument(help="Backend; auto: the one that a run would use.")],
     level: Annotated[
-        Literal["first-contact"], typer.Option(help="The checks to run: those of the first hour on a device.")
-    ] = "first-contact",
+        str | None, typer.Option(help="One level, or all; default: first-contact.", show_default=False)
+    ] = None,
+    up_to: Annotated[
+        str | None, typer.Option(help="The last level; those before it are included.", metavar="LEVEL")
+    ] = None,
     size: Annotated[
         Literal["full", "toy"], typer.Option(help="Sizes of models: full for a device, toy for a test on a CPU.")
     ] = "full",
@@ -116,27 +119,33 @@ def certify(
         list[str] | None, typer.Option("--only", metavar="CHECK", help="Run only this check. Repeatable.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="File for the bundle; default: rlhf-certify-NAME-TIME.zip here.", metavar="FILE")
+        Path | None, typer.Option(help="Folder; default: rlhf-certify-NAME-TIME here.", metavar="FOLDER")
     ] = None,
     as_json: AsJSON = False,
 ) -> None:
-    """Certify a device: the first hour on it, with a report that you can send.
+    """Certify a device, level by level, with a certificate that you can send.
 
-    The command records the machine and its software, then runs ten checks in order, and stops at the first that
-    fails: [bold]product[/], [bold]explain[/], [bold]conformance[/], [bold]attention[/], [bold]indexing[/],
-    [bold]decoding[/], [bold]stages[/], [bold]zero[/], [bold]resume[/] and [bold]ppo-steps[/]. Each states what it
-    expects, and runs in separate processes. It needs no network, no data and no weights.
+    [bold]first-contact[/]  the first hour: ten checks, from a matrix product to twenty PPO steps
 
-    [bold]rlhf accelerators certify auto[/]                  [dim]# all checks, on this device[/]
+    [bold]interface[/]      the conformance kit, as [bold]rlhf accelerators check[/]
+
+    Each level is a gate: the command stops at the first check that fails. After the first contact, a level takes at
+    most ten minutes on a device, and thirty on a CPU or at toy size. Each check states what it expects, and runs in
+    separate processes. The command needs no network, no data and no weights.
+
+    [bold]rlhf accelerators certify auto[/]                  [dim]# the first contact, on this device[/]
+
+    [bold]rlhf accelerators certify NAME --level all[/]      [dim]# everything[/]
 
     [bold]rlhf accelerators certify NAME --only attention[/] [dim]# one check again[/]
 
     [bold]rlhf accelerators certify cpu --size toy[/]        [dim]# some minutes on a CPU[/]
 
-    The bundle is one zip file: report.json, environment.json and the log of each check. It contains no tokens, keys
-    or passwords: secret variables are neither recorded nor visible to the checks.
+    The folder gets [bold]certificate.html[/], a page to read; [bold]certificate.json[/], with all numbers and what is
+    needed to repeat them; and [bold]bundle.zip[/], with the log of each check. They contain no tokens, keys or
+    passwords: secret variables are neither recorded nor visible to the checks.
 
-    Exit code 0: all checks passed; 1: one failed, and the bundle is still written; 2: they could not start.
+    Exit code 0: all checks passed; 1: one failed, and the certificate is still written; 2: they could not start.
     """
     from rlhf.certify import runner
 
@@ -148,13 +157,19 @@ def certify(
         sys.stderr.flush()
 
     with report_interruption():
-        report, path = runner.certify(
-            name, level=level, size=size, only=only or (), output=output, report_progress=report_progress
+        report, folder = runner.certify(
+            name,
+            level=level,
+            up_to=up_to,
+            size=size,
+            only=only or (),
+            output=output,
+            report_progress=report_progress,
         )
     if as_json:
-        print_json(report | {"bundle": str(path)})
+        print_json(report | {"folder": str(folder)})
     else:
-        print_line(_summarize_certificate(report), f"; bundle: {path}")
+        print_line(_summarize_certificate(report), f"; certificate: {folder / 'certificate.html'}")
     if not report["passed"]:
         raise typer.Exit(1)
 

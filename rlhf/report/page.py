@@ -46,7 +46,7 @@ def render_report(
         "tokens": [sample["numbers"] for sample in samples.rollouts] if samples else [],
         "refresh": refresh,
     }
-    page: str = _template().render(
+    page: str = load_template(_ASSETS / "report.html").render(
         title=title or (f"{len(names)} runs: {', '.join(names[:4])}{' …' * (len(names) > 4)}" if several else names[0]),
         runs=runs,
         notes=notes,
@@ -62,10 +62,10 @@ def render_report(
         version=__version__,
         made=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         island=_embed_json(island),
-        css=_asset("report.css"),
-        uplot_css=_asset("uplot.min.css"),
-        js=_asset("report.js"),
-        uplot_js=_asset("uplot.min.js"),
+        css=read_asset("report.css"),
+        uplot_css=read_asset("uplot.min.css"),
+        js=read_asset("report.js"),
+        uplot_js=read_asset("uplot.min.js"),
     )
     return page.encode(errors="replace").decode()  # a command line may have bytes that are no text
 
@@ -82,14 +82,16 @@ def write_report(
 
 
 @cache
-def _template() -> Any:
+def load_template(path: Path) -> Any:
+    """Return the template of a page."""
     # Everything from models and data is escaped; what this package made is marked as safe.
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string((_ASSETS / "report.html").read_text(encoding="utf-8"))
+    return environment.from_string(path.read_text(encoding="utf-8"))
 
 
 @cache
-def _asset(name: str) -> Markup:
+def read_asset(name: str) -> Markup:
+    """Return a style sheet or a script of reports."""
     return Markup((_ASSETS / name).read_text(encoding="utf-8"))
 
 

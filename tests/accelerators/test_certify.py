@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.certify.checks import CHECKS
+from rlhf.certify.checks import FIRST_CONTACT
 
 
 @pytest.fixture
@@ -16,13 +16,15 @@ def certify(run_python, tmp_path: Path):
     """Run the command at toy size; return the end of its process, and the texts of the bundle by name."""
 
     def run(name: str, *options: str, plugins: tuple[str, ...] = (), **variables: str):
-        path = tmp_path / "certificate.zip"
-        command = ("-m", "rlhf", "accelerators", "certify", name, "--size", "toy", "--output", str(path), *options)
+        folder = tmp_path / "certificate"
+        path = folder / "bundle.zip"
+        command = ("-m", "rlhf", "accelerators", "certify", name, "--size", "toy", "--output", str(folder), *options)
         done = run_python(*command, plugins=plugins, env={"HOME": str(tmp_path), **variables}, seconds=3000)
         if not path.exists():
             return done, {}
         with zipfile.ZipFile(path) as bundle:
-            return done, {name: bundle.read(name).decode() for name in bundle.namelist()}
+            texts = {name: bundle.read(name).decode() for name in bundle.namelist()}
+        return done, texts | {name: (folder / name).read_text() for name in ("certificate.json", "certificate.html")}
 
     return run
 
@@ -34,10 +36,10 @@ def test_cpu_is_certified_without_secrets(certify) -> None:
     assert done.returncode == 0, done.stderr
     report = json.loads(texts["report.json"])
     assert json.loads(done.stdout)["checks"] == report["checks"]
-    assert [check["check"] for check in report["checks"]] == [check.name for check in CHECKS]
-    assert all(f"expected: {check.expected}" in done.stderr for check in CHECKS)
+    assert [check["check"] for check in report["checks"]] == [check.name for check in FIRST_CONTACT]
+    assert all(f"expected: {check.expected}" in done.stderr for check in FIRST_CONTACT)
     assert {name for name, text in texts.items() if "secret_4711" in text} == set()
-    assert len(texts) == 2 + 1 + len(CHECKS)
+    assert len(texts) == 4 + 1 + len(FIRST_CONTACT)
     facts = {check["check"]: check["facts"] for check in report["checks"]}
     assert len(facts["ppo-steps"]["steps"]) == 20
     assert {"generation_seconds", "scoring_seconds", "training_seconds"} <= set(facts["ppo-steps"]["steps"][0])
@@ -62,7 +64,7 @@ def test_fault_of_a_backend_fails_its_check(certify, check: str, fault: str, lin
     assert done.returncode == 1, done.stderr
     (result,) = json.loads(texts["report.json"])["checks"]
     assert line in result["reason"]
-    assert f"{check} failed" in done.stdout and "certificate.zip" in done.stdout
+    assert f"{check} failed" in done.stdout and "certificate.html" in done.stdout
 
 
 @pytest.mark.slow
@@ -70,7 +72,7 @@ def test_crash_of_the_device_is_reported_with_its_log(certify) -> None:
     fault = {"FAULT": "aborts when the device is opened"}
     done, texts = certify("uncertain", "--only", "product", plugins=("uncertain",), **fault)
     assert done.returncode == 1
-    assert "uncertain (Uncertain): product failed after 0 checks passed: SIGABRT; bundle: " in done.stdout
+    assert "uncertain (Uncertain): product failed after 0 checks passed: SIGABRT; certificate: " in done.stdout
     assert "[exit code -6]" in texts["logs/01-product.log"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import time
 import zipfile
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,7 +17,8 @@ import pytest
 
 from accelerators import OPERATIONS
 from rlhf.certify import runner
-from rlhf.certify.checks import CHECKS, Subject
+from rlhf.certify.checks import FIRST_CONTACT, Subject
+from rlhf.certify.levels import LEVELS, select_levels
 from rlhf.certify.processes import CheckFailed, Finished, Processes
 from rlhf.errors import ConfigError
 
@@ -107,7 +109,7 @@ def write(path: Path, document: Any) -> None:
 
 def run(processes: Fake, name: str) -> dict[str, Any]:
     facts: dict[str, Any] = {}
-    (check,) = (check for check in CHECKS if check.name == name)
+    (check,) = {check for level in LEVELS for check in level.checks if check.name == name}
     check.run(Subject("npu", 8, False, processes), facts)
     return facts
 
@@ -203,11 +205,14 @@ def test_check_finds_its_fault(tmp_path: Path, name: str, fault: Callable[[Fake]
     assert line in str(failure.value)
 
 
+NAMES = sorted({check.name for level in LEVELS for check in level.checks})
+
+
 def test_every_check_has_a_fault() -> None:
-    assert {name for name, _, _ in FAULTS} == {check.name for check in CHECKS}
+    assert sorted({name for name, _, _ in FAULTS}) == NAMES
 
 
-@pytest.mark.parametrize("name", [check.name for check in CHECKS])
+@pytest.mark.parametrize("name", NAMES)
 def test_check_passes_without_a_fault(tmp_path: Path, name: str) -> None:
     run(Fake(tmp_path), name)
 
@@ -234,7 +239,7 @@ def test_mode_that_the_software_lacks_is_a_note(tmp_path: Path) -> None:
     assert facts["this device"] == facts["the CPU"] == LOSSES
 
 
-def test_first_failure_ends_the_checks_and_the_bundle_is_written(
+def test_first_failure_ends_all_levels_and_the_certificate_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = Fake(tmp_path)
@@ -242,12 +247,16 @@ def test_first_failure_ends_the_checks_and_the_bundle_is_written(
     monkeypatch.setattr(fake, "tasks", fake.tasks | {"record_environment": {"facts": {}}})
     monkeypatch.setattr(runner, "Processes", lambda *arguments: fake)
     lines: list[str] = []
-    report, path = runner.certify("cpu", size="toy", output=tmp_path / "c.zip", report_progress=lines.append)
-    assert path.is_file() and not report["passed"]
+    options = {"level": "all", "output": tmp_path / "c", "report_progress": lines.append}
+    report, folder = runner.certify("cpu", size="toy", **options)
+    assert {path.name for path in folder.iterdir()} == {"certificate.json", "certificate.html", "bundle.zip"}
+    assert not report["passed"]
     assert [check["result"] for check in report["checks"]] == ["passed", "passed", "failed"]
     assert report["checks"][2]["facts"]["report"] == fake.kit
-    assert report["not run"] == [check.name for check in CHECKS[3:]]
-    assert lines[0] == "cpu: first-contact, toy size; recording the environment"
+    later = [check.name for level in LEVELS[1:] for check in level.checks]
+    assert report["not run"] == [check.name for check in FIRST_CONTACT[3:]] + later
+    assert [level["result"] for level in report["levels"]] == ["failed"] + ["not run"] * (len(LEVELS) - 1)
+    assert lines[0].startswith("cpu: first-contact, interface, ")
     assert lines[-1].endswith("shapes failed: bucket(3) is 2")
 
 
@@ -259,7 +268,7 @@ def test_first_failure_ends_the_checks_and_the_bundle_is_written(
         (KeyboardInterrupt(), None),
     ],
 )
-def test_bundle_is_written_whatever_ends_a_check(
+def test_certificate_is_written_whatever_ends_a_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, reason: str | None
 ) -> None:
     fake = Fake(tmp_path)
@@ -271,38 +280,77 @@ def test_bundle_is_written_whatever_ends_a_check(
 
     monkeypatch.setattr(fake, "rlhf", rlhf)
     lines: list[str] = []
-    path = tmp_path / "c.zip"
+    folder = tmp_path / "c"
     with pytest.raises(KeyboardInterrupt) if reason is None else nullcontext():
-        runner.certify("cpu", size="toy", output=path, report_progress=lines.append)
-    with zipfile.ZipFile(path) as bundle:
+        runner.certify("cpu", size="toy", output=folder, report_progress=lines.append)
+    with zipfile.ZipFile(folder / "bundle.zip") as bundle:
         report = json.loads(bundle.read("report.json"))
     assert not report["passed"]
     assert [check["result"] for check in report["checks"]] == ["passed", "failed"][: 2 if reason else 1]
     if reason:
         assert report["checks"][1]["reason"].startswith(reason)
     else:
-        assert lines[-1] == f"stopped; bundle of the checks so far: {path}"
+        assert lines[-1] == f"stopped; certificate of the checks so far: {folder}"
 
 
-def test_bundle_that_cannot_be_written_is_refused_before_the_checks(
+def test_folder_that_cannot_be_written_is_refused_before_the_checks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
-    with pytest.raises(ConfigError, match="it cannot be written; name a file in another folder"):
-        runner.certify("cpu", size="toy", output=tmp_path / "c.zip")
+    with pytest.raises(ConfigError, match="it cannot be written; name a folder in another place"):
+        runner.certify("cpu", size="toy", output=tmp_path / "c")
 
 
 @pytest.mark.parametrize(
     ("options", "line"),
     [
         ({"only": ["attntion"]}, "--only attntion: no such check; use one of product, explain, "),
-        ({"output": Path("missing", "c.zip")}, "the folder missing does not exist; create it, or name another file"),
-        ({"output": Path("/")}, "--output /: it is a folder; name a file"),
+        ({"output": Path("missing", "c")}, "the folder missing does not exist; create it, or name another"),
+        ({"output": Path(__file__)}, f"--output {__file__}: it is a file; name a folder"),
+        ({"level": "numeric"}, "--level numeric: no such level; use one of first-contact, interface"),
+        ({"up_to": "all"}, "--up-to all: no such level; use one of first-contact, "),
+        ({"level": "all", "up_to": "interface"}, "--level all and --up-to interface exclude each other; leave one out"),
+        ({"level": "interface", "only": ["product"]}, "--only product: no such check; add --level first-contact"),
     ],
 )
 def test_options_that_cannot_be_used_are_refused(options: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError, match=line):
         runner.certify("cpu", size="toy", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({}, ["first-contact"]),
+        ({"level": "interface"}, ["interface"]),
+        ({"up_to": "interface"}, ["first-contact", "interface"]),
+        ({"level": "all"}, [level.name for level in LEVELS]),
+        ({"level": "all", "only": ["product"]}, ["first-contact"]),
+    ],
+)
+def test_levels_are_chosen_in_their_order(options: dict[str, Any], names: list[str]) -> None:
+    assert [level.name for level in select_levels(**options)] == names
+
+
+def test_conformance_kit_runs_once_for_two_levels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Fake(tmp_path)
+    monkeypatch.setattr(fake, "tasks", fake.tasks | {"record_environment": {"facts": {}}})
+    monkeypatch.setattr(runner, "Processes", lambda *arguments: fake)
+    report, _ = runner.certify("cpu", up_to="interface", only=["conformance"], size="toy", output=tmp_path / "c")
+    assert [check["level"] for check in report["checks"]] == ["first-contact", "interface"]
+    assert report["passed"] and fake.commands.count("accelerators check cpu --json") == 1
+
+
+def test_level_that_takes_too_long_fails(tmp_path: Path) -> None:
+    processes = Processes(tmp_path, tmp_path / "log", 60.0, deadline=time.monotonic() + 0.6)
+    assert processes.python("-c", "import time; time.sleep(60)").error.startswith("did not end within")
+    with pytest.raises(CheckFailed, match="the time of the level was over before the check began"):
+        processes.python("-c", "0")
+
+
+@pytest.mark.parametrize(("backend", "full", "minutes"), [("cpu", True, 30), ("npu", True, 10), ("npu", False, 30)])
+def test_level_has_ten_minutes_on_a_device_and_thirty_on_a_cpu(backend: str, full: bool, minutes: int) -> None:
+    assert {level.seconds(backend, full=full) for level in LEVELS} == {None, 60.0 * minutes}
 
 
 @pytest.mark.parametrize(
