@@ -5,17 +5,19 @@ import torch, because some runtimes read their environment when torch is importe
 first.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from accelerators.discovery import Report, available, blame_plugin
 from accelerators.errors import AcceleratorError, CaptureError, PluginError, describe_error, find_out_of_memory
 from accelerators.hookspecs import hookimpl, hookspec
-from accelerators.host import redirect_fd, stdout_to_stderr
+from accelerators.host import describe_files, read_command, read_text, redirect_fd, run_tool, stdout_to_stderr
 from accelerators.kernels import KernelSet
 from accelerators.known_devices import DevicePrice, KnownDevice, known_device, known_device_names
-from accelerators.portable import missing_features, register_attention
+from accelerators.portable import FUSED_ADAMW, always, missing_features, portable_kernels, register_attention
 from accelerators.registry import Selection, select, verify_agreement
 from accelerators.shapes import ShapePolicy
+from accelerators.torch_build import TorchBuild, torch_build
 from accelerators.types import (
     API_VERSION,
     OPERATIONS,
@@ -33,11 +35,14 @@ from accelerators.types import (
 
 if TYPE_CHECKING:
     from accelerators.accelerator import Accelerator
+    from accelerators.capture import StreamGraphs
     from accelerators.deepspeed_device import DeepSpeedDevice
+    from accelerators.precisions import choose_precision
     from accelerators.quantized import QuantizedWeights
 
 __all__ = [
     "API_VERSION",
+    "FUSED_ADAMW",
     "OPERATIONS",
     "REFERENCE",
     "Accelerator",
@@ -60,35 +65,44 @@ __all__ = [
     "Report",
     "Selection",
     "ShapePolicy",
+    "StreamGraphs",
     "Support",
+    "TorchBuild",
+    "always",
     "available",
     "blame_plugin",
+    "choose_precision",
     "describe_error",
+    "describe_files",
     "find_out_of_memory",
     "hookimpl",
     "hookspec",
     "known_device",
     "known_device_names",
     "missing_features",
+    "portable_kernels",
+    "read_command",
+    "read_text",
     "redirect_fd",
     "register_attention",
+    "run_tool",
     "select",
     "stdout_to_stderr",
+    "torch_build",
     "verify_agreement",
 ]
 
+_LAZY = {
+    "Accelerator": "accelerator",
+    "DeepSpeedDevice": "deepspeed_device",  # it imports DeepSpeed, which needs the backend's environment
+    "QuantizedWeights": "quantized",
+    "StreamGraphs": "capture",
+    "choose_precision": "precisions",
+}
+"""Names of modules that import torch, and their modules."""
+
 
 def __getattr__(name: str) -> Any:
-    if name == "Accelerator":  # its module imports torch
-        from accelerators.accelerator import Accelerator
-
-        return Accelerator
-    if name == "QuantizedWeights":  # so does this one
-        from accelerators.quantized import QuantizedWeights
-
-        return QuantizedWeights
-    if name == "DeepSpeedDevice":  # and this one imports DeepSpeed, which needs the backend's environment
-        from accelerators.deepspeed_device import DeepSpeedDevice
-
-        return DeepSpeedDevice
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,6 +11,7 @@ import functools
 import logging
 import os
 import random
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, TypeVar, cast
@@ -57,6 +58,9 @@ class Accelerator(ABC):
     environment_prefixes: ClassVar[tuple[str, ...]] = ()
     """Beginnings of the environment variables that change how the device's software behaves, for reports; optional."""
 
+    out_of_memory_pattern: ClassVar[str] = ""
+    """A regular expression that finds a lack of memory in the messages of the runtime's `RuntimeError`s; optional."""
+
     provider: str = ""
     """The distribution that offers this backend, and its version; set by `Selection.create`."""
 
@@ -87,6 +91,25 @@ class Accelerator(ABC):
         if self._device is None:
             raise AcceleratorError(f"{self.name}: no device is bound to this process; call bind(local_rank) first")
         return self._device
+
+    def require_device(self, local_rank: int, count: int, variable: str) -> None:
+        """Refuse a rank for which this machine has no device; for `bind`.
+
+        Args:
+            local_rank: the rank on this machine.
+            count: number of devices that the runtime shows to this process.
+            variable: the environment variable with which users limit them.
+
+        Raises:
+            AcceleratorError: there are fewer devices.
+        """
+        if local_rank >= count:
+            wish = os.environ.get(variable)
+            limit = "" if wish is None else f" ({variable}={wish})"
+            raise AcceleratorError(
+                f"{self.name}: no device for local rank {local_rank}, this machine shows {count}{limit}; "
+                f"start at most {count} ranks per machine"
+            )
 
     def to_device(self, batch: Batch) -> Batch:
         """Return the batch (tensors in dicts, lists or tuples) with every tensor on the device."""
@@ -242,9 +265,11 @@ class Accelerator(ABC):
         """Return whether an error of the device's software means that the device is out of memory.
 
         It is called for every error that ends a run, and for its causes. Errors of torch and Python
-        (`torch.OutOfMemoryError`, `MemoryError`) are always recognized.
+        (`torch.OutOfMemoryError`, `MemoryError`) are always recognized, and those that `out_of_memory_pattern` finds.
         """
-        return is_out_of_memory(error)
+        pattern = self.out_of_memory_pattern
+        found = bool(pattern) and isinstance(error, RuntimeError) and re.search(pattern, str(error)) is not None
+        return found or is_out_of_memory(error)
 
     def seed(self, n: int) -> None:
         """Seed the generators of Python, torch and the device."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -116,6 +117,33 @@ class Graph:
         if leaf is None or isinstance(leaf, (bool, int, float, str)):
             return leaf
         raise CaptureError(f"{self.key} returns a {type(leaf).__name__}; use tuples, lists or dicts of tensors")
+
+
+class StreamGraphs:
+    """Records functions as graphs of the device's stream, as `torch.cuda.graph` and its likes do.
+
+    Args:
+        make: makes an empty graph with a method `replay`; each has a separate memory pool.
+        recording: a context that records what runs in it into the graph.
+    """
+
+    def __init__(self, make: Callable[[], Any], recording: Callable[[Any], AbstractContextManager[Any]]) -> None:
+        self.recordings = 0
+        self._make = make
+        self._recording = recording
+
+    def capture(self, fn: Callable[..., Any], key: str) -> Graph:
+        """Return `fn`, recorded on its second call (operation `graph_capture`)."""
+        return Graph(fn, key, self.record)
+
+    def record(self, fn: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        """Record `fn` and replay it once (a `Record`): operators do not run while they are recorded."""
+        graph = self._make()
+        with self._recording(graph):
+            outputs = fn()
+        self.recordings += 1
+        graph.replay()
+        return outputs, graph.replay
 
 
 def _alike(static: Any, new: Any) -> bool:

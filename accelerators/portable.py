@@ -6,6 +6,7 @@ for attention is `eager`, which every architecture has. Functions for other impl
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import sys
@@ -244,3 +245,13 @@ KERNELS = (
     _plain("attention", "eager", lambda accelerator: "eager", _EAGER, priority=-1000),
     _plain("quantized_weights", "torch", quantized_weights, _UNPACKED),
 )
+
+FUSED_ADAMW = _plain("adamw", "torch-fused", fused_adamw, "one pass over memory, in few launches", priority=10)
+"""For backends whose build of torch has the operator; a constructor like `torch.optim.AdamW`."""
+
+
+def portable_kernels(sdpa: str) -> tuple[KernelImpl, ...]:
+    """Return the portable implementations, with the reason for torch's attention: the kernels it has on a device."""
+    return tuple(
+        dataclasses.replace(kernel, supported=always(sdpa)) if kernel.name == "sdpa" else kernel for kernel in KERNELS
+    )

@@ -123,7 +123,9 @@ def install(folder: Path, *chips: str) -> Path:
     return folder
 
 
-def install_torch(folder: Path, version: str, cuda: str | None = None, hip: str | None = None) -> Path:
+def install_torch(
+    folder: Path, version: str, cuda: str | None = None, hip: str | None = None, xpu: str | None = None
+) -> Path:
     """Write a package `torch` that has a version and cannot be imported into a folder, and return the folder."""
     package = folder / "torch"
     package.mkdir(parents=True)
@@ -133,6 +135,7 @@ def install_torch(folder: Path, version: str, cuda: str | None = None, hip: str 
         f"__version__ = {version!r}",
         f"cuda: Optional[str] = {cuda!r}",
         f"hip: Optional[str] = {hip!r}",
+        f"xpu: Optional[str] = {xpu!r}",
     ]
     (package / "version.py").write_text("\n".join(lines))
     return folder

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from accelerators import AcceleratorError, Probe
+from accelerators import AcceleratorError, Probe, TorchBuild
 from accelerators.backends.cuda import info as cuda_info
-from accelerators.backends.cuda.info import TorchBuild
 from tests.accelerators import nvml
 
 ROOT = Path(__file__).parents[2]
@@ -290,33 +289,6 @@ def test_one_mig_instance_is_shown_with_its_own_memory(present):
     assert gpu.memory == (81559 << 20) // 4
     with pytest.raises(AcceleratorError, match="CUDA_VISIBLE_DEVICES='MIG-9' hides all"):
         cuda_info.machine({cuda_info.VISIBLE_ENV: "MIG-9"})
-
-
-# the installed torch
-
-
-@pytest.mark.parametrize(
-    ("written", "build"),
-    [
-        ({"version": "2.13.0+cu126", "cuda": "12.6"}, CUDA_12),
-        ({"version": "2.13.0+cpu"}, TorchBuild("2.13.0+cpu", None, None)),
-        ({"version": "2.13.0+rocm7.1", "hip": "7.1.25424"}, TorchBuild("2.13.0+rocm7.1", None, "7.1.25424")),
-    ],
-)
-def test_the_build_of_torch_is_read_from_its_files(monkeypatch, tmp_path, written, build):
-    monkeypatch.syspath_prepend(nvml.install_torch(tmp_path, **written))
-    monkeypatch.delitem(sys.modules, "torch", raising=False)
-    assert cuda_info.torch_build() == build
-
-
-def test_installed_build_of_torch_is_read(monkeypatch):
-    import torch
-
-    build = cuda_info.torch_build()
-    assert (build.version, build.hip) == (torch.__version__, torch.version.hip)
-    assert build.cuda == (torch.version.cuda and tuple(map(int, torch.version.cuda.split("."))))
-    monkeypatch.setattr(cuda_info.importlib.util, "find_spec", lambda name: None)
-    assert cuda_info.torch_build() is None
 
 
 def test_probing_and_selecting_import_no_torch(tmp_path):

@@ -29,7 +29,7 @@ def test_rank_opens_a_card_and_gets_a_device_without_index(machine):
 
 def test_more_ranks_than_cards_are_an_error(machine):
     hpu = machine(count=2)
-    with pytest.raises(AcceleratorError, match=r"no card for rank 2 .*2 x Gaudi2.*start at most 2 processes"):
+    with pytest.raises(AcceleratorError, match="no device for local rank 2, this machine shows 2; start at most 2"):
         hpu.bind(2)
     assert hpu.bridge.calls == []
 

@@ -8,11 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from accelerators import (
-    OPERATIONS,
-    AcceleratorError,
-    Support,
-)
+from accelerators import OPERATIONS, AcceleratorError, Support, choose_precision, portable_kernels
 from accelerators.backends.cpu.backend import CPU
 from tests.accelerators.fake_plugins import fast
 
@@ -131,3 +127,59 @@ def test_attention_cannot_be_turned_off():
     implementations = "composed, sdpa, eager"
     with pytest.raises(AcceleratorError, match=f"attention: cpu has no implementation none; .* {implementations}"):
         CPU().kernels.choose("attention", "none")
+
+
+# what several backends need
+
+
+SUPPORTS = {"bf16": Support(False, "the chip has none"), "fp16": Support(True, "fast"), "fp32": Support(True, "exact")}
+
+
+def test_precision_of_auto_is_the_first_supported_one_and_tells_why_not_the_others():
+    precision = choose_precision("chip", "auto", SUPPORTS)
+    assert (precision.name, precision.dtype, precision.loss_scaling) == ("fp16", torch.float16, True)
+    assert precision.reason == "fast; bf16: the chip has none"
+    assert not choose_precision("chip", "fp32", SUPPORTS).loss_scaling
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        ("bf16", "precision bf16 on chip: the chip has none; use auto, fp16 or fp32"),
+        ("fp8", "precision 'fp8': not known; use auto, bf16, fp16 or fp32"),
+    ],
+)
+def test_precision_that_is_not_supported_is_refused_with_those_that_are(wish, message):
+    with pytest.raises(AcceleratorError) as error:
+        choose_precision("chip", wish, SUPPORTS)
+    assert str(error.value) == message
+
+
+def test_rank_without_a_device_is_refused_with_the_variable_that_hides_devices(monkeypatch):
+    backend = Terse()
+    backend.require_device(1, 2, "CHIP_VISIBLE")
+    monkeypatch.setenv("CHIP_VISIBLE", "3,4")
+    with pytest.raises(AcceleratorError, match=r"rank 2, this machine shows 2 \(CHIP_VISIBLE=3,4\); start at most 2"):
+        backend.require_device(2, 2, "CHIP_VISIBLE")
+
+
+@pytest.mark.parametrize(
+    ("error", "found"),
+    [
+        (RuntimeError("CHIP_NO_MEM in op 7"), True),
+        (RuntimeError("CHIP_BUSY"), False),
+        (ValueError("CHIP_NO_MEM"), False),
+        (torch.OutOfMemoryError("any words"), True),
+    ],
+)
+def test_pattern_finds_a_lack_of_memory_in_runtime_errors_only(error, found):
+    class Patterned(Terse):
+        out_of_memory_pattern = "CHIP_NO_MEM"
+
+    assert Patterned().is_out_of_memory(error) == found
+
+
+def test_reason_for_torchs_attention_is_the_one_of_the_device():
+    reasons = {kernel.name: kernel.supported(None).reason for kernel in portable_kernels("the chip's own kernel")}
+    assert reasons["sdpa"] == "the chip's own kernel"
+    assert reasons["eager"] == "every architecture's own operators"

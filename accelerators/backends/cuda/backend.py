@@ -6,11 +6,10 @@ opens the device. Repeated work is recorded as CUDA graphs.
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import functools
 import gc
-import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -18,13 +17,11 @@ import torch
 from accelerators import portable
 from accelerators.accelerator import Accelerator
 from accelerators.backends.cuda import info as cuda_info
-from accelerators.capture import Graph
+from accelerators.capture import StreamGraphs
 from accelerators.errors import AcceleratorError
+from accelerators.precisions import choose_precision
 from accelerators.shapes import ShapePolicy
 from accelerators.types import DeviceInfo, KernelImpl, Precision, Support
-
-NO_MEMORY = "_STATUS_ALLOC_FAILED"
-"""The common part of the names in cuBLAS, cuDNN and cuSOLVER."""
 
 NATIVE_BF16, FLASH_ATTENTION, CUDNN_ATTENTION, TENSOR_CORES = (8, 0), (8, 0), (8, 0), (7, 0)
 
@@ -39,10 +36,12 @@ class CUDA(Accelerator):
         "fused_layers": "torch has no fused form of such layers for a GPU that trains; a plugin may bring one",
     }
 
+    out_of_memory_pattern = "_STATUS_ALLOC_FAILED"  # of cuBLAS, cuDNN and cuSOLVER, which allocate without torch
+
     environment_prefixes: ClassVar[tuple[str, ...]] = ("CUDA_", "CUDNN_", "CUBLAS_", "NCCL_", "NVIDIA_", "PYTORCH_")
 
     def __init__(self) -> None:
-        self._recordings = 0
+        self.graphs = StreamGraphs(lambda: torch.cuda.CUDAGraph(), self._recording)
 
     @functools.cached_property
     def machine(self) -> cuda_info.Machine:
@@ -58,13 +57,7 @@ class CUDA(Accelerator):
                 f"{self.machine.torch.remedy}"
             )
         gpus = self.machine.gpus
-        if local_rank >= len(gpus):
-            wish = os.environ.get(cuda_info.VISIBLE_ENV)
-            limit = "" if wish is None else f" ({cuda_info.VISIBLE_ENV}={wish})"
-            raise AcceleratorError(
-                f"cuda: no GPU for local rank {local_rank}, this machine shows {len(gpus)}{limit}; "
-                f"start at most {len(gpus)} ranks per machine"
-            )
+        self.require_device(local_rank, len(gpus), cuda_info.VISIBLE_ENV)
         gpu = gpus[local_rank]
         architectures = torch.cuda.get_arch_list()
         if not any(cuda_info.runs_on(architecture, gpu.capability) for architecture in architectures):
@@ -115,29 +108,15 @@ class CUDA(Accelerator):
 
     def compilations(self) -> int:
         """Return the number of CUDA graphs recorded so far."""
-        return self._recordings
+        return self.graphs.recordings
 
     def precision(self, wish: str = "auto") -> Precision:
         """Return bf16 if the chip has it, else fp16 with loss scaling, or the wished one."""
-        supports = _precisions(self.machine.weakest)
-        *others, last = [name for name, support in supports.items() if support]
-        if wish == "auto":
-            name = [*others, last][0]
-            refused = [f"{other}: {support.reason}" for other, support in supports.items() if not support]
-            reason = "; ".join([supports[name].reason, *refused])
-        elif wish not in supports:
-            raise AcceleratorError(f"precision {wish!r}: not known; use auto, bf16, fp16 or fp32")
-        elif supports[wish]:
-            name, reason = wish, f"asked for; {supports[wish].reason}"
-        else:
-            remedy = f"use {', '.join(['auto', *others])} or {last}"
-            raise AcceleratorError(f"precision {wish} on cuda: {supports[wish].reason}; {remedy}")
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
-        return Precision(dtype, name, reason, loss_scaling=name == "fp16")
+        return choose_precision(self.name, wish, _precisions(self.machine.weakest))
 
     def kernel_implementations(self) -> Iterable[KernelImpl]:
         """Return PyTorch's implementations and those for CUDA."""
-        return (*_PORTABLE, FUSED_ADAMW, FLASH_ATTENTION_2, SDPA_CUDNN, CUDA_GRAPHS, PACKED_PRODUCTS)
+        return (*_PORTABLE, portable.FUSED_ADAMW, FLASH_ATTENTION_2, SDPA_CUDNN, CUDA_GRAPHS, PACKED_PRODUCTS)
 
     def shape_policy(self) -> ShapePolicy:
         """Return few lengths, because each is a separate recording; tensor cores multiply multiples of 8 fastest."""
@@ -152,30 +131,20 @@ class CUDA(Accelerator):
         gc.collect()  # a recorded function and the object with its buffers often refer to each other
         torch.cuda.empty_cache()
 
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Recognize the errors of libraries that allocate without torch's allocator."""
-        return super().is_out_of_memory(error) or (isinstance(error, RuntimeError) and NO_MEMORY in str(error))
-
     def recordings_keep_memory(self) -> bool:
         """Return True: each graph has a separate memory pool."""
         return True
 
-    def record(self, fn: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """Record `fn` as a CUDA graph and replay it once (a `capture.Record`).
-
-        The graph has a separate memory pool, which `empty_cache` returns after the replay is deleted.
-        """
-        graph = torch.cuda.CUDAGraph()
+    @contextlib.contextmanager
+    def _recording(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """Record into a graph."""
         try:
             # The outer context restores the current stream even if a recording fails at its end (torch 2.11 to 2.13).
             with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
-                outputs = fn()
+                yield
         except Exception:
             self._leave_recording()
             raise
-        self._recordings += 1
-        graph.replay()
-        return outputs, graph.replay
 
     def _leave_recording(self) -> None:
         """End the recording mode of torch's generator after a failed recording.
@@ -230,25 +199,11 @@ def attend_cudnn(*tensors: Any, **features: Any) -> tuple[Any, None]:
         return portable.attend_sdpa(*tensors, **features)
 
 
-def _cuda_graphs(accelerator: Accelerator) -> Callable[..., Any]:
-    assert isinstance(accelerator, CUDA)
-    return functools.partial(Graph, record=accelerator.record)
-
-
-_SDPA = portable.always(
+_SDPA = (
     "torch's scaled_dot_product_attention picks its kernel, but never cuDNN's, whose gradients of padded rows are NaN "
     "for some lengths (pytorch #196678)"
 )
-_PORTABLE = tuple(
-    dataclasses.replace(kernel, supported=_SDPA) if kernel.name == "sdpa" else kernel for kernel in portable.KERNELS
-)
-FUSED_ADAMW = KernelImpl(
-    operation="adamw",
-    name="torch-fused",
-    factory=portable.fused_adamw,
-    supported=portable.always("one pass over memory, in few launches"),
-    priority=10,
-)
+_PORTABLE = portable.portable_kernels(_SDPA)
 FLASH_ATTENTION_2 = KernelImpl(
     operation="attention",
     name="flash_attention_2",
@@ -267,7 +222,7 @@ SDPA_CUDNN = KernelImpl(
 CUDA_GRAPHS = KernelImpl(
     operation="graph_capture",
     name="cuda-graphs",
-    factory=_cuda_graphs,
+    factory=lambda accelerator: accelerator.graphs.capture,
     supported=portable.always("all launches of a recorded function are replayed as one"),
     priority=10,
 )

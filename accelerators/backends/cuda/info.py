@@ -6,9 +6,7 @@ for the cuda backend, and its `Probe`. Safe before a fork.
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import importlib.util
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -20,6 +18,7 @@ from accelerators import host
 from accelerators.backends.cuda import builds
 from accelerators.backends.cuda.builds import Version
 from accelerators.errors import AcceleratorError, HiddenError
+from accelerators.torch_build import TorchBuild, torch_build
 from accelerators.types import Probe
 
 VISIBLE_ENV = "CUDA_VISIBLE_DEVICES"
@@ -110,15 +109,6 @@ class Machine:
         return builds.choose([(gpu.name, gpu.capability) for gpu in self.gpus], self.driver)
 
 
-@dataclass(frozen=True)
-class TorchBuild:
-    """The installed torch, and the CUDA or the ROCm version that it was built for."""
-
-    version: str
-    cuda: Version | None
-    hip: str | None
-
-
 def probe() -> Probe:
     """Report whether the cuda backend can run here; if not, with the most fundamental reason."""
     try:
@@ -194,17 +184,6 @@ def visible(gpus: tuple[GPU, ...], wish: str) -> tuple[GPU, ...]:
             break
         chosen.append(gpu)
     return tuple(chosen) if len(set(chosen)) == len(chosen) else ()
-
-
-def torch_build() -> TorchBuild | None:
-    """Return what the installed torch was built for, without importing it; None if torch is not installed."""
-    spec = importlib.util.find_spec("torch")
-    path = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
-    if path is None or not path.is_file():
-        return None
-    text = path.read_text()
-    version, cuda, hip = (_constant(text, name) for name in ("__version__", "cuda", "hip"))
-    return TorchBuild(str(version), _version(cuda) if cuda else None, hip)
 
 
 def runs_on(architecture: str, capability: Version) -> bool:
@@ -324,17 +303,6 @@ def _with_index(gpus: tuple[GPU, ...], entry: str) -> GPU | None:
 def _with_uuid(gpus: tuple[GPU, ...], entry: str) -> GPU | None:
     matches = [gpu for gpu in gpus if entry.startswith("GPU-") and gpu.uuid.startswith(entry)]
     return matches[0] if len(matches) == 1 else None
-
-
-def _constant(text: str, name: str) -> Any:
-    """Return the value of `name = <literal>` or `name: type = <literal>` in a module's text; None if it has none."""
-    match = re.search(rf"^{name}\b[^=\n]*=\s*(.+)$", text, re.MULTILINE)
-    return ast.literal_eval(match.group(1)) if match else None
-
-
-def _version(text: str) -> Version:
-    major, minor = text.split(".")[:2]
-    return int(major), int(minor)
 
 
 def _dotted(version: Version) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, TypeVar
 
@@ -25,11 +24,6 @@ from accelerators.types import DeviceInfo, KernelImpl, Memory, Precision, Suppor
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_NO_MEMORY = re.compile(
-    r"PT_DEVMEM\b.*(?:allocation failed|cannot obtain device memory)|out\s?of\s?(?:device|host)\s?memory",
-    re.IGNORECASE | re.DOTALL,
-)
-
 
 class HPU(Accelerator):
     """Gaudi cards, one per process, with hccl between processes."""
@@ -40,6 +34,11 @@ class HPU(Accelerator):
         "inference_weights": "the graph compiler chooses the order of weights itself",
     }
 
+    # Errors of the bridge's allocator contain Synapse's status as a name or as text.
+    out_of_memory_pattern = (
+        r"(?is)PT_DEVMEM\b.*(?:allocation failed|cannot obtain device memory)|out\s?of\s?(?:device|host)\s?memory"
+    )
+
     environment_prefixes: ClassVar[tuple[str, ...]] = ("PT_", "HABANA_", "GC_", "HCCL_", "HCL_", "LOG_LEVEL_")
 
     # placement
@@ -47,11 +46,7 @@ class HPU(Accelerator):
     def bind(self, local_rank: int) -> torch.device:
         """Bind a card of this machine."""
         cards = self._cards
-        if local_rank >= cards.count:
-            raise AcceleratorError(
-                f"hpu: no card for rank {local_rank} of this machine, which has {cards.count} x {cards.model} "
-                f"({hpu_info.VISIBLE_MODULES} limits them); start at most {cards.count} processes on it"
-            )
+        self.require_device(local_rank, cards.count, hpu_info.VISIBLE_MODULES)
         try:
             hccl = runtime("distributed.hccl")
         except AcceleratorError:  # from a bridge that words its errors for users
@@ -219,12 +214,6 @@ class HPU(Accelerator):
 
     def empty_cache(self) -> None:
         """Do nothing: the bridge's allocator is not one of those that torch can empty."""
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Recognize RuntimeErrors of the bridge's allocator, which contain Synapse's status as a name or as text."""
-        return super().is_out_of_memory(error) or (
-            isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
-        )
 
     def seed(self, n: int) -> None:
         """Seed the generators of Python, torch and all cards."""
