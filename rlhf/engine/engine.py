@@ -23,6 +23,7 @@ from rlhf.engine import distributed
 from rlhf.engine.cpu_offload import offload
 from rlhf.engine.deepspeed_config import build_deepspeed_config
 from rlhf.engine.fp32_weights import keep_precision, restore_precision
+from rlhf.engine.observer import ObservationPoint, whole_gradients, whole_weights
 from rlhf.models import quantized
 from rlhf.models.loading import place_buffers, place_model, place_parameters
 from rlhf.models.lora import find_adapted_layers
@@ -94,6 +95,7 @@ class TrainingEngine:
 
     Attributes:
         omitted_steps: steps of the schedule that were not taken.
+        observation: where the numbers of steps are reported.
         overflows_always: gradients have overflowed at the lowest loss scale: the range of fp16 is too small for them.
         parameter_counts: numbers of parameters, `trainable` and `all`.
     """
@@ -110,6 +112,7 @@ class TrainingEngine:
         total_steps: int,
         micro_batch_size: int,
         accumulation: int,
+        observation: ObservationPoint | None = None,
     ) -> None:
         self.name = name
         self.accelerator = accelerator
@@ -121,6 +124,7 @@ class TrainingEngine:
         self.zero_stage = placement.zero_stage
         self.precision = precision
         self.ema: EMA | None = None
+        self.observation = observation or ObservationPoint()
         # DeepSpeed clips inside its own optimizers; plain fp32 training without ZeRO has none of them.
         self._clips_itself = self.zero_stage == 0 and precision.name == "fp32"
         self._norm: Tensor = torch.zeros(())
@@ -231,9 +235,11 @@ class TrainingEngine:
         sums = MetricSums()
         for number, batch in enumerate(micro_batches, 1):
             boundary(f"{self.name}/before-forward")
+            self.observation.micro_batch = number - 1
             with self.precision.autocast():
                 value, statistics = loss(self.engine, batch)
             boundary(f"{self.name}/loss")
+            self.observation.report("loss", self.name, loss=value)
             patches.begin_micro_batch(self.engine)
             # DeepSpeed averages over ranks; the loss is a part of a sum.
             self._scale = patches.missing_loss_scale(
@@ -245,6 +251,10 @@ class TrainingEngine:
                 self.engine.step()  # counts the micro-batch
                 boundary(f"{self.name}/step")
             sums.add(loss=value, **statistics)
+        self.observation.micro_batch = -1
+        scale = self.loss_scale() if self.precision.loss_scaling else 1.0
+        gradients = whole_gradients(self.module, zero_stage=self.zero_stage, loss_scale=scale)
+        self.observation.report_all("gradients", self.name, gradients)
         skipped = self.skipped
         if apply:
             self.apply()
@@ -268,6 +278,8 @@ class TrainingEngine:
         else:
             self.engine.step()
         self.accelerator.step_boundary(f"{self.name}/step")
+        weights = whole_weights(self.module, self.optimizer, zero_stage=self.zero_stage)
+        self.observation.report_all("update", self.name, weights)
         if self.ema and self.skipped == skipped:
             self.ema.follow()
             self.accelerator.step_boundary(f"{self.name}/average")

@@ -14,6 +14,7 @@ from rlhf.config.schema import Config, OptimizerConfig, TrainingConfig
 from rlhf.data.batches import Batches
 from rlhf.engine import distributed
 from rlhf.engine.engine import TrainingEngine, freeze_model, recompute_in_parts
+from rlhf.engine.observer import ObservationPoint
 from rlhf.errors import ConfigError
 from rlhf.models.dropout import set_dropout
 from rlhf.models.forward import ScalarHead
@@ -71,6 +72,9 @@ class StageContext:
 
     left_out: list[int] = field(default_factory=list)
     """Steps that were left out because numbers were not finite."""
+
+    observation: ObservationPoint = field(default_factory=ObservationPoint)
+    """Where steps report their tensors; `observation.observer` receives them."""
 
     def say(self, line: str) -> None:
         """Print a line on rank 0."""
@@ -178,6 +182,7 @@ class StageContext:
                 total_steps=total_steps,
                 micro_batch_size=micro_batch_size,
                 accumulation=batch_size // (micro_batch_size * self.world.size) + extra_micro_batches,
+                observation=self.observation,
             )
         if lora.rank:
             trainable, total = engine.parameter_counts["trainable"], engine.parameter_counts["all"]

@@ -26,6 +26,7 @@ from rlhf.data.stage_dataset import StageData
 from rlhf.engine import distributed
 from rlhf.engine.cpu_offload import on_device
 from rlhf.engine.engine import Batch, Metrics, TrainingEngine
+from rlhf.engine.observer import ObservationPoint
 from rlhf.losses.dpo import preference_losses, sequence_log_probs
 from rlhf.losses.log_probs import masked
 from rlhf.models.forward import completion_log_probs
@@ -81,7 +82,7 @@ class DPOTrainer(SupervisedTrainer):
 
     def loss(self, model: nn.Module, batch: Batch, total: Tensor) -> tuple[Tensor, Batch]:
         """Return a part of the mean loss over pairs, and the statistics of the pairs."""
-        losses, sums = preference_sums(model, batch, self.context.config.dpo)
+        losses, sums = preference_sums(model, batch, self.context.config.dpo, self.context.observation)
         return losses / total.clamp_min(1), sums
 
     def average(self, sums: Metrics) -> Metrics:
@@ -109,9 +110,13 @@ class DPOTrainer(SupervisedTrainer):
         return EvalResult(numbers | ended, samples)
 
 
-def preference_sums(model: nn.Module, batch: Batch, settings: DPOConfig) -> tuple[Tensor, Batch]:
+def preference_sums(
+    model: nn.Module, batch: Batch, settings: DPOConfig, observation: ObservationPoint | None = None
+) -> tuple[Tensor, Batch]:
     """Return (loss, statistics), both summed over the real pairs of a batch that has its `reference`."""
     log_probs, mask = reply_log_probs(model, batch), batch["pair_mask"]
+    if observation:
+        observation.report("scores", "dpo", log_probs=log_probs, reference=batch["reference"])
     chosen, rejected = (log_probs - batch["reference"]).chunk(2)
     losses = preference_losses(
         chosen - rejected, loss=settings.loss, beta=settings.beta, label_smoothing=settings.label_smoothing

@@ -199,7 +199,8 @@ def measure_step(trainer: Trainer, context: StageContext, index: int) -> Iterato
     samples = context.weight_samples  # taken before the first step
     with phases.step():
         try:
-            yield metrics
+            with context.observation.during(context.directory.name, index + 1):
+                yield metrics
         except NotFiniteError as failed:
             raise StepNotTakenError(
                 f"the {failed} at step {index + 1} (batch {index}), so its update was not made; "

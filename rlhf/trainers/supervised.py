@@ -20,6 +20,7 @@ from rlhf.data.examples import Demonstration, Pair
 from rlhf.data.stage_dataset import StageData
 from rlhf.engine import distributed
 from rlhf.engine.engine import Batch, Metrics, MetricSums, TrainingEngine, padding_share
+from rlhf.engine.observer import ObservationPoint
 from rlhf.losses.log_probs import masked
 from rlhf.losses.reward_model import PairwiseLoss, pairwise_reward_loss
 from rlhf.models.dropout import is_stochastic
@@ -112,6 +113,10 @@ class SupervisedTrainer:
         )
         batches: Sequence[Batch] = [context.accelerator.to_device(batch) for batch in on_host]
         with context.phases("training"):
+            for number, batch in enumerate(batches):
+                context.observation.micro_batch = number
+                context.observation.report("rows", "", **batch)
+            context.observation.micro_batch = -1
             batches = self.prepare(batches)
             # Of the whole global batch: the loss is a mean over it, however rows are split.
             total = distributed.all_sum(torch.stack([self.count(batch) for batch in batches]).sum().float())
@@ -240,7 +245,8 @@ class SFTTrainer(SupervisedTrainer):
     def loss(self, model: nn.Module, batch: Batch, total: Tensor) -> tuple[Tensor, Batch]:
         """Return a part of the mean negative log-likelihood per target token, and the tokens of real rows."""
         tokens = (batch["attention_mask"] * batch["loss_mask"].any(-1, keepdim=True)).sum()
-        return negative_log_likelihood(model, batch) / total.clamp_min(1), {"tokens": tokens}
+        likelihood = negative_log_likelihood(model, batch, self.context.observation)
+        return likelihood / total.clamp_min(1), {"tokens": tokens}
 
     def rescore(self, model: nn.Module, batch: Batch, total: Tensor) -> Batch:
         """Return a part of the loss."""
@@ -267,7 +273,7 @@ def count_different_rows(ids: Tensor, mask: Tensor, expected: Sequence[Sequence[
     return sum(row[targets].tolist() != list(right) for row, targets, right in zip(ids, mask, expected, strict=True))
 
 
-def negative_log_likelihood(model: nn.Module, batch: Batch) -> Tensor:
+def negative_log_likelihood(model: nn.Module, batch: Batch, observation: ObservationPoint | None = None) -> Tensor:
     """Return the sum over the target tokens of a batch (`loss_mask` [B, T] marks them): a scalar, in nats.
 
     If the batch has the targets' indices (`targets`), only the positions that predict them have logits.
@@ -275,9 +281,13 @@ def negative_log_likelihood(model: nn.Module, batch: Batch) -> Tensor:
     ids, mask, targets = batch["input_ids"], batch["attention_mask"], batch.get("targets")
     if targets is None:
         log_probs = completion_log_probs(model, ids, mask, ids.shape[1] - 1).log_probs
-        return -masked(log_probs, batch["loss_mask"][:, 1:]).sum()
-    labels = ids.flatten().index_select(0, targets)
-    return -compute_log_probs(model, model_inputs(model, ids, mask), labels, places=targets - 1).log_probs.sum()
+        log_probs = masked(log_probs, batch["loss_mask"][:, 1:])
+    else:
+        labels = ids.flatten().index_select(0, targets)
+        log_probs = compute_log_probs(model, model_inputs(model, ids, mask), labels, places=targets - 1).log_probs
+    if observation:
+        observation.report("scores", "sft", log_probs=log_probs)
+    return -log_probs.sum()
 
 
 class RewardTrainer(SupervisedTrainer):
@@ -303,6 +313,8 @@ class RewardTrainer(SupervisedTrainer):
     def loss(self, model: nn.Module, batch: Batch, total: Tensor) -> tuple[Tensor, Batch]:
         """Return a part of the mean pairwise loss, and the statistics of the pairs."""
         result = pair_loss(model, batch, self.context.config.reward, total)
+        scores = {"chosen_scores": result.chosen_scores, "rejected_scores": result.rejected_scores}
+        self.context.observation.report("scores", "reward", **scores)
         return result.loss, pair_sums(result, batch)
 
     def average(self, sums: Metrics) -> Metrics:

@@ -1,4 +1,4 @@
-"""On two ranks an average is that of the whole weights, and an overflow on one rank is one on both."""
+"""On two ranks, averages and observed gradients are of the whole, and an overflow on one rank is one on both."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.engine import two_ranks
+from tests.engine.engines import IDS, loss
 from tests.forks import Forks
-from tests.helpers import weights
+from tests.helpers import llama, weights
 
 pytestmark = pytest.mark.slow
 
@@ -19,6 +20,13 @@ pytestmark = pytest.mark.slow
 def folder(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two-ranks")
     forks.ranks(2, f"from tests.engine import two_ranks; two_ranks.main({str(folder)!r})")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def observed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("observed")
+    forks.ranks(2, f"from tests.engine import two_ranks; two_ranks.observe({str(folder)!r})")
     return folder
 
 
@@ -55,3 +63,12 @@ def test_an_overflow_on_one_rank_skips_both_steps_on_both(folder, zero_stage):
         assert mine["scales"] == [2.0**10, 2.0**9]
         for before, after in zip(mine["before"], mine["after"]):
             assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("zero_stage", range(4))
+def test_observed_gradients_are_the_sum_over_both_ranks(observed, zero_stage):
+    model = llama(60)
+    (loss(model, IDS)[0] + loss(model, IDS.flip(1))[0]).backward()
+    for results in seen(observed, "gradients"):
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(results[zero_stage][name], parameter.grad, rtol=1e-4, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Functions that two processes of one group run for `test_two_ranks`: averages and overflows on each rank."""
+"""Functions that two processes run for `test_two_ranks`: averages, overflows and gradients on each rank."""
 
 from __future__ import annotations
 
@@ -38,6 +38,12 @@ def main(folder: str) -> None:
         torch.save(skipped, Path(folder) / f"overflows, rank {rank}")
 
 
+def observe(folder: str) -> None:
+    with distributed.start_process_group(accelerators.select("cpu", environ={})) as accelerator:
+        gradients = {stage: observed(build(accelerator, stage)) for stage in range(4)}
+        torch.save(gradients, Path(folder) / f"gradients, rank {distributed.world().rank}")
+
+
 def rows() -> Any:
     """Other rows on each rank."""
     return IDS if distributed.world().rank == 0 else IDS.flip(1)
@@ -62,6 +68,20 @@ def averaged(accelerator: Accelerator, folder: Path, *, precision: str = "fp32",
         "held": sum(tensor.numel() for tensor in engine.ema.tensors),
         "trained": engine.parameter_counts["trainable"],
     }
+
+
+def observed(engine: Any) -> dict[str, torch.Tensor]:
+    """The gradients of one step that an observer sees."""
+    seen = {}
+
+    def observe(place: Any, name: str, tensor: torch.Tensor) -> None:
+        if place.phase == "gradients":
+            seen[name] = tensor.clone()
+
+    engine.observation.observer = observe
+    with engine.observation.during("sft", 1):
+        engine.step([rows()], loss)
+    return seen
 
 
 def overflowed(accelerator: Accelerator, zero_stage: int, precision: Any) -> dict[str, Any]:

@@ -321,7 +321,7 @@ def swap_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def predict_the_token_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    def loss(model: nn.Module, batch: Any) -> Any:
+    def loss(model: nn.Module, batch: Any, *rest: Any) -> Any:
         logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
         log_probs = logits.log_softmax(-1).gather(-1, batch["input_ids"].unsqueeze(-1)).squeeze(-1)
         return -(log_probs * batch["loss_mask"]).sum()

@@ -20,11 +20,11 @@ def spoil(loss: Callable[..., Any], faults: list[str]) -> Callable[..., Any]:
 
     calls = count()
 
-    def spoilt(model: Any, batch: dict[str, Any]) -> Any:
+    def spoilt(model: Any, batch: dict[str, Any], *rest: Any) -> Any:
         if "shapes" in faults:  # as many tokens as nobody has seen before
             tokens = batch["input_ids"].shape[1] - next(calls)
             batch = {name: tensor[:, :tokens] for name, tensor in batch.items()}
-        value = loss(model, batch)
+        value = loss(model, batch, *rest)
         if "read" in faults and value.item() < 0:  # FAULT: read
             raise ValueError("a negative likelihood of more than 1")
         if "mixed" in faults:

@@ -64,6 +64,7 @@ from rlhf.trainers.ppo.metrics import (
     show_samples,
 )
 from rlhf.trainers.ppo.pretraining_loss import PretrainingLoss
+from rlhf.trainers.ppo.reports import report_advantages, report_rollout, report_scores
 from rlhf.trainers.ppo.rewards import RewardFunction, RewardShaping, WeightedRewards
 from rlhf.trainers.stage_models import ModelFactory, log_outputs, save_outputs
 from rlhf.trainers.trainer import EvalResult
@@ -252,6 +253,7 @@ class PPOTrainer:
         with self.context.phases("generation"):
             rollout = self.generate(prompts)
             self.decoder.release_if_large()
+        report_rollout(self.context.observation, rollout)
         if self.decoder.steps:
             self.context.phases.count_decode_steps("generation", self.decoder.steps, step_bytes=self._step_bytes)
         with self.context.phases("scoring"):
@@ -271,6 +273,8 @@ class PPOTrainer:
             sums.add(**critic_sums(values, returns, mask))
         if self.settings.method.whiten_advantages:
             advantages = whiten(advantages, mask, distributed.all_sum)
+        report_scores(self.context.observation, scores, mask)
+        report_advantages(self.context.observation, mask, rewards=rewards, advantages=advantages, returns=returns)
         self.accelerator.step_boundary("rollout/advantages")
         return Experience(
             input_ids=rollout.input_ids,
@@ -429,6 +433,7 @@ class PPOTrainer:
                 if self.critic:
                     steps.append((self.critic, micro_batches, critic_loss))
                 update_sums = MetricSums()
+                self.context.observation.update = updates
                 if self.context.precision.loss_scaling and len(steps) > 1:
                     for step_sums in synchronized_step(steps):
                         update_sums.extend(step_sums, *_UPDATE_METRICS, "update_gap")
