@@ -14,7 +14,14 @@ from accelerators.hookspecs import hookimpl, hookspec
 from accelerators.host import describe_files, read_command, read_text, redirect_fd, run_tool, stdout_to_stderr
 from accelerators.kernels import KernelSet
 from accelerators.known_devices import DevicePrice, KnownDevice, known_device, known_device_names
-from accelerators.portable import FUSED_ADAMW, always, missing_features, portable_kernels, register_attention
+from accelerators.portable import (
+    FUSED_ADAMW,
+    always,
+    missing_features,
+    portable_kernels,
+    register_attention,
+    stream_graphs,
+)
 from accelerators.registry import Selection, select, verify_agreement
 from accelerators.shapes import ShapePolicy
 from accelerators.torch_build import TorchBuild, torch_build
@@ -88,6 +95,7 @@ __all__ = [
     "run_tool",
     "select",
     "stdout_to_stderr",
+    "stream_graphs",
     "torch_build",
     "verify_agreement",
 ]

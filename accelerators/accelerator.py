@@ -8,6 +8,7 @@ eagerly: its backend implements `bind`, `info` and `precision`, and overrides me
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import os
 import random
@@ -63,6 +64,9 @@ class Accelerator(ABC):
 
     provider: str = ""
     """The distribution that offers this backend, and its version; set by `Selection.create`."""
+
+    graphs: capture.StreamGraphs | None = None
+    """The recorder of the device's stream; set in `__init__` if `graph_capture` is a `stream_graphs`."""
 
     _device: torch.device | None = None
 
@@ -173,7 +177,7 @@ class Accelerator(ABC):
 
     def recordings_keep_memory(self) -> bool:
         """Return whether a function that `capture` recorded keeps the memory of its intermediate results."""
-        return False
+        return self.graphs is not None
 
     def is_lazy(self) -> bool:
         """Return whether operators wait for a step boundary."""
@@ -181,7 +185,7 @@ class Accelerator(ABC):
 
     def compilations(self) -> int | None:
         """Return the number of graphs compiled so far in this process; None if nothing is compiled or counted."""
-        return None
+        return None if self.graphs is None else self.graphs.recordings
 
     def report_fallback(self, part: str, message: str) -> None:
         """Log that a part of the run will not be captured or compiled as chosen, once for each `part`.
@@ -259,6 +263,7 @@ class Accelerator(ABC):
     def empty_cache(self) -> None:
         """Return reserved but unused memory to the system."""
         if self._has_queue():
+            gc.collect()  # a recorded function and the object with its buffers often refer to each other
             torch.accelerator.empty_cache()
 
     def is_out_of_memory(self, error: BaseException) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -120,17 +119,17 @@ class Graph:
 
 
 class StreamGraphs:
-    """Records functions as graphs of the device's stream, as `torch.cuda.graph` and its likes do.
+    """Records functions as graphs of the device's stream, for runtimes that resemble `torch.cuda`.
 
     Args:
-        make: makes an empty graph with a method `replay`; each has a separate memory pool.
-        recording: a context that records what runs in it into the graph.
+        runtime: the module with `graph`, `stream` and `current_stream`, such as `torch.cuda`.
+        kind: name of its class of graphs, such as "CUDAGraph"; each graph has a separate memory pool.
+        failed: called after a recording that failed.
     """
 
-    def __init__(self, make: Callable[[], Any], recording: Callable[[Any], AbstractContextManager[Any]]) -> None:
+    def __init__(self, runtime: Any, kind: str, failed: Callable[[], None] = lambda: None) -> None:
         self.recordings = 0
-        self._make = make
-        self._recording = recording
+        self._runtime, self._kind, self._failed = runtime, kind, failed
 
     def capture(self, fn: Callable[..., Any], key: str) -> Graph:
         """Return `fn`, recorded on its second call (operation `graph_capture`)."""
@@ -138,9 +137,15 @@ class StreamGraphs:
 
     def record(self, fn: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         """Record `fn` and replay it once (a `Record`): operators do not run while they are recorded."""
-        graph = self._make()
-        with self._recording(graph):
-            outputs = fn()
+        runtime = self._runtime
+        graph = getattr(runtime, self._kind)()
+        try:
+            # The outer context restores the current stream even if a recording fails at its end (torch 2.11 to 2.13).
+            with runtime.stream(runtime.current_stream()), runtime.graph(graph):
+                outputs = fn()
+        except Exception:
+            self._failed()
+            raise
         self.recordings += 1
         graph.replay()
         return outputs, graph.replay

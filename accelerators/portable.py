@@ -250,6 +250,17 @@ FUSED_ADAMW = _plain("adamw", "torch-fused", fused_adamw, "one pass over memory,
 """For backends whose build of torch has the operator; a constructor like `torch.optim.AdamW`."""
 
 
+def stream_graphs(name: str, supported: Callable[[Any], Support]) -> KernelImpl:
+    """Return the implementation of `graph_capture` by the backend's `graphs`, a `StreamGraphs`."""
+    return KernelImpl(
+        operation="graph_capture",
+        name=name,
+        factory=lambda accelerator: accelerator.graphs.capture,
+        supported=supported,
+        priority=10,
+    )
+
+
 def portable_kernels(sdpa: str) -> tuple[KernelImpl, ...]:
     """Return the portable implementations, with the reason for torch's attention: the kernels it has on a device."""
     return tuple(

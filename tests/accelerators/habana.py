@@ -16,9 +16,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from tests.accelerators.replaying import Tape
+from accelerators.testing.stand_in import UndoableTape
 
 
 @dataclass
@@ -188,27 +187,6 @@ class Recording:
         self.graph.capture_end()
 
 
-class UndoableTape(Tape):
-    """A tape whose operators can be made to look as if they had been recorded without being run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.results: list[torch.Tensor] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.before += [(tensor, tensor.clone()) for tensor in _tensors(args)]
-        results = super().__torch_dispatch__(func, types, args, kwargs)
-        self.results += _tensors(results)
-        return results
-
-    def undo(self) -> None:
-        for tensor in self.results:
-            tensor.zero_()
-        for tensor, value in reversed(self.before):
-            tensor.copy_(value)
-
-
 class FusedAdamW(torch.optim.Optimizer):
     """Counts steps by group, and cannot take a group without gradients."""
 
@@ -276,10 +254,6 @@ def watching(calls: list[Any]) -> Iterator[None]:
         yield
     finally:
         FusedSDPA.apply = staticmethod(apply)  # type: ignore[method-assign]
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _module(name: str, contents: dict[str, Any]) -> ModuleType:

@@ -1,6 +1,6 @@
 """Functions that are captured: what a recording repeats, what it does not, and what cannot be recorded.
 
-Recordings are made by `replaying.record`, which repeats operators as a device's graph does.
+Recordings are made by `stand_in.record`, which repeats operators as a device's graph does.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 
 from accelerators import CaptureError
 from accelerators.capture import Graph, checked
-from tests.accelerators import replaying
+from accelerators.testing import stand_in
 
 X = torch.tensor([1.0, 2.0])
 
 
 def recorded(fn: Callable[..., Any]) -> Graph:
     """`fn` after the two calls with which a recording begins."""
-    graph = Graph(fn, "step", replaying.record)
+    graph = Graph(fn, "step", stand_in.record)
     graph(X)
     graph(X)
     return graph
@@ -57,7 +57,7 @@ def test_tensors_that_the_function_holds_change_once_a_call():
         history.index_copy_(0, counter, x.sum().view(1))
         counter.add_(1)
 
-    graph = Graph(step, "step", replaying.record)
+    graph = Graph(step, "step", stand_in.record)
     for value in range(6):
         graph(torch.full((2,), float(value)))
     assert counter.item() == 6
@@ -69,7 +69,7 @@ def test_tensors_that_the_function_holds_change_once_a_call():
 
 def test_results_are_not_overwritten_by_later_calls():
     buffer = torch.zeros(2)
-    graph = Graph(lambda x: buffer.copy_(x), "step", replaying.record)
+    graph = Graph(lambda x: buffer.copy_(x), "step", stand_in.record)
     results = [graph(X * factor) for factor in (1, 2, 3, 4)]
     assert [result.tolist() for result in results] == [[1, 2], [2, 4], [3, 6], [4, 8]]
 
@@ -95,7 +95,7 @@ def test_returned_argument_is_no_part_of_the_recording():
 )
 def test_other_arguments_than_the_recorded_are_refused(arguments, message):
     scaled = len(arguments) > 1 and not isinstance(arguments[1], torch.Tensor)
-    graph = Graph(lambda x, factor=1: x * factor, "step", replaying.record)
+    graph = Graph(lambda x, factor=1: x * factor, "step", stand_in.record)
     for _ in range(2):
         graph(*((X, 2) if scaled else (X,)))
     with pytest.raises(CaptureError, match=message):
@@ -104,7 +104,7 @@ def test_other_arguments_than_the_recorded_are_refused(arguments, message):
 
 def test_a_refused_call_changes_nothing():
     total = torch.zeros(2)
-    graph = Graph(lambda x, y: total.add_(x).add_(y), "step", replaying.record)
+    graph = Graph(lambda x, y: total.add_(x).add_(y), "step", stand_in.record)
     graph(X, X)
     graph(X, X)
     with pytest.raises(CaptureError):
@@ -126,7 +126,7 @@ class Pair:
 )
 def test_results_that_a_replay_could_not_renew_are_refused(fn, message):
     with pytest.raises(CaptureError, match=message):
-        Graph(fn, "step", replaying.record)(X)
+        Graph(fn, "step", stand_in.record)(X)
 
 
 # functions that wait for the device
@@ -148,7 +148,7 @@ WAITING = {
 
 
 @pytest.mark.parametrize("fn", WAITING.values(), ids=WAITING)
-@pytest.mark.parametrize("wrap", [checked, lambda fn, key: Graph(fn, key, replaying.record)], ids=["checked", "graph"])
+@pytest.mark.parametrize("wrap", [checked, lambda fn, key: Graph(fn, key, stand_in.record)], ids=["checked", "graph"])
 def test_exchange_with_the_host_is_refused_with_its_line(fn, wrap):
     line = fn.__code__.co_firstlineno
     with pytest.raises(CaptureError, match=rf"step .*test_capture\.py:{line}\)"):
@@ -162,7 +162,7 @@ def test_second_call_is_checked_only_if_it_is_recorded():
         calls.append(0)
         return x.sum().item() if len(calls) % 2 == 0 else x
 
-    graph, plain = Graph(read_late, "step", replaying.record), checked(read_late, "step")
+    graph, plain = Graph(read_late, "step", stand_in.record), checked(read_late, "step")
     graph(X)
     with pytest.raises(CaptureError, match="step reads values of the device on the host"):
         graph(X)

@@ -13,7 +13,8 @@ import torch
 from accelerators import OPERATIONS, AcceleratorError, CaptureError, ShapePolicy
 from accelerators.backends.cuda import info as cuda_info
 from accelerators.backends.cuda.backend import CUDA, attend_cudnn
-from tests.accelerators import nvml, replaying
+from accelerators.testing.stand_in import Streams
+from tests.accelerators import nvml
 
 WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]  # torch 2.13 to 2.15 for CUDA 13
 OLD_WHEEL = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]  # for CUDA 12.6
@@ -335,35 +336,10 @@ def test_state_of_the_generator_survives_a_checkpoint(bound, monkeypatch, tmp_pa
 @pytest.fixture
 def graphs(monkeypatch):
     """Stand-ins for torch.cuda's graphs that record and replay operators on the CPU; the result counts replays."""
-    replays = []
-    stream = ["default"]
-
-    class Graph:
-        def replay(self):
-            replays.append(stream[0])
-            self.tape.replay()
-
-    @contextlib.contextmanager
-    def graph(recorded):
-        recorded.tape = replaying.Tape()
-        before, stream[0] = stream[0], "capture"
-        with recorded.tape:
-            yield
-        stream[0] = before  # as in torch, not reached where the recording fails
-
-    @contextlib.contextmanager
-    def on_stream(chosen):
-        before, stream[0] = stream[0], chosen
-        try:
-            yield
-        finally:
-            stream[0] = before
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", graph)
-    monkeypatch.setattr(torch.cuda, "stream", on_stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream[0])
-    return replays
+    streams = Streams()
+    for name, function in streams.functions("CUDAGraph").items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    return streams.replays
 
 
 def test_captured_function_is_replayed_after_two_calls(bound, graphs):

@@ -81,7 +81,7 @@ def test_padding_changes_neither_scores_nor_draws(accelerator: Any, name: str, t
 def test_recorded_step_draws_the_same_tokens(accelerator: Any, monkeypatch: pytest.MonkeyPatch, family: Family) -> None:
     """What cannot be recorded is decoded as it is."""
     from accelerators.capture import Graph
-    from tests.accelerators.replaying import record
+    from accelerators.testing.stand_in import record
 
     model = build(family.configuration(), MODEL_FOR_CAUSAL_LM_MAPPING)
     monkeypatch.setattr(accelerator, "capture", lambda fn, key: Graph(fn, key, record))

@@ -281,7 +281,7 @@ def test_each_shape_is_captured_once_unless_shapes_are_dynamic(accelerator, capt
 def test_a_recorded_step_draws_the_same_tokens(accelerator, monkeypatch, caplog, name):
     """The step is replayed from its second call on: whatever it did in Python would not happen again."""
     from accelerators.capture import Graph
-    from tests.accelerators.replaying import record
+    from accelerators.testing.stand_in import record
 
     caplog.set_level("DEBUG", "rlhf")
     model, (ids, mask) = build(name), prompts()

@@ -11,11 +11,11 @@ import torch
 
 from accelerators import ShapePolicy, Support
 from accelerators.capture import Graph, checked
+from accelerators.testing.stand_in import record
 from rlhf.config.schema import SamplingConfig
 from rlhf.generation import decode_state
 from rlhf.generation.decode_state import plan_windows
 from rlhf.generation.kv_cache import WindowedStaticCache
-from tests.accelerators.replaying import record
 from tests.families.table import BY_NAME
 from tests.families.table import build as tiny
 from tests.generation.test_decoder import GREEDY, build

@@ -13,7 +13,7 @@ import torch
 from accelerators import AcceleratorSpec, KernelImpl, Precision, Probe, Support, hookimpl
 from accelerators.backends.cpu.backend import CPU
 from accelerators.capture import Graph
-from tests.accelerators import replaying
+from accelerators.testing import stand_in
 
 counts: Counter[str] = Counter()
 """Functions recorded so far in this process, and replays of them."""
@@ -49,7 +49,7 @@ def watch(recipe: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
 
 
 def record(fn: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-    outputs, replay = replaying.record(fn)
+    outputs, replay = stand_in.record(fn)
     counts["recorded"] += 1
 
     def counted() -> None:

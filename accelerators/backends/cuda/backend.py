@@ -6,10 +6,8 @@ opens the device. Repeated work is recorded as CUDA graphs.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -41,7 +39,7 @@ class CUDA(Accelerator):
     environment_prefixes: ClassVar[tuple[str, ...]] = ("CUDA_", "CUDNN_", "CUBLAS_", "NCCL_", "NVIDIA_", "PYTORCH_")
 
     def __init__(self) -> None:
-        self.graphs = StreamGraphs(lambda: torch.cuda.CUDAGraph(), self._recording)
+        self.graphs = StreamGraphs(torch.cuda, "CUDAGraph", self._leave_recording)
 
     @functools.cached_property
     def machine(self) -> cuda_info.Machine:
@@ -106,10 +104,6 @@ class CUDA(Accelerator):
             "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else "none",
         }
 
-    def compilations(self) -> int:
-        """Return the number of CUDA graphs recorded so far."""
-        return self.graphs.recordings
-
     def precision(self, wish: str = "auto") -> Precision:
         """Return bf16 if the chip has it, else fp16 with loss scaling, or the wished one."""
         return choose_precision(self.name, wish, _precisions(self.machine.weakest))
@@ -125,26 +119,6 @@ class CUDA(Accelerator):
     def pins_memory(self) -> bool:
         """Return True: copies from page-locked memory are fast."""
         return True
-
-    def empty_cache(self) -> None:
-        """Return unused memory of torch's allocator and of deleted graphs."""
-        gc.collect()  # a recorded function and the object with its buffers often refer to each other
-        torch.cuda.empty_cache()
-
-    def recordings_keep_memory(self) -> bool:
-        """Return True: each graph has a separate memory pool."""
-        return True
-
-    @contextlib.contextmanager
-    def _recording(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """Record into a graph."""
-        try:
-            # The outer context restores the current stream even if a recording fails at its end (torch 2.11 to 2.13).
-            with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
-                yield
-        except Exception:
-            self._leave_recording()
-            raise
 
     def _leave_recording(self) -> None:
         """End the recording mode of torch's generator after a failed recording.
@@ -219,12 +193,8 @@ SDPA_CUDNN = KernelImpl(
     refuses=portable.beyond_sdpa,
     only_chosen=True,
 )
-CUDA_GRAPHS = KernelImpl(
-    operation="graph_capture",
-    name="cuda-graphs",
-    factory=lambda accelerator: accelerator.graphs.capture,
-    supported=portable.always("all launches of a recorded function are replayed as one"),
-    priority=10,
+CUDA_GRAPHS = portable.stream_graphs(
+    "cuda-graphs", portable.always("all launches of a recorded function are replayed as one")
 )
 PACKED_PRODUCTS = KernelImpl(
     operation="quantized_weights",
