@@ -11,7 +11,14 @@ from tests.docs import pages
 
 GLOSSARY = pages.ROOT / "docs/glossary.md"
 WRITTEN = [page for page in pages.PAGES if page != GLOSSARY and pages.name(page) not in pages.GENERATED]
-FOLDERS = ("rlhf", "accelerators", "ci", "plugins/rlhf-example/rlhf_example", "plugins/rlhf-gaudi-sim/gaudi_sim")
+FOLDERS = (
+    "rlhf",
+    "accelerators",
+    "ci",
+    "plugins/rlhf-example/rlhf_example",
+    "plugins/rlhf-gaudi-sim/gaudi_sim",
+    "plugins/rlhf-xpu/rlhf_xpu",
+)
 CODE = [
     path
     for folder in FOLDERS
