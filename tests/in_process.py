@@ -13,6 +13,7 @@ from rlhf.data.stage_dataset import load_stage
 from rlhf.engine import distributed
 from rlhf.models.lora import to_plain_name
 from rlhf.reporting.recorder import Recorder
+from rlhf.reporting.step_records import RankStep
 from rlhf.roles.roles import ModelPlacement, model_placements
 from rlhf.runs.directory import RunDirectory
 from rlhf.trainers.context import StageContext
@@ -120,6 +121,9 @@ class StubTrainer:
 
     def summarize(self) -> dict[str, Any]:
         return {}
+
+    def describe_step(self) -> RankStep:
+        return RankStep([])
 
     def state_dict(self) -> dict[str, Any]:
         return {}

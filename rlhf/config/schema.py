@@ -284,6 +284,9 @@ class Config(ConfigModel):
         "only), or sinks of installed plugins",
     )
     sinks_timeout: float = Field(60.0, gt=0, description="seconds that a sink may take for a record")
+    record_steps: bool = Field(
+        True, description="keep in STAGE/steps.bin what each step read and drew, so that it can be computed again"
+    )
     alarms: AlarmsConfig = Field(AlarmsConfig(), description=AlarmsConfig.__doc__)
     model: ModelConfig = Field(ModelConfig(), description=ModelConfig.__doc__)
     lora: LoraConfig = Field(LoraConfig(), description=LoraConfig.__doc__)

@@ -7,6 +7,7 @@ from token values, because the pad token may equal the end-of-sequence token.
 from __future__ import annotations
 
 import random
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
@@ -203,6 +204,10 @@ class Batches(Generic[E]):
         """Return this rank's real examples of global batch `index`, in the order of their rows."""
         return self.examples(index)[self._share.start : self._share.stop]
 
+    def own_numbers(self, index: int) -> list[int]:
+        """Return the numbers of the rows of `share`."""
+        return self.numbers(index)[self._share.start : self._share.stop]
+
     def _number(self, epoch: int, position: int) -> int:
         if epoch != self._epoch:
             self._order = list(range(len(self._examples)))
@@ -246,6 +251,15 @@ def count_padding(batch: Batch) -> Batch:
     real = batch["loss_mask"].any(1) if pairs is None else pairs.repeat(2)
     present = (mask * real.unsqueeze(1)).sum()
     return {"present": present, "positions": torch.full_like(present, mask.numel())}
+
+
+def digest_batches(batches: Sequence[Batch]) -> int:
+    """Return a CRC-32 of all tensors of some batches on the host."""
+    digest = 0
+    for batch in batches:
+        for name in sorted(batch):
+            digest = zlib.crc32(batch[name].contiguous().view(torch.uint8).numpy().tobytes(), digest)
+    return digest
 
 
 def pad_right(

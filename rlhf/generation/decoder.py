@@ -133,6 +133,10 @@ class Decoder:
         finally:
             self.random.set_state(state)
 
+    def skip(self, rows: int) -> None:
+        """Advance the generator as `generate` does for this many prompts of each rank."""
+        self._draw(rows)
+
     def _draw(self, rows: int) -> Tensor:
         """Return numbers from [0, 1) for this rank's rows of a rollout, [A, B]."""
         rank, size = distributed.world().rank, distributed.world().size

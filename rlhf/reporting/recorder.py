@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from rlhf.reporting.step_records import StepRecorder
 from rlhf.utils.atomic_io import atomic_file, open_no_link
 from rlhf.utils.full_disk import retry_when_full
 from rlhf.utils.jsonl import read_records
@@ -42,6 +43,9 @@ class Recorder(AbstractContextManager["Recorder"]):
             they will be written again. None drops all records. Nothing is dropped before the first new record, so a
             stage that fails to start keeps the records of its folder.
         sink: receives each record after it is on disk; closed with the recorder.
+
+    Attributes:
+        steps: the writer of what steps read and drew.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         sink: Sink | None = None,
     ) -> None:
         self._directory, self._enabled, self._resume_step = directory, enabled, resume_step
+        self.steps = StepRecorder(directory, enabled=enabled, resume_step=resume_step)
         self._sink = sink
         self._file: TextIO | None = None
         self._events: SummaryWriter | None = None
@@ -91,8 +96,9 @@ class Recorder(AbstractContextManager["Recorder"]):
             text.write("\n" * is_cut_short + _encode({"step": step, "rows": rows}).decode())
 
     def close(self) -> None:
-        """Close both files, and the sink."""
+        """Close all files, and the sink."""
         try:
+            self.steps.close()
             if self._file:
                 self._file.close()
             if self._events:

@@ -73,6 +73,11 @@ class StageDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def steps(self) -> Path:
+        """What each step read and drew, from which any step can be computed again."""
+        return self.path / "steps.bin"
+
+    @property
     def heldout(self) -> Path:
         """The numbers and texts of each held-out row at each evaluation, one evaluation a line."""
         return self.path / "heldout.jsonl"
@@ -165,7 +170,7 @@ class StageDirectory:
 
         The model's card and the log of the terminal are for people.
         """
-        files = [self.metrics, self.heldout, self.evaluations, *sorted(self.path.glob(f"*/{MANIFEST}"))]
+        files = [self.metrics, self.steps, self.heldout, self.evaluations, *sorted(self.path.glob(f"*/{MANIFEST}"))]
         return [path for path in files if path.is_file()]
 
     def find_damage(self) -> str | None:

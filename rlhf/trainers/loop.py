@@ -20,6 +20,7 @@ from rlhf.errors import DivergedError, StepNotTakenError
 from rlhf.models.dropout import is_stochastic
 from rlhf.reporting.console import console
 from rlhf.reporting.progress import progress
+from rlhf.reporting.recorder import metric_group
 from rlhf.reporting.rules import FINITE_GRADIENTS, LEFT_OUT
 from rlhf.runs.stage_directory import parse_step
 from rlhf.trainers.context import StageContext
@@ -110,6 +111,7 @@ def take_step(
             metrics |= (step or trainer.step)(index)
     except StepNotTakenError as error:
         done, stage = index + 1, context.directory.name
+        _record_contents(trainer, context, done, {})
         if len(context.left_out) >= most:
             context.recorder.text("warning", done, str(error), {"rule": FINITE_GRADIENTS, "state": error.reason})
             raise
@@ -122,7 +124,20 @@ def take_step(
             context.say(line)
         context.recorder.text("warning", done, line, {"rule": LEFT_OUT, "state": state})
         return {}
+    _record_contents(trainer, context, index + 1, metrics)
     return metrics
+
+
+def _record_contents(trainer: Trainer, context: StageContext, step: int, metrics: Metrics) -> None:
+    """Record what a step read and drew on all ranks, and its numbers but those of speed."""
+    if context.recorder.steps.is_on:
+        ranks = distributed.all_gather_objects(trainer.describe_step())
+        context.recorder.steps.write(step, select_repeatable(metrics), ranks)
+
+
+def select_repeatable(metrics: Metrics) -> Metrics:
+    """Return the metrics that a step has again if it is repeated: all but those of speed and memory."""
+    return {name: value for name, value in metrics.items() if metric_group(name) != "_speed"}
 
 
 def is_recorded(trainer: Trainer, step: int) -> bool:

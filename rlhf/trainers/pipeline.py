@@ -33,6 +33,7 @@ from rlhf.reporting.recorder import Recorder
 from rlhf.reporting.sinks import SinkGroup, describe_stage
 from rlhf.roles.base_sharing import identify_bases
 from rlhf.roles.model_identity import StartModel, describe_change
+from rlhf.runs.directory import collect_versions
 from rlhf.runs.stage_directory import parse_step
 from rlhf.trainers import loop
 from rlhf.trainers.context import StageContext
@@ -101,8 +102,23 @@ def stage_context(
         precision = accelerator.precision(config.precision)
         shapes = choose_shapes(config, accelerator)
         context = StageContext(config, accelerator, precision, shapes, world, directory, place, recorder)
+        if config.record_steps:
+            recorder.steps.begin(describe_session(context))
         record_models(context)
         yield context
+
+
+def describe_session(context: StageContext) -> dict[str, Any]:
+    """Return what `rlhf replay` must know about the process that takes steps."""
+    return {
+        "config": context.config.model_dump(mode="json"),
+        "ranks": context.world.size,
+        "precision": context.precision.name,
+        "accelerator": context.accelerator.name,
+        "device": context.accelerator.info().model,
+        "threads": torch.get_num_threads(),
+        "versions": collect_versions(),
+    }
 
 
 def record_models(context: StageContext) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.config.schema import EpochConfig, RewardConfig
-from rlhf.data.batches import Part, collate_reward, collate_sft, count_padding, example_length
+from rlhf.data.batches import Part, collate_reward, collate_sft, count_padding, digest_batches, example_length
 from rlhf.data.examples import Demonstration, Pair
 from rlhf.data.stage_dataset import StageData
 from rlhf.engine import distributed
@@ -27,6 +27,7 @@ from rlhf.models.dropout import is_stochastic
 from rlhf.models.forward import completion_log_probs, compute_log_probs, model_inputs, sequence_scores
 from rlhf.models.scalar_head import describe_loading
 from rlhf.models.shape import TextLengths
+from rlhf.reporting.step_records import RankStep
 from rlhf.trainers.context import ModelLoader, StageContext
 from rlhf.trainers.greedy_samples import GreedySamples
 from rlhf.trainers.row_counts import RowCounts
@@ -61,6 +62,7 @@ class SupervisedTrainer:
         self.epoch_steps = len(self.batches)
         self.total_steps = settings.total_steps(self.epoch_steps)
         self._row_counts = RowCounts(len(data.train), context.accelerator)
+        self._step = RankStep([])
         (role,) = (role for role, placement in context.placements.items() if placement.role.trained)
         self.engine = context.engine(role, load, settings.optimizer, total_steps=self.total_steps, **sizes)
 
@@ -107,6 +109,9 @@ class SupervisedTrainer:
         context, engine = self.context, self.engine
         parts = self.batches.parts(index)
         on_host = [self.batches.collate(part.examples, part.real) for part in parts]
+        self._step = RankStep(
+            [number for part in parts for number in part.numbers], digests={"rows": digest_batches(on_host)}
+        )
         wrong = sum(
             self.count_wrong_targets(batch, part.examples, part.real)
             for batch, part in zip(on_host, parts, strict=True)
@@ -173,6 +178,10 @@ class SupervisedTrainer:
                 context.accelerator.step_boundary(f"{context.directory.name}/evaluate")
                 sums.add(**batch_sums)
         return sums.read()
+
+    def describe_step(self) -> RankStep:
+        """Return the rows of the last step."""
+        return self._step
 
     def repeat_scoring(self) -> Iterator[tuple[Any, Callable[[], object]]]:
         """Yield nothing: rows are not scored before the update."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from rlhf.config.schema import TrainingConfig
 from rlhf.engine.engine import Metrics, TrainingEngine
+from rlhf.reporting.step_records import RankStep
 
 
 class EvalResult(NamedTuple):
@@ -61,6 +62,9 @@ class Trainer(Protocol):
 
         A micro-batch has `input_ids` and `attention_mask`, as keys or attributes.
         """
+
+    def describe_step(self) -> RankStep:
+        """Return what the last step read and drew on this rank, for the stage's `steps.bin`."""
 
     def evaluate(self, when: str) -> EvalResult:
         """Measure the model on held-out rows; `when`, "before" or "after step 20", is for display."""

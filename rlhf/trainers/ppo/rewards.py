@@ -28,6 +28,9 @@ RewardFunction = Callable[[Rollout, Tensor | None, Sequence[Prompt]], tuple[Tens
 
 The examples are those of the first rows; the other rows only fill up the batch."""
 
+Functions = Callable[[Sequence[Sample]], Sequence[list[float]]]
+"""Samples -> for each function of the settings, the reward of each sample."""
+
 _MODEL = "reward_model"
 _FUNCTION = "reward/"
 
@@ -37,6 +40,9 @@ class WeightedRewards:
 
     It starts the process in which the functions run.
 
+    Attributes:
+        functions: calls them; None if there are none.
+
     Raises:
         RewardError: a function cannot be imported or called.
     """
@@ -44,7 +50,7 @@ class WeightedRewards:
     def __init__(self, settings: PPOConfig, tokenizer: Any) -> None:
         self._settings, self._tokenizer = settings, tokenizer
         functions = settings.reward_functions
-        self._process = RewardProcess(functions, settings.reward_timeout) if functions else None
+        self.functions: Functions | None = RewardProcess(functions, settings.reward_timeout) if functions else None
 
     def __call__(
         self, rollout: Rollout, model_scores: Tensor | None, examples: Sequence[Prompt]
@@ -56,7 +62,7 @@ class WeightedRewards:
         """
         weight, mask = self._settings.reward_weight, rollout.action_mask
         total = torch.zeros(len(mask), device=mask.device) if model_scores is None else weight * model_scores
-        if self._process is None:
+        if self.functions is None:
             return total, {}
         parts = {} if model_scores is None else {_MODEL: model_scores}
         texts = completion_texts(self._tokenizer, completion_ids(rollout.input_ids, rollout.action_mask))
@@ -70,7 +76,7 @@ class WeightedRewards:
                 "ppo.reward_functions: they are called with rows of the data, and these sequences came without; give "
                 "`examples` too, or score texts"
             )
-        for function, values in zip(self._settings.reward_functions, self._process(samples), strict=True):
+        for function, values in zip(self._settings.reward_functions, self.functions(samples), strict=True):
             filled = values + [0.0] * (len(mask) - len(values))
             part = parts[_FUNCTION + function.label] = torch.tensor(filled, device=mask.device)
             total = total + function.weight * part

@@ -34,7 +34,7 @@ from rlhf.engine.engine import (
 )
 from rlhf.engine.fp32_weights import EMA
 from rlhf.errors import ConfigError
-from rlhf.generation.decoder import Decoder
+from rlhf.generation.decoder import Completions, Decoder
 from rlhf.generation.hybrid_engine import WeightLayout, choose_rank_group, count_step_bytes, generation_mode
 from rlhf.losses import advantages as estimators
 from rlhf.losses.advantages import whiten
@@ -44,6 +44,7 @@ from rlhf.models.dropout import is_stochastic
 from rlhf.models.forward import LogProbs, completion_log_probs, sequence_scores
 from rlhf.models.lora import without_adapters
 from rlhf.models.tokenizers import find_end_tokens
+from rlhf.reporting.step_records import RankStep
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.ppo.evaluation import Approves, HeldoutPrompts
 from rlhf.trainers.ppo.experience import Experience, ForwardPass, MicroBatcher, Rollout, Scores, join_rows
@@ -64,6 +65,7 @@ from rlhf.trainers.ppo.metrics import (
     show_samples,
 )
 from rlhf.trainers.ppo.pretraining_loss import PretrainingLoss
+from rlhf.trainers.ppo.recorded_rollout import StepContents, restore_completions
 from rlhf.trainers.ppo.reports import report_advantages, report_rollout, report_scores
 from rlhf.trainers.ppo.rewards import RewardFunction, RewardShaping, WeightedRewards
 from rlhf.trainers.stage_models import ModelFactory, log_outputs, save_outputs
@@ -90,6 +92,7 @@ class PPOTrainer:
         reference, reward: the models that only score. With LoRA, reference is None: the actor without its adapters
             replaces it. If only functions compute the reward, `reward` is None.
         experience: that of the latest step, without its passes; None before the first step.
+        given: a recorded rollout, which steps take instead of drawing one.
     """
 
     unit = "tokens"
@@ -119,6 +122,8 @@ class PPOTrainer:
         self._estimate: estimators.Estimate = getattr(estimators, settings.method.function)
         self.total_steps = settings.total_steps(len(data.train))
         self.experience: Experience | None = None
+        self.given: RankStep | None = None
+        self._contents = StepContents([], {})
 
         ranks = context.world.size
         minibatch, micro_rows = settings.minibatch(ranks)
@@ -192,7 +197,9 @@ class PPOTrainer:
         `reward_fn` scores the completions in place of the settings' reward model and functions.
         """
         sums = MetricSums()
-        prompts = self.accelerator.to_device(self.prompts(index))
+        own = self.prompts(index)
+        self._contents = StepContents.of(self.batches.own_numbers(index), own, self.decoder.random)
+        prompts = self.accelerator.to_device(own)
         experience = self.collect(prompts, sums, self.examples(index), reward_fn)
         self.experience = replace(experience, passes=())
         with self.context.phases("training"):
@@ -251,13 +258,14 @@ class PPOTrainer:
     ) -> Experience:
         """Draw and score completions of this rank's `prompts`, and estimate advantages; add metrics to `sums`."""
         with self.context.phases("generation"):
-            rollout = self.generate(prompts)
+            rollout = self.generate(prompts) if self.given is None else self._restore(prompts, self.given)
             self.decoder.release_if_large()
         report_rollout(self.context.observation, rollout)
         if self.decoder.steps:
             self.context.phases.count_decode_steps("generation", self.decoder.steps, step_bytes=self._step_bytes)
         with self.context.phases("scoring"):
             scores = self.score(rollout, examples, reward_fn, for_update=self._reuses_passes)
+        self._contents.add(rollout, scores, given=reward_fn is not None)
         mask = rollout.action_mask
         values = torch.zeros_like(mask) if scores.values is None else scores.values * mask
         # The default limit is for the reward model's scores, not for those of a function.
@@ -304,6 +312,14 @@ class PPOTrainer:
             if self.actor.zero_stage == 3:  # the next gather may use other addresses, which a recorded step cannot
                 self.decoder.release()
         self.accelerator.step_boundary("rollout/end")
+        return self._join(prompts, completions)
+
+    def _restore(self, prompts: Batch, given: RankStep) -> Rollout:
+        """Return a recorded rollout; the generator moves on as if it had been drawn."""
+        self.decoder.skip(len(prompts["prompt_ids"]))
+        return self._join(prompts, restore_completions(given, self.tokenizer.pad_token_id, self.accelerator))
+
+    def _join(self, prompts: Batch, completions: Completions) -> Rollout:
         return Rollout.join(
             prompts,
             completions.ids,
@@ -525,6 +541,10 @@ class PPOTrainer:
         with self.actor.ema.in_place(), self.decoder.seeded(seed):
             average = self.held_out.evaluate(f"{when}, by the average", self.generate, self.score)
         return result._replace(numbers=result.numbers | {f"ema_{key}": value for key, value in average.numbers.items()})
+
+    def describe_step(self) -> RankStep:
+        """Return the last step's rollout."""
+        return self._contents.describe()
 
     def save(self, folder: Path) -> None:
         """Save the policy, and the critic if `ppo.save_critic` is set."""

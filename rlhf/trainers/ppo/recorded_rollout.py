@@ -1,0 +1,80 @@
+"""A PPO step's rollout as `steps.bin` keeps it, and the completions of a kept one."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf.data.batches import Batch, digest_batches
+from rlhf.generation.decoder import Completions
+from rlhf.losses.log_probs import masked
+from rlhf.reporting.step_records import RankStep, decode_log_probs, encode_log_probs
+from rlhf.trainers.ppo.experience import Rollout, Scores
+
+if TYPE_CHECKING:
+    from accelerators import Accelerator
+
+
+@dataclass
+class StepContents:
+    """What a step has read and drawn so far; read from the device only by `describe`."""
+
+    rows: list[int]
+    digests: dict[str, int]
+    rollout: Rollout | None = None
+    rewards: dict[str, Tensor] | None = None
+
+    @classmethod
+    def of(cls, rows: list[int], prompts: Batch, generator: torch.Generator) -> StepContents:
+        """Start with this rank's rows, their prompts on the host, and the generator before anything is drawn."""
+        state = zlib.crc32(generator.get_state().numpy().tobytes())
+        return cls(rows, {"rows": digest_batches([prompts]), "generator": state})
+
+    def add(self, rollout: Rollout, scores: Scores, *, given: bool) -> None:
+        """Add the rollout and its rewards; `given`: those of a program, not of the settings."""
+        self.rollout = rollout
+        self.rewards = {"given" if given else "reward": scores.reward}
+        self.rewards |= {f"part/{name}": part for name, part in scores.reward_parts.items()}
+
+    def describe(self) -> RankStep:
+        """Return the rows, and the rollout if there is one."""
+        rollout = self.rollout
+        if rollout is None:
+            return RankStep(self.rows, digests=self.digests)
+        columns = rollout.completion_length
+        mask = rollout.attention_mask[:, -columns:]
+        lengths, drawn = mask.sum(1).tolist(), rollout.drawn_log_probs
+        ids = rollout.input_ids[:, -columns:].tolist()
+        arrays = {
+            "lengths": np.array(lengths, np.uint32),
+            "ids": np.array([token for row, length in zip(ids, lengths) for token in row[:length]], np.uint32),
+        }
+        digests = dict(self.digests)
+        if drawn is not None:
+            exact = np.array(masked(drawn, mask).float().tolist(), np.float32)
+            digests["log_probs"] = zlib.crc32(exact.tobytes())
+            arrays["log_probs"] = encode_log_probs(
+                np.concatenate([row[:length] for row, length in zip(exact, lengths)])
+            )
+        for name, reward in (self.rewards or {}).items():
+            arrays[name] = np.array(reward.tolist(), np.float32)
+        return RankStep(self.rows, columns, digests, arrays)
+
+
+def restore_completions(step: RankStep, pad_token_id: int, accelerator: Accelerator) -> Completions:
+    """Return the completions that a rank drew in a step, with their log-probabilities as far as they are kept."""
+    lengths = step.arrays["lengths"]
+    here = np.arange(step.columns) < lengths[:, None]
+    ids = np.full(here.shape, pad_token_id, np.int64)
+    ids[here] = step.arrays["ids"]
+    log_probs = np.zeros(here.shape, np.float32)
+    if "log_probs" in step.arrays:
+        log_probs[here] = decode_log_probs(step.arrays["log_probs"])
+    tensors = {"ids": torch.from_numpy(ids), "mask": torch.from_numpy(here.astype(np.int64))}
+    moved: Batch = accelerator.to_device(tensors | {"log_probs": torch.from_numpy(log_probs)})
+    return Completions(**moved)
