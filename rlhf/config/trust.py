@@ -6,6 +6,7 @@ recorded among the user's own settings, for the recipe's path and a digest of wh
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -147,12 +148,13 @@ def _read_consents() -> dict[str, Any]:
 
 
 def _record_consent(path: str, digest: str) -> None:
-    consents = _read_consents()
-    if consents.get(path) == digest:
+    if _read_consents().get(path) == digest:
         return
     file = consents_path()
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        atomic_write_json(file, consents | {path: digest})
+        with file.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another command may record one at the same time
+            atomic_write_json(file, _read_consents() | {path: digest})
     except OSError as error:
         raise RunError(f"{file}: cannot be written ({error.strerror}); check its permissions") from error

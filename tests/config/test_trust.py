@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 from pathlib import Path
@@ -65,6 +66,21 @@ def test_recipe_of_another_user_needs_consent_once(name: str, theirs: Path, monk
     admit(theirs, trust=True)
     admit(theirs)
     assert consents_path().parent.stat().st_mode & 0o777 == 0o700 and len(list(theirs.parent.iterdir())) == 3
+
+
+def test_consents_given_at_the_same_time_are_all_kept(theirs: Path) -> None:
+    def consent(number: int) -> None:
+        start.wait()
+        trust._record_consent(str(number), "digest")
+
+    context = multiprocessing.get_context("fork")
+    start = context.Barrier(8)
+    processes = [context.Process(target=consent, args=(number,)) for number in range(8)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert json.loads(consents_path().read_text()) == {str(number): "digest" for number in range(8)}
 
 
 @pytest.mark.parametrize("change", ["function", "file", "model"])
