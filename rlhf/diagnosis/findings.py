@@ -59,9 +59,9 @@ def _examine(check: Check, subject: Subject) -> Outcome | None:
 
 
 def worst(findings: Sequence[Finding]) -> State:
-    """Return the most severe state; fine if there are no findings. A check that cannot tell makes a stage no worse."""
+    """Return the most severe state; a check that cannot tell makes a stage no worse, unless no other can."""
     states = [finding.state for finding in findings if finding.state != "cannot tell"]
-    return max(states, key=SEVERITY.__getitem__, default="cannot tell" if findings else "fine")
+    return max(states, key=SEVERITY.__getitem__, default="cannot tell")
 
 
 def _read_warning(warning: Text, state: State) -> Finding:

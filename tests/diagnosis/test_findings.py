@@ -496,6 +496,7 @@ def test_verdict_is_the_worst_finding(tmp_path: Path) -> None:
     assert worst(findings) == "wrong"
     assert summarize_stage(run, run.stages[0], findings).startswith("the policy differs from its reference")
     assert worst([finding for finding in findings if finding.state == "cannot tell"]) == "cannot tell"
+    assert worst([]) == "cannot tell", "a stage that nothing was said of is not called fine"
 
 
 def test_numbers_are_in_the_order_of_their_records(tmp_path: Path) -> None:
