@@ -427,7 +427,8 @@ def main() -> int:
     if options.table:
         print(format_table(read_counts()))
         return 0
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # runs would ignore it too, for example under nohup
+    for number in (signal.SIGHUP, signal.SIGINT):  # runs would ignore it too: under nohup, in a script's background
+        signal.signal(number, signal.SIG_DFL)
     end = time.monotonic() + options.seconds
     with tempfile.TemporaryDirectory(prefix="rlhf-chaos-") as folder, ThreadPoolExecutor(options.jobs) as threads:
         chaos = Chaos(Path(folder).resolve(), options.seed)
