@@ -77,10 +77,12 @@ def save_checkpoint(
                     f"checkpoint was written; {directory.describe_last_checkpoint()}; lower "
                     f"{directory.name}.optimizer.learning_rate"
                 )
-        files = {_RANDOM.format(rank=distributed.world().rank): random}
+        files = {_RANDOM.format(rank=distributed.world().rank): _encode(random)}
         if distributed.world().is_main:
             counters = {name: fragments.read_counters(engine) for name, engine in engines.items()}
-            files[_STATE] = {"state": state, "engines": counters}
+            files[_STATE] = _encode({"state": state, "engines": counters})
+            if directory.evaluations.is_file():  # without these, the stage may keep another model
+                files[directory.evaluations.name] = directory.evaluations.read_bytes()
         for name, content in files.items():
             _save(content, _partial(final) / name)
     with distributed.on_all_ranks("reading the checkpoint's files"):
@@ -149,14 +151,19 @@ def restore_checkpoint(directory: StageDirectory, engines: dict[str, TrainingEng
     return Checkpoint(parse_step(path), state, own, len(list(path.glob(_RANDOM.format(rank="*")))))
 
 
-def _save(content: Any, path: Path) -> None:
-    """Write a small file of torch, and read it back."""
+def _encode(content: Any) -> bytes:
+    """Return the content of a small file of torch."""
     buffer = io.BytesIO()
     torch.save(content, buffer, pickle_protocol=PICKLE_PROTOCOL)
+    return buffer.getvalue()
+
+
+def _save(content: bytes, path: Path) -> None:
+    """Write a small file, and read it back."""
     with open_waiting(path) as file:
-        file.write(buffer.getvalue())
+        file.write(content)
     drop_from_memory(path)
-    if path.read_bytes() != buffer.getvalue():
+    if path.read_bytes() != content:
         raise read_back_error(path)
 
 

@@ -190,10 +190,13 @@ class EvaluationSchedule:
         return self.context.directory.best / f"step-{step:08d}"
 
     def _read_results(self) -> dict[int, EvalResult]:
-        """Read the results up to the checkpoint that the stage resumes from, on rank 0, and send them to all ranks."""
+        """Read the results up to the checkpoint that the stage resumes from, on rank 0, and send them to all ranks.
+
+        If the stage's file is missing, the checkpoint's copy takes its place.
+        """
         latest = self.context.directory.latest_checkpoint
-        resumes = self.context.world.is_main and latest and self._path.is_file()
-        saved = read_evaluations(self._path) if resumes else {}
+        paths = [self._path, latest / self._path.name] if self.context.world.is_main and latest else []
+        saved = next((read_evaluations(path) for path in paths if path.is_file()), {})
         (saved, first), *_ = distributed.all_gather_objects((saved, parse_step(latest) if latest else 0))
         return {int(step): EvalResult(**result) for step, result in saved.items() if int(step) <= first}
 

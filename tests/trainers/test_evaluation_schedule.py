@@ -374,6 +374,16 @@ def killed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_lost_evaluations_are_read_from_the_checkpoint(killed, whole, accelerator, tmp_path) -> None:
+    """Without them the stage would choose among fewer models, and record fewer evaluations."""
+    folder, (expected, summary) = tmp_path / "lost", whole
+    shutil.copytree(killed / "a better model is kept than the checkpoint knows", folder)
+    (folder / "sft" / "evaluations.json").unlink()
+    assert tune(accelerator, folder) == summary
+    assert measured(folder) == measured(expected)
+    assert_same_weights(folder / "sft" / "model", expected / "sft" / "model")
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_a_stage_that_was_killed_keeps_what_it_would_have_kept(killed, whole, accelerator, monkeypatch, place):
     folder, (expected, summary), (_, step) = killed / place, whole, PLACES[place]
