@@ -8,6 +8,7 @@ first.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from accelerators.compatibility import former_name
 from accelerators.discovery import Report, available, blame_plugin
 from accelerators.errors import AcceleratorError, CaptureError, PluginError, describe_error, find_out_of_memory
 from accelerators.hookspecs import hookimpl, hookspec
@@ -113,4 +114,4 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return former_name(name)

@@ -24,17 +24,10 @@ from typing import Any, TypeVar
 
 import pluggy
 
-from accelerators import hookspecs
+from accelerators import compatibility, hookspecs
 from accelerators.errors import AUTHORS, AcceleratorError, PluginError, causes, describe_error
 from accelerators.host import stdout_to_stderr
-from accelerators.types import (
-    ALLOWLIST_ENV,
-    API_VERSION,
-    OLDEST_API_VERSION,
-    AcceleratorSpec,
-    Probe,
-    expect,
-)
+from accelerators.types import ALLOWLIST_ENV, AcceleratorSpec, Probe, expect
 
 Result = TypeVar("Result")
 
@@ -236,12 +229,8 @@ def _probed(offer: Any, origin: tuple[str, str, str], limit: float) -> Report:
         spec = expect(offer, AcceleratorSpec)
     except TypeError as error:
         return Report(*origin, error=f"rlhf_accelerators returned {error}")
-    if not OLDEST_API_VERSION <= spec.api_version <= API_VERSION:
-        supported = " to ".join(dict.fromkeys(map(str, (OLDEST_API_VERSION, API_VERSION))))
-        versions = (
-            f"it is written for version {spec.api_version} of the accelerator interface; rlhf supports {supported}"
-        )
-        return Report(spec.name, *provider, spec=spec, error=versions)
+    if refusal := compatibility.refuse_versions(spec, provider[0]):
+        return Report(spec.name, *provider, spec=spec, error=refusal)
     clean = "torch" not in sys.modules
     probe, failure = None, None
     try:

@@ -42,7 +42,7 @@ def rlhf_accelerators() -> Iterable[AcceleratorSpec]:  # type: ignore[empty-body
 
         @hookimpl
         def rlhf_accelerators():
-            return [AcceleratorSpec(name="npu", api_version=2, factory="my_npu.backend:NPU", probe=probe, priority=50)]
+            return [AcceleratorSpec(name="npu", api_version=3, factory="my_npu.backend:NPU", probe=probe, priority=50)]
     """
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
+from accelerators import compatibility
 from accelerators.discovery import Report, answers, discover, time_limit, warn_after
 from accelerators.errors import (
     AUTHORS,
@@ -99,7 +100,7 @@ class Selection:
                 raise TypeError(f"it is {reprlib.repr(cls)}, expected a subclass of Accelerator")
             if (name := getattr(cls, "name", None)) != self.name:
                 raise ValueError(f"its name is {name!r}, expected {self.name!r}")
-            accelerator: Accelerator = cls()
+            accelerator = compatibility.adapt(cls, compatibility.used_version(self.spec), self._where)()
         accelerator.provider = self.provider
         set_out_of_memory_judge(accelerator)
         accelerator.kernels.add(self._contributed_kernels(accelerator))

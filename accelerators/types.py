@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 if TYPE_CHECKING:
     import torch
 
-API_VERSION = 2
-"""Version of the interface; a plugin states the version that it was written for."""
+API_VERSION = 3
+"""Version of the interface; a plugin states the version, or the range of versions, that it was written for."""
 
-OLDEST_API_VERSION = 2
-"""The oldest version of the interface that is still supported."""
+OLDEST_API_VERSION = 1
+"""The oldest version whose plugins still work; `accelerators.compatibility` adapts them."""
 
 AUTO, NONE = "auto", "none"
 """Choices instead of an implementation's name: the best one; or, for an optional operation, none."""
@@ -151,7 +151,8 @@ class AcceleratorSpec:
 
     Attributes:
         name: name of the backend, one word.
-        api_version: version of the interface that the plugin was written for.
+        api_version: version of the interface that the plugin was written for, or the oldest and the newest one that it
+            works with. It runs as a plugin of the newest one that rlhf has too.
         factory: "package.module:Class", imported when the backend is chosen, not before.
         probe: reports whether the backend can run here.
         priority: `auto` takes the available backend with the highest one.
@@ -160,16 +161,24 @@ class AcceleratorSpec:
     """
 
     name: str
-    api_version: int
+    api_version: int | tuple[int, int]
     factory: str
     probe: Callable[[], Probe]
     priority: int = 0
     env: Callable[[Mapping[str, Any]], Mapping[str, str]] = lambda run: {}
 
     def __post_init__(self) -> None:
-        _check_types(self, name=str, api_version=int, factory=str, probe=Callable, priority=int, env=Callable)
+        _check_types(self, name=str, factory=str, probe=Callable, priority=int, env=Callable)
+        if not _is_version_range(self.api_versions):
+            version = reprlib.repr(self.api_version)
+            raise TypeError(f"AcceleratorSpec: api_version is {version}, expected an int, or two: (oldest, newest)")
         if self.name in ("", AUTO) or self.name != "".join(self.name.split()):
             raise ValueError(f"AcceleratorSpec: name is {self.name!r}, expected one word other than auto")
+
+    @property
+    def api_versions(self) -> tuple[int, int]:
+        """The oldest and the newest version of the interface that the plugin works with."""
+        return self.api_version if isinstance(self.api_version, tuple) else (self.api_version, self.api_version)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,6 +365,10 @@ def _check_types(value: Any, **kinds: Any) -> None:
             raise TypeError(f"{type(value).__name__}: {field} is {reprlib.repr(content)}, expected {expected}")
         if kind is str:
             object.__setattr__(value, field, one_line(content))
+
+
+def _is_version_range(versions: tuple[Any, ...]) -> bool:
+    return len(versions) == 2 and all(type(version) is int for version in versions) and versions[0] <= versions[1]
 
 
 def _require_reason(ok: bool, reason: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -9,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from accelerators import compatibility
+from accelerators.accelerator import Accelerator
 from accelerators.errors import AcceleratorError, PluginError
 from accelerators.shapes import ShapePolicy
 from accelerators.testing.reference import assert_close, batch, model
 from accelerators.types import OPERATIONS, DeviceInfo, KernelImpl, Memory, Precision, Support
 
 if TYPE_CHECKING:
-    from accelerators.accelerator import Accelerator
+    from accelerators.registry import Selection
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 UNKNOWN = "fp12"
@@ -39,6 +42,20 @@ RETURNS: Mapping[str, type | tuple[type, ...]] = {
     "empty_cache": type(None),
 }
 """Methods without arguments, and the types of their results."""
+
+
+def check_interface(selection: Selection, accelerator: Accelerator) -> str:
+    """Check that overrides take what rlhf passes to them; return a note if the plugin is of a former interface."""
+    for name, method in vars(Accelerator).items():
+        if inspect.isfunction(method) and not name.startswith("_"):
+            passed = list(inspect.signature(method).parameters)[1:]
+            try:
+                inspect.signature(getattr(accelerator, name)).bind(*passed)
+            except TypeError as error:
+                raise AssertionError(
+                    f"rlhf calls {name}({', '.join(passed)}), which it does not take: {error}"
+                ) from error
+    return compatibility.describe_changes(compatibility.used_version(selection.spec))
 
 
 def check_types(accelerator: Accelerator) -> None:

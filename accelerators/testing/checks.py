@@ -71,6 +71,7 @@ CHECKS = (
     ),
     Check("run", "processes", "the three stages run, and compile nothing after two steps"),
     # the backend's description of itself
+    Check("interface", "capabilities", "every method takes the arguments that the interface passes"),
     Check("types", "capabilities", "every method returns the type that the interface promises"),
     Check("operations", "capabilities", "every supported operation can be used"),
     Check("shapes", "capabilities", "padded lengths are buckets: idempotent, monotone, never too short"),

@@ -54,7 +54,10 @@ BROKEN: dict[str, tuple[Callable[[], Any], str]] = {
     "name is empty": (lambda: offers(spec(name="")), "name is '', expected one word"),
     "name=auto": (lambda: offers(spec(name="auto")), "name is 'auto', expected one word other than auto"),
     "priority=nan": (lambda: offers(spec(priority=float("nan"))), "priority is nan, expected an int"),
-    "api_version=1": (lambda: offers(spec(api_version=1)), "version 1 of the accelerator interface; rlhf supports 2"),
+    "api_version=0": (
+        lambda: offers(spec(api_version=0)),
+        "version 0 of the accelerator interface, and rlhf accepts 1 to 3; update bad",
+    ),
     "env is no function": (lambda: offers(spec(env={"A": "b"})), "env is {'A': 'b'}, expected a function"),
     "a cpu that hangs": (lambda: offers(spec(name="cpu", probe=forever)), "its probe did not answer within 0.3 s"),
     # probed

@@ -28,7 +28,7 @@ def rlhf_accelerators() -> Iterable[AcceleratorSpec]:
     return [
         AcceleratorSpec(
             name="example",
-            api_version=2,
+            api_version=3,
             factory="rlhf_example.backend:Example",
             probe=probe,
             env=environment,
