@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,3 +72,51 @@ def test_a_gpu_is_asked_for_only_by_hand() -> None:
     assert list(waiting) == ["gpu"] and "workflow_dispatch" in waiting["gpu"]["if"]
     *_, certify, upload = waiting["gpu"]["steps"]
     assert certify["run"].endswith(f"rlhf accelerators certify cuda --output {upload['with']['path']}")
+
+
+# the workflow that authors of plugins call
+
+KIT = FOLDER / "plugin-kit.yml"
+
+
+def kit_inputs() -> dict[str, Any]:
+    inputs = workflow(KIT)["on"]["workflow_call"]["inputs"]
+    assert isinstance(inputs, dict)
+    return inputs
+
+
+def test_kit_uses_each_of_its_inputs() -> None:
+    text = KIT.read_text(encoding="utf-8")
+    assert set(re.findall(r"inputs\.(\w+)", text)) == set(kit_inputs())
+    assert not any("inputs." in command for command in commands(KIT))  # a caller's text is no part of a command
+
+
+def test_documented_caller_of_kit_is_complete() -> None:
+    page = (ROOT / "docs" / "write-a-backend.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```yaml\n(jobs:.*?)```", page, re.DOTALL)
+    assert len(block.splitlines()) == 4
+    job = parse_yaml(block)["jobs"]["kit"]  # type: ignore[index]
+    assert job["uses"].endswith(f"/{KIT.relative_to(ROOT)}@main")
+    required = {name for name, settings in kit_inputs().items() if settings.get("required")}
+    assert required == set(job["with"])
+
+
+@pytest.mark.slow
+def test_kit_checks_template(tmp_path: Path) -> None:
+    """The last two commands, as a runner gets them; pip installs aside and without a network."""
+    ignored = shutil.ignore_patterns("*.egg-info", "build")
+    shutil.copytree(ROOT / "plugins" / "rlhf-example", tmp_path / "plugin" / "chip", ignore=ignored)
+    site = tmp_path / "site"
+    variables = {"PIP_TARGET": str(site), "PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}
+    variables |= {"PYTHONPATH": f"{site}:{ROOT}", "FOLDER": "chip", "BACKEND": "example"}
+    for command in commands(KIT)[1:]:
+        done = subprocess.run(
+            ["bash", "-euc", command.replace(".venv/bin/python", sys.executable)],
+            cwd=tmp_path,
+            env=os.environ | variables,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert " 0 failed; it conforms to the accelerator interface" in done.stdout
