@@ -113,7 +113,7 @@ def rlhf_accelerators() -> Iterable[AcceleratorSpec]:
     return [
         AcceleratorSpec(
             name="xpu",
-            api_version=2,
+            api_version=3,
             factory="rlhf_xpu.backend:XPU",
             probe=probe,
             env=environment,
