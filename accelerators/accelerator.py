@@ -24,7 +24,17 @@ from accelerators import capture, host, portable
 from accelerators.errors import AcceleratorError, is_out_of_memory, naming_method
 from accelerators.kernels import KernelSet
 from accelerators.shapes import ShapePolicy
-from accelerators.types import DeepSpeedView, DeviceInfo, KernelImpl, Memory, Precision, Support, did_you_mean, expect
+from accelerators.types import (
+    DeepSpeedView,
+    DeviceInfo,
+    Health,
+    KernelImpl,
+    Memory,
+    Precision,
+    Support,
+    did_you_mean,
+    expect,
+)
 
 Batch = TypeVar("Batch")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -142,6 +152,17 @@ class Accelerator(ABC):
         """
         return {}
 
+    def health(self) -> Health:
+        """Return the state of the bound device: clocks, throttling, errors of its memory; empty if nothing tells it.
+
+        It is called before and after a stage, and must not wait for the device.
+        """
+        return Health()
+
+    def host_operators(self) -> Mapping[str, int]:
+        """Return how often this process ran each operator on the host, because the device does not have it."""
+        return {}
+
     # synchronization
 
     def synchronize(self) -> None:
@@ -188,7 +209,7 @@ class Accelerator(ABC):
         return None if self.graphs is None else self.graphs.recordings
 
     def report_fallback(self, part: str, message: str) -> None:
-        """Log that a part of the run will not be captured or compiled as chosen, once for each `part`.
+        """Log that a part of the run will not be captured, compiled or computed as chosen, once for each `part`.
 
         Nothing falls back silently: `metrics.jsonl` has the number of these parts as `fallbacks`.
         """
@@ -202,6 +223,18 @@ class Accelerator(ABC):
         return []
 
     # precision
+
+    def deterministic(self, on: bool) -> tuple[str, ...]:
+        """Use only operators that give equal results in equal runs, or again any.
+
+        An operator without such a form is an error of torch, which names it.
+
+        Returns:
+            The parts of a run that may differ nevertheless, each with the reason; empty if it is switched off.
+        """
+        torch.use_deterministic_algorithms(on)
+        unknown = on and self._has_queue()
+        return (f"operators of {self.name}: the backend does not say which are deterministic",) if unknown else ()
 
     @abstractmethod
     def precision(self, wish: str = "auto") -> Precision:
@@ -265,6 +298,13 @@ class Accelerator(ABC):
         if self._has_queue():
             gc.collect()  # a recorded function and the object with its buffers often refer to each other
             torch.accelerator.empty_cache()
+
+    def teardown(self) -> None:
+        """Wait for the device and return what this process holds of it; afterwards `bind` may be called again."""
+        if self._device is not None:
+            self.synchronize()
+            self.empty_cache()
+            self._device = None
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Return whether an error of the device's software means that the device is out of memory.

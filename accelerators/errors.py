@@ -26,6 +26,7 @@ from accelerators.types import (
     Backend,
     DeepSpeedView,
     DeviceInfo,
+    Health,
     KernelImpl,
     Memory,
     Precision,
@@ -38,6 +39,9 @@ AUTHORS = "report it to the plugin's authors"
 """The remedy for an error in a plugin's code."""
 
 RETURNS: Mapping[str, type] = {
+    "deterministic": tuple,
+    "health": Health,
+    "host_operators": Mapping,
     "info": DeviceInfo,
     "memory": Memory,
     "precision": Precision,

@@ -253,19 +253,48 @@ class DeviceInfo:
         software: the software that drives them, with versions.
         peak_flops: the maker's maximum of operations per second for products of dense matrices on one device, by
             precision ({"bf16": 989e12}). No share is recorded for a precision that is not listed.
+        peak_bandwidth: the maker's maximum of bytes per second that one device reads from its memory; 0 if not known.
+        uuids: the lasting names of the devices, in the order of local ranks; empty if they have none.
     """
 
     model: str
     count: int
     software: str
     peak_flops: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
+    peak_bandwidth: float = 0.0
+    uuids: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_types(self, model=str, count=int, software=str, peak_flops=Mapping)
+        _check_types(self, model=str, count=int, software=str, peak_flops=Mapping, uuids=tuple)
+        if isinstance(self.peak_bandwidth, bool) or not isinstance(self.peak_bandwidth, int | float):
+            raise TypeError(f"DeviceInfo: peak_bandwidth is {self.peak_bandwidth!r}, expected a number")
         for name, peak in self.peak_flops.items():
             if name not in DTYPES or isinstance(peak, bool) or not isinstance(peak, int | float) or not peak > 0:
                 expected = f"{' or '.join(DTYPES)} and a number above 0"
                 raise TypeError(f"DeviceInfo: peak_flops has {reprlib.repr({name: peak})}, expected {expected}")
+
+
+@dataclass(frozen=True)
+class Health:
+    """The state of this process's device, as its driver reports it.
+
+    Attributes:
+        readings: for reports, such as {"clock": "1,980 of 1,980 MHz"}.
+        problems: reasons why the device is slower or less reliable now than it should be, each a clause.
+        errors: numbers of errors since the driver was loaded; results are suspect if one rises during a run.
+    """
+
+    readings: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
+    problems: tuple[str, ...] = ()
+    errors: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        _check_types(self, readings=Mapping, problems=tuple, errors=Mapping)
+
+    def problems_since(self, before: Health) -> tuple[str, ...]:
+        """Return the present problems, and the errors that have occurred since `before`."""
+        risen = {name: count - before.errors.get(name, 0) for name, count in self.errors.items()}
+        return (*self.problems, *(f"{count:,} more {name}" for name, count in risen.items() if count > 0))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ def rlhf_accelerators() -> Iterable[AcceleratorSpec]:
             api_version=API_VERSION,
             factory="accelerators.backends.cuda.backend:CUDA",
             probe=cuda_info.probe,
-            env=cuda_info.device_order,
+            env=cuda_info.environment,
             priority=100,
         ),
         AcceleratorSpec(

@@ -15,7 +15,7 @@ from accelerators.accelerator import Accelerator
 from accelerators.errors import AcceleratorError, PluginError
 from accelerators.shapes import ShapePolicy
 from accelerators.testing.reference import assert_close, batch, model
-from accelerators.types import OPERATIONS, DeviceInfo, KernelImpl, Memory, Precision, Support
+from accelerators.types import OPERATIONS, DeviceInfo, Health, KernelImpl, Memory, Precision, Support
 
 if TYPE_CHECKING:
     from accelerators.registry import Selection
@@ -25,6 +25,8 @@ UNKNOWN = "fp12"
 RETURNS: Mapping[str, type | tuple[type, ...]] = {
     "device": torch.device,
     "info": DeviceInfo,
+    "health": Health,
+    "host_operators": Mapping,
     "environment_report": Mapping,
     "other_modes": Mapping,
     "is_lazy": bool,
@@ -75,6 +77,9 @@ def check_types(accelerator: Accelerator) -> None:
     assert isinstance(accelerator.deepspeed_name, str), f"deepspeed_name is {accelerator.deepspeed_name!r}, not a str"
     size = accelerator.chunk_elements
     assert isinstance(size, int) and size > 0, f"chunk_elements is {size!r}, expected an int above 0"
+    info = accelerator.info()
+    named = not info.uuids or len(set(info.uuids)) == info.count
+    assert named, f"info() has the uuids {info.uuids!r}, expected none, or a different one for each of {info.count}"
     unknown = [operation for operation in accelerator.absent if operation not in OPERATIONS]
     assert not unknown, f"absent names {', '.join(unknown)}, expected some of {', '.join(OPERATIONS)}"
 
@@ -123,6 +128,35 @@ def check_precision(accelerator: Accelerator) -> None:
     assert _granted(accelerator, UNKNOWN) is None, f"precision({UNKNOWN!r}) is granted, expected an AcceleratorError"
     for precision in supported:
         _check_training(accelerator, precision)
+
+
+def check_deterministic(accelerator: Accelerator) -> str:
+    """Compare gradients of equal steps, unless the backend says what may differ; return this as a note."""
+    try:
+        remaining = accelerator.deterministic(True)
+        is_text = isinstance(remaining, tuple) and all(isinstance(part, str) and part for part in remaining)
+        assert is_text, f"deterministic(True) returns {remaining!r}, expected a tuple of reasons"
+        steps = [_gradients(accelerator) for _ in range(3)]
+    finally:
+        accelerator.deterministic(False)
+    differ = next((name for name in steps[0] if any(not torch.equal(steps[0][name], step[name]) for step in steps)), "")
+    assert remaining or not differ, f"deterministic(True) names nothing, but the gradient of {differ} differs"
+    left = torch.are_deterministic_algorithms_enabled()
+    assert not left, "after deterministic(False), torch still refuses operators that are not deterministic"
+    return f"may differ: {'; '.join(remaining)}" if remaining else ""
+
+
+def _gradients(accelerator: Accelerator) -> dict[str, torch.Tensor]:
+    """Return the gradients of one step of the tiny model, on the host."""
+    precision = accelerator.precision()
+    tokens, labels = (accelerator.to_device(tensor) for tensor in batch())
+    network = model().to(accelerator.device(), precision.dtype)
+    with precision.autocast():
+        logits = network(tokens)
+        nn.functional.cross_entropy(logits.float(), labels).backward()
+    accelerator.step_boundary("check/backward")
+    gradients = {name: weight.grad for name, weight in network.named_parameters()}
+    return {name: gradient.cpu() for name, gradient in gradients.items() if gradient is not None}
 
 
 def _check_offer(accelerator: Accelerator, operation: str, support: Support) -> None:

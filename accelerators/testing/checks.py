@@ -76,6 +76,8 @@ CHECKS = (
     Check("operations", "capabilities", "every supported operation can be used"),
     Check("shapes", "capabilities", "padded lengths are buckets: idempotent, monotone, never too short"),
     Check("precision", "capabilities", "every precision is granted as requested, or refused with a reason"),
+    Check("deterministic", "capabilities", "a backend that promises equal results repeats a step bit for bit"),
+    Check("health", "memory_and_rng", "the health is told at once in words, and counts of errors never fall"),
     # state
     Check("placement", "memory_and_rng", "the device is known after bind, and whole batches move there"),
     Check("random-numbers", "memory_and_rng", "a seed and a saved state reproduce samples"),
@@ -101,6 +103,8 @@ CHECKS = (
         "weights prepared for reading give the same numbers, and are restored bit for bit",
     ),
     Check("fused-layers", "layers", "fused layers give float32's logits and gradients, in copies too"),
+    # the end: some runtimes cannot be used by others in this process afterwards
+    Check("teardown", "memory_and_rng", "teardown gives the device back, and it can be bound again"),
 )
 
 

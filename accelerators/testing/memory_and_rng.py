@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import random
+import time
 from collections import namedtuple
 from typing import TYPE_CHECKING, Any
 from unittest import SkipTest
@@ -26,7 +27,43 @@ BLOCK = 128 << 20
 ENOUGH = BLOCK * 3 // 4
 """Bytes of it that must show; the rest allows for other allocations of the process."""
 
+HEALTH_SECONDS = 2.0
+"""Time limit of `health`, which a run asks at the start and the end of each stage."""
+
 Pair = namedtuple("Pair", "left right")
+
+
+def check_health(accelerator: Accelerator) -> str:
+    """Check readings and counts before and after some work; return the readings as a note."""
+    before = accelerator.health()
+    start = time.monotonic()
+    after = accelerator.health()
+    seconds = time.monotonic() - start
+    assert seconds <= HEALTH_SECONDS, f"health() took {seconds:.1f} s, expected at most {HEALTH_SECONDS:g} s"
+    for text in (*after.readings.values(), *after.problems):
+        assert isinstance(text, str) and text, f"health() has {text!r}, expected words"
+    for name, count in after.errors.items():
+        earlier = before.errors.get(name, 0)
+        assert count >= earlier, f"health() counts {count} {name} after {earlier}: expected that counts never fall"
+    return ", ".join(f"{name} {value}" for name, value in after.readings.items())
+
+
+def check_teardown(selection: Selection) -> None:
+    """Check that a backend can be torn down, and then bound and used again."""
+    backend = selection.create()
+    backend.bind(0)
+    backend.to_device(torch.ones(8))
+    backend.teardown()
+    try:
+        device = backend.device()
+    except AcceleratorError:
+        pass
+    else:
+        raise AssertionError(f"device() after teardown() is {device}, expected an AcceleratorError")
+    backend.teardown()  # nothing is left to do
+    backend.bind(0)
+    total = float(backend.to_device(torch.ones(8)).sum())
+    assert total == 8, f"after teardown() and bind(0), the sum of 8 ones is {total}"
 
 
 def check_placement(selection: Selection) -> None:

@@ -228,6 +228,7 @@ def _explain(name: str) -> dict[str, Any]:
             for operation, support in accelerator.kernels.capabilities().items()
         },
         "memory": asdict(accelerator.memory()),
+        "health": asdict(accelerator.health()),
         "shapes": asdict(accelerator.shape_policy()),
         "lazy": accelerator.is_lazy(),
         "dist_backend": accelerator.dist_backend(),
@@ -270,11 +271,15 @@ def _candidates(accelerator: Accelerator, operation: str) -> list[dict[str, Any]
 def _print_facts(facts: dict[str, Any], tsv: bool) -> None:
     device, memory, deepspeed = facts["device"], facts["memory"], facts["deepspeed"]
     peaks = ", ".join(f"{peak / 1e12:,.4g} TFLOP/s in {name}" for name, peak in device["peak_flops"].items())
+    readings = [f"{name} {value}" for name, value in facts["health"]["readings"].items()]
+    health = ", ".join([*readings, *facts["health"]["problems"]])
     rows = [
         ("chosen", facts["reason"]),
         ("provided by", facts["provider"]),
         ("device", f"{device['count']} x {device['model']}, {device['software']}"),
         *([("arithmetic", f"at most {peaks}")] if peaks else []),
+        *([("bandwidth", f"at most {device['peak_bandwidth'] / 1e9:,.4g} GB/s")] if device["peak_bandwidth"] else []),
+        *([("health", health)] if health else []),
         ("memory", f"{format_bytes(memory['total'])}, of which this process uses {format_bytes(memory['allocated'])}"),
         ("shapes", facts["shapes"]["kind"]),
         ("execution", "lazy" if facts["lazy"] else "eager"),

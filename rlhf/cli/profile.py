@@ -203,6 +203,7 @@ def _measure_steps(trainer: Trainer, context: StageContext, count: int, trace: P
     return {
         "accelerator": context.accelerator.name,
         "device": context.accelerator.info().model,
+        "peak_bandwidth": context.accelerator.info().peak_bandwidth,
         "precision": context.precision.name,
         "set_up_seconds": set_up,
         "first_step_seconds": first,
@@ -250,7 +251,9 @@ def _print(report: Report, title: str, tsv: bool) -> None:
     for phase in report["phases"]:
         if "step_seconds" in phase:
             speed = phase.get("bytes_per_second")
-            read = f", weights read at {speed / 1e9:.3g} GB/s" if speed else ""
+            peak = report["peak_bandwidth"]
+            share = f" ({_format_percent(speed / peak)} of the device's peak)" if speed and peak else ""
+            read = f", weights read at {speed / 1e9:.3g} GB/s{share}" if speed else ""
             latency = _format_time(phase["step_seconds"])
             print_line(f"{phase['phase']}: {latency} per decoding step (one token of every row){read}")
     total, operators = report["traced_seconds"], report["operators"]

@@ -199,6 +199,11 @@ class EngineConfig(ConfigModel):
     shapes: Literal["auto", "static", "bucketed", "dynamic"] = Field(
         "auto", description="how batches are padded; auto: as the accelerator prefers"
     )
+    deterministic: bool = Field(
+        False,
+        description="use only operators that give equal results in equal runs, at some cost in speed; the run says at "
+        "its start what may differ nevertheless",
+    )
     timeout: float = Field(1800.0, gt=0, description="seconds that ranks wait for a late one before all of them stop")
     disk_wait: float = Field(
         600.0,

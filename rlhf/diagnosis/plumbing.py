@@ -44,6 +44,14 @@ def _dpo_loss(subject: Subject) -> Outcome | None:
     return Outcome("fine", f"the loss has left ln 2: at the end {losses.last:.3f}")
 
 
+def _device(subject: Subject) -> Outcome | None:
+    devices = (subject.stage.summary or {}).get("devices", [])
+    problems = [f"rank {rank}: {', '.join(device['problems'])}" for rank, device in enumerate(devices)]
+    if found := [text for text, device in zip(problems, devices) if device["problems"]]:
+        return Outcome("look here", f"devices reported problems: {'; '.join(found)}")
+    return Outcome("fine", "the devices reported no problems before and after training") if devices else None
+
+
 def _replay(name: str, describe_fine: Callable[[Subject], str | None], first: str = "") -> Check:
     """Return the check that an invariant of `RULES` holds in each recorded step.
 
@@ -131,6 +139,7 @@ PLUMBING = (
         "look at the rows in the stage's folder not-finite",
         is_invariant=True,
     ),
+    Check("device", "plumbing", EVERY_STAGE, (), _device, "cool or replace the device; repeat the stage after errors"),
     Check("no gradient", "plumbing", EVERY_STAGE, ("grad_norm",), _gradient, "look for an earlier warning"),
     Check("DPO loss", "plumbing", ("dpo",), ("loss",), _dpo_loss, "raise {dpo.optimizer.learning_rate}"),
 )

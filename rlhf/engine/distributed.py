@@ -116,6 +116,7 @@ def start_process_group(selection: Selection, *, timeout: float = 1800.0) -> Ite
             _process.client = client
             verify_agreement(all_gather_objects(accelerator.name))
             yield accelerator
+            accelerator.teardown()  # not after an error: the device may not answer any more
 
 
 def _rendezvous(url: str, timeout: timedelta, **options: Any) -> Iterator[tuple[Store, int, int]]:

@@ -155,7 +155,7 @@ def _report_thread_error(report: Callable[[threading.ExceptHookArgs], object], e
 
 _SPEED = re.compile(
     r".*(seconds|_per_second|tflops)|(generation|scoring|training|other|padding|peak)_share|peak_memory|compilations"
-    r"|fallbacks|tokens|pairs"
+    r"|fallbacks|host_operators|tokens|pairs"
 )
 _OPTIMIZER = re.compile(
     r".*(learning_rate|grad_norm|loss_scale)|skipped_steps|updates|kl_coef|(policy|value|kl|ptx)_loss|approx_kl"

@@ -20,7 +20,7 @@ _LENGTHS = {"steps", "epochs", "max_steps"}
 # runs, not what it learns (but for rounding: other batches may be computed by other routines); or
 # (data.datasets.*.prefer.nothing) they confirm that a column is no preference label.
 CHANGEABLE_ON_RESUME = _LENGTHS | {
-    *("output", "accelerator", "timeout", "disk_wait", "reward_timeout", "kernels", "nothing"),
+    *("output", "accelerator", "timeout", "disk_wait", "reward_timeout", "kernels", "nothing", "deterministic"),
     *("log_every", "checkpoint_every", "eval_every", "samples_every", "samples"),
     *("zero_stage", "zero_persistence_threshold", "offload", "nvme", "micro_batch_size", "gradient_checkpointing"),
     *("share_base", "merge", "reuse_forward", "ema_on_host"),

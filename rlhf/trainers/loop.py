@@ -229,6 +229,7 @@ def measure_step(trainer: Trainer, context: StageContext, index: int) -> Iterato
         if index == 0 or index + 1 == trainer.total_steps or (every and (index + 1) % every == 0):
             metrics |= samples.compare()
     metrics |= phases.metrics() | {f"{unit}_per_second": metrics[unit] / phases.seconds}
+    metrics |= _count_host_operators(context)
     compilations, fallbacks = context.accelerator.compilations(), context.accelerator.fallbacks
     if compilations is not None:
         metrics["compilations"] = float(compilations)
@@ -245,6 +246,16 @@ def measure_step(trainer: Trainer, context: StageContext, index: int) -> Iterato
             f"{index + 1} (batch {index}); {context.directory.describe_last_checkpoint()}; set precision=bf16 or fp32, "
             "or lower the learning rate"
         )
+
+
+def _count_host_operators(context: StageContext) -> Metrics:
+    """Return the number of operators that the device lacks and the host computed; warn once about each."""
+    operators = context.accelerator.host_operators()
+    for name in operators:
+        context.accelerator.report_fallback(
+            f"operator {name}", f"the device does not have {name}: the host computes it, and the device waits"
+        )
+    return {"host_operators": float(sum(operators.values()))} if operators else {}
 
 
 def save_checkpoint(trainer: Trainer, context: StageContext, done: int) -> None:

@@ -37,6 +37,7 @@ from rlhf.runs.directory import collect_versions
 from rlhf.runs.stage_directory import parse_step
 from rlhf.trainers import loop
 from rlhf.trainers.context import StageContext
+from rlhf.trainers.device_health import DeviceWatch
 from rlhf.trainers.dpo import DPOTrainer
 from rlhf.trainers.oom import translate_stage_errors
 from rlhf.trainers.ppo.trainer import PPOTrainer
@@ -77,7 +78,8 @@ def run(
         if not directory.stage(stage).done:
             with stage_context(stage, config, accelerator, directory) as context, translate_stage_errors(context):
                 plan = log_plan(context)
-                summary = train(context, later.get(stage, 0.0))
+                watch = DeviceWatch(context)
+                summary = train(context, later.get(stage, 0.0)) | watch.conclude()
                 release_models(context)  # the next stage needs the memory
                 finish(context, summary | plan)
 

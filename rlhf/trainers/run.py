@@ -177,12 +177,15 @@ def _open(config: Config, selection: Selection, request: Request, pending: Seque
             raise ConfigError(f"ranks were started with different settings: {differing}; start all with the same")
         config = _resolve_auto(config, pending, accelerator)
         choose_kernels(config, accelerator)
+        remaining = accelerator.deterministic(config.engine.deterministic)
+        stack.callback(accelerator.deterministic, False)
         selection.check_run(accelerator, config.model_dump(mode="json"))
         for stage in () if request.overwrite else pending:
             verify_checkpoint(directory.stage(stage))
         with distributed.on_main("checking the run", takes_long=True) as main:
             if main:
                 _print_warnings(preflight.describe_divisions(config, pending))
+                _print_warnings([f"engine.deterministic: may still differ: {part}" for part in remaining])
                 findings = preflight.examine(
                     config, pending, directory, accelerator, overwrite=request.overwrite, whole=request.dry_run
                 )
@@ -190,7 +193,8 @@ def _open(config: Config, selection: Selection, request: Request, pending: Seque
                     "stages": request.stages,
                     "resume": request.resume,
                     "overwrite": request.overwrite,
-                    "accelerator": _describe(accelerator, selection, config, findings),
+                    "accelerator": _describe(accelerator, selection, config, findings)
+                    | {"deterministic": {"on": config.engine.deterministic, "may_differ": remaining}},
                     "data": findings.data,
                     "models": findings.models,
                 }
@@ -332,6 +336,7 @@ def _describe(
         "provider": selection.provider,
         "reason": selection.reason,
         "device": asdict(accelerator.info()),
+        "health": asdict(accelerator.health()),
         "precision": {"name": precision.name, "reason": precision.reason},
         "capabilities": {name: asdict(support) for name, support in accelerator.kernels.capabilities().items()},
         "attention": {model: asdict(choice) for model, choice in findings.attention.items()},

@@ -8,6 +8,7 @@ import contextlib
 import json
 import random
 import sys
+import time
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -20,7 +21,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-from accelerators import AcceleratorError, CaptureError, Precision, ShapePolicy
+from accelerators import AcceleratorError, CaptureError, DeviceInfo, Health, Precision, ShapePolicy
 from accelerators.backends.cpu.backend import CPU
 from accelerators.backends.cpu.kernels import layers, packed
 from accelerators.quantized import QuantizedWeights
@@ -189,6 +190,28 @@ def restore_remembered_state(self, state):
     if state is self.state:
         CPU.set_rng_state(self, state)
 
+
+def slow_health(self):
+    time.sleep(2.1)
+    return Health()
+
+
+def forgetful_health(self):
+    self.left = getattr(self, "left", 2) - 1
+    return Health(errors={"errors": self.left})
+
+
+def lost_after_teardown(self, batch):
+    self.batches = getattr(self, "batches", 0) + 1
+    return CPU.to_device(self, batch) * (self.batches == 1)
+
+
+class NoisyPrecision(PrecisionWithMode):
+    def linear(self, inputs, weight, bias):
+        return torch.nn.functional.linear(inputs * (1 + torch.rand(()) / 8), weight, bias)
+
+
+RANDOM_GRADIENTS = {"precision": lambda self, wish="auto": NoisyPrecision(torch.float32, "fp32", "fast")}
 
 # execution
 
@@ -550,6 +573,10 @@ BROKEN: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("dist_backend() returns 'hcll', expected one of torch's: ", {"dist_backend": lambda self: "hcll"}),
         ("absent names graph_captur, expected some of adamw, ", {"absent": {"graph_captur": "none here"}}),
         ("deepspeed_name is 7, not a str", {"deepspeed_name": 7}),
+        (
+            "info() has the uuids ('A', 'A'), expected none, or a different one for each of 2",
+            {"info": lambda self: DeviceInfo("NPU", 2, "none", uuids=("A", "A"))},
+        ),
         ("chunk_elements is 0, expected an int above 0", {"chunk_elements": 0}),
         (
             "kernel_implementations() contains 'adamw', expected only KernelImpl",
@@ -608,6 +635,23 @@ BROKEN: dict[str, list[tuple[str, dict[str, Any]]]] = {
             "precision('auto') gives (torch.float32, True, {}), but precision('fp32') (torch.float32, False",
             with_precision(auto=lambda self: replace(CPU.precision(self, "fp32"), loss_scaling=True)),
         ),
+    ],
+    "deterministic": [
+        ("deterministic(True) returns ('',), expected a tuple of reasons", {"deterministic": lambda self, on: ("",)}),
+        ("deterministic(True) names nothing, but the gradient of", RANDOM_GRADIENTS),
+        (
+            "after deterministic(False), torch still refuses",
+            {"deterministic": lambda self, on: CPU.deterministic(self, True)},
+        ),
+    ],
+    "health": [
+        ("health() took 2.1 s, expected at most 2 s", {"health": slow_health}),
+        ("health() has 7, expected words", {"health": lambda self: Health({"clock": 7})}),
+        ("health() counts 0 errors after 1: expected that counts never fall", {"health": forgetful_health}),
+    ],
+    "teardown": [
+        ("device() after teardown() is cpu, expected an AcceleratorError", {"teardown": lambda self: None}),
+        ("after teardown() and bind(0), the sum of 8 ones is 0.0", {"to_device": lost_after_teardown}),
     ],
     "placement": [
         ("device() before bind() is cpu, expected an AcceleratorError", {"_device": torch.device("cpu")}),

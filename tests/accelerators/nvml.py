@@ -45,11 +45,14 @@ def fake(
     init_error: int | None = None,
     name_error: int | None = None,
     vendor: int = 0x10DE,
+    slowdowns: int = 0,
+    errors: int | None = 0,
 ) -> ModuleType:
     """The module on a machine with these chips (names in CHIPS), along the PCI bus.
 
     GPU number 1 has the UUID GPU-1111..., and the MIG instance MIG-1 with a quarter of its memory. `opened` counts
-    initializations without shutdown; any question needs one.
+    initializations without shutdown; any question needs one. `slowdowns` are the bits of NVML's reasons for a low
+    clock, and `errors` the uncorrected ones of memory (None: the chip does not count them).
     """
     module = ModuleType("pynvml")
 
@@ -92,12 +95,26 @@ def fake(
     def parent(instance: str) -> int:
         return int(instance.removeprefix("MIG-"))
 
-    def by_uuid(wanted: str) -> str:
+    def by_uuid(wanted: str) -> int | str:
+        if wanted in (boards := [uuid(index) for index in range(len(chips))]):
+            return boards.index(wanted)
         if wanted not in [f"MIG-{index}" for index in range(len(chips))]:
             raise NVMLError(NOT_FOUND)
         return wanted
 
+    def answer(value: int | None) -> int:
+        opened()
+        if value is None:
+            raise NVMLError(NOT_SUPPORTED)
+        return value
+
     module.opened = 0
+    module.nvmlDeviceGetClockInfo = lambda handle, clock: answer(1410)
+    module.nvmlDeviceGetMaxClockInfo = lambda handle, clock: answer(1980)
+    module.nvmlDeviceGetTemperature = lambda handle, sensor: answer(61)
+    module.nvmlDeviceGetPowerUsage = lambda handle: answer(412_300)
+    module.nvmlDeviceGetCurrentClocksThrottleReasons = lambda handle: answer(slowdowns)
+    module.nvmlDeviceGetTotalEccErrors = lambda handle, kind, since: answer(errors)
     module.NVMLError = NVMLError
     module.nvmlInit = init
     module.nvmlShutdown = shutdown

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerators import AcceleratorError, Probe, TorchBuild
+from accelerators import AcceleratorError, Health, Probe, TorchBuild
 from accelerators.backends.cuda import info as cuda_info
 from tests.accelerators import nvml
 
@@ -69,7 +69,42 @@ def test_chip_without_separate_memory_has_the_hosts(present, monkeypatch):
 def test_driver_may_be_older_than_torch_within_a_major_version(present):
     present("A100", cuda=12000)
     assert cuda_info.probe().ok
-    assert cuda_info.device_order({}) == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert cuda_info.environment({}) == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_run_that_asks_for_equal_results_gets_a_workspace_of_cublas(asked):
+    variables = cuda_info.environment({"engine": {"deterministic": asked}})
+    assert ("CUBLAS_WORKSPACE_CONFIG" in variables) == asked
+
+
+# health
+
+READINGS = {"clock": "1,410 of 1,980 MHz", "temperature": "61 C", "power": "412 W"}
+
+
+def test_health_is_what_nvml_reports(present):
+    present("A100", "H100", errors=3)
+    (first, second) = cuda_info.machine().gpus
+    assert cuda_info.health(second.uuid) == Health(READINGS, (), {"uncorrected memory errors": 3})
+    present("A100", "H100", slowdowns=0x40 | 0x80 | 0x04, errors=None)  # the last is the usual limit of power
+    assert cuda_info.health(first.uuid) == Health(
+        READINGS, ("the hardware lowers its clock because it is hot", "the power supply asks for a lower clock"), {}
+    )
+    assert sys.modules["pynvml"].opened == 0
+
+
+def test_driver_that_does_not_answer_is_a_problem_of_the_device(present):
+    present("A100")
+    assert cuda_info.health("GPU-gone").problems == (
+        "the NVIDIA driver does not answer (NVML: code 6); nvidia-smi may tell more",
+    )
+
+
+@pytest.mark.parametrize(("chip", "rate"), [("H200", 4.8e12), ("A100", 2.039e12), ("V100", 0.9e12), ("T4", 0.0)])
+def test_bandwidth_is_the_makers(present, chip, rate):
+    present(chip)
+    assert cuda_info.machine().weakest.peak_bandwidth == rate
 
 
 @pytest.mark.parametrize("trouble", [{}, {"name_error": nvml.GPU_IS_LOST}])

@@ -133,6 +133,10 @@ def test_compilations_are_unknown_without_the_runtimes_count(machine, monkeypatc
     assert hpu.compilations() is None
 
 
+def test_operators_on_the_host_are_the_runtimes_own_count(machine):
+    assert machine().host_operators() == {"aten::digamma": 2, "aten::unique": 1}
+
+
 # recordings
 
 

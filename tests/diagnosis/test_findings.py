@@ -161,6 +161,16 @@ def test_dpo_loss_that_stays_at_ln_2_is_found_once_the_stage_is_complete(tmp_pat
     assert "DPO loss" not in found, "ipo has another loss at the start"
 
 
+def test_problem_of_a_device_is_found(tmp_path: Path) -> None:
+    fine = {"before": {}, "after": {}, "errors": {}, "problems": []}
+    for folder, problems, state in (("a", [], "fine"), ("b", ["2 more uncorrected memory errors"], "look here")):
+        summary = {"stage": "sft", "title": "SFT", "devices": [fine, fine | {"problems": problems}]}
+        found = examine(tmp_path / folder, "sft", {"loss": [1.0]}, summaries={"sft": summary})["device"]
+        assert found.state == state
+    assert found.text == "devices reported problems: rank 1: 2 more uncorrected memory errors"
+    assert "device" not in examine(tmp_path / "c", "sft", {"loss": [1.0]})
+
+
 @pytest.mark.parametrize(
     ("values", "state"), [([99.0, 9.0, 5.0], "fine"), ([99.0, 5.0, 9.0], "look here"), ([9.0, 9.0], "look here")]
 )

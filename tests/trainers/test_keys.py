@@ -101,6 +101,7 @@ GROUPS = {
     },
     "_speed": {
         *("seconds", "tflops", "peak_share", "peak_memory", "padding_share", "compilations", "fallbacks"),
+        "host_operators",
         *("tokens", "pairs", "tokens_per_second", "pairs_per_second", "other_seconds", "other_share"),
         *(
             f"{phase}_{number}"

@@ -7,6 +7,7 @@ opens the device. Repeated work is recorded as CUDA graphs.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -19,7 +20,7 @@ from accelerators.capture import StreamGraphs
 from accelerators.errors import AcceleratorError
 from accelerators.precisions import choose_precision
 from accelerators.shapes import ShapePolicy
-from accelerators.types import DeviceInfo, KernelImpl, Precision, Support
+from accelerators.types import DeviceInfo, Health, KernelImpl, Precision, Support
 
 NATIVE_BF16, FLASH_ATTENTION, CUDNN_ATTENTION, TENSOR_CORES = (8, 0), (8, 0), (8, 0), (7, 0)
 
@@ -93,7 +94,12 @@ class CUDA(Accelerator):
         """Return the facts of the driver; the peak is that of the weakest GPU."""
         software = f"torch {torch.__version__}, CUDA {torch.version.cuda}, driver {self.machine.driver}"
         peaks = self.machine.weakest.peak_flops
-        return DeviceInfo(self.machine.model, len(self.machine.gpus), software, peak_flops=peaks)
+        bandwidth, uuids = self.machine.weakest.peak_bandwidth, tuple(gpu.uuid for gpu in self.machine.gpus)
+        return DeviceInfo(self.machine.model, len(self.machine.gpus), software, peaks, bandwidth, uuids)
+
+    def health(self) -> Health:
+        """Return what NVML reports of the bound GPU."""
+        return cuda_info.health(self.machine.gpus[self.device().index].uuid)
 
     def environment_report(self) -> Mapping[str, str]:
         """Return what the driver says, and the versions and architectures of torch's libraries."""
@@ -103,6 +109,13 @@ class CUDA(Accelerator):
             "cuDNN": str(torch.backends.cudnn.version()),
             "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else "none",
         }
+
+    def deterministic(self, on: bool) -> tuple[str, ...]:
+        """Let torch and cuBLAS repeat their sums; cuBLAS reads its setting once."""
+        torch.use_deterministic_algorithms(on)
+        if on and cuda_info.REPEATABLE_ENV not in os.environ:
+            return (f"products of matrices: {cuda_info.REPEATABLE_ENV}=:4096:8 was not set when the process started",)
+        return ()
 
     def precision(self, wish: str = "auto") -> Precision:
         """Return bf16 if the chip has it, else fp16 with loss scaling, or the wished one."""

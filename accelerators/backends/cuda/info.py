@@ -19,9 +19,10 @@ from accelerators.backends.cuda import builds
 from accelerators.backends.cuda.builds import Version
 from accelerators.errors import AcceleratorError, HiddenError
 from accelerators.torch_build import TorchBuild, torch_build
-from accelerators.types import Probe
+from accelerators.types import Health, Probe
 
 VISIBLE_ENV = "CUDA_VISIBLE_DEVICES"
+REPEATABLE_ENV = "CUBLAS_WORKSPACE_CONFIG"
 DEV = Path("/dev")
 PCI = Path("/sys/bus/pci/devices")
 VENDOR = 0x10DE
@@ -31,7 +32,8 @@ WORTH_A_BUILD = (7, 0)
 """Oldest chips for which another build of torch is worth installing; `auto` takes the CPU instead of older ones."""
 
 # NVML's return codes (nvmlReturn_t) that users can act on.
-_INVALID_ARGUMENT, _NOT_SUPPORTED, _NOT_FOUND = 2, 3, 6
+_INVALID_ARGUMENT, _NOT_SUPPORTED, _NOT_FOUND, _UNKNOWN_FUNCTION = 2, 3, 6, 13
+_SM_CLOCK, _UNCORRECTED, _SINCE_DRIVER = 1, 1, 0  # nvmlClockType_t, nvmlMemoryErrorType_t, nvmlEccCounterType_t
 _REASONS = {
     9: "the NVIDIA driver is installed but not loaded; load it (modprobe nvidia), or reboot",
     12: "no NVIDIA driver is installed here: libnvidia-ml.so.1 was not found",
@@ -52,6 +54,29 @@ _PEAKS = (
     (r"V100-SXM[23]", 125, 15.7),
     (r"V100-PCIE", 112, 14),
 )
+
+# From the same sheets: 10^9 bytes per second of the device's memory.
+_BANDWIDTHS = (
+    (r"H200", 4800),
+    (r"H100 80GB HBM3", 3350),
+    (r"H100 NVL", 3900),
+    (r"H100 PCIe", 2000),
+    (r"A100-SXM4-80GB", 2039),
+    (r"A100 80GB PCIe", 1935),
+    (r"A100-(?:SXM4|PCIE)-40GB", 1555),
+    (r"L40S", 864),
+    (r"RTX A6000", 768),
+    (r"RTX 4090", 1008),
+    (r"V100-(?:SXM2|PCIE)", 900),
+)
+
+# Bits of NVML's reasons for a low clock that a healthy device does not have under load (nvmlClocksEventReason...).
+_SLOWDOWNS = {
+    0x08: "the hardware has halved its clock or more",
+    0x20: "the driver lowers its clock because it is hot",
+    0x40: "the hardware lowers its clock because it is hot",
+    0x80: "the power supply asks for a lower clock",
+}
 
 
 @dataclass(frozen=True)
@@ -83,6 +108,12 @@ class GPU:
                 native = {"bf16": half * 1e12} if self.capability >= (8, 0) else {}
                 return native | {"fp16": half * 1e12, "fp32": single * 1e12}
         return {}
+
+    @property
+    def peak_bandwidth(self) -> float:
+        """The maker's maximum (`DeviceInfo.peak_bandwidth`); 0 if it is not known, or for a part of a board (MIG)."""
+        rates = () if self.uuid.startswith("MIG") else _BANDWIDTHS
+        return next((rate * 1e9 for pattern, rate in rates if re.search(rf"\b(?:{pattern})\b", self.name)), 0.0)
 
 
 @dataclass(frozen=True)
@@ -141,9 +172,41 @@ def environment_report() -> dict[str, str]:
     }
 
 
-def device_order(run: Mapping[str, Any]) -> dict[str, str]:
-    """Let CUDA number GPUs like NVML and nvidia-smi; by default CUDA alone puts the fastest first."""
-    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+def environment(run: Mapping[str, Any]) -> dict[str, str]:
+    """Let CUDA number GPUs like NVML and nvidia-smi, not the fastest first, and cuBLAS repeat sums if a run asks."""
+    deterministic = run.get("engine", {}).get("deterministic", False)
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} | ({REPEATABLE_ENV: ":4096:8"} if deterministic else {})
+
+
+def health(uuid: str) -> Health:
+    """Return the state of a GPU or MIG instance; a driver that does not answer is a problem of it."""
+    try:
+        with _nvml() as nvml:
+            return _health(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))
+    except AcceleratorError as error:
+        return Health(problems=(str(error),))
+
+
+def _health(nvml: Any, handle: Any) -> Health:
+    def read(function: str, *arguments: int) -> int | None:
+        try:
+            return int(getattr(nvml, function)(handle, *arguments))
+        except nvml.NVMLError as error:
+            if error.value in (_INVALID_ARGUMENT, _NOT_SUPPORTED, _UNKNOWN_FUNCTION):  # this chip, or this driver
+                return None
+            raise
+
+    clock, most = read("nvmlDeviceGetClockInfo", _SM_CLOCK), read("nvmlDeviceGetMaxClockInfo", _SM_CLOCK)
+    degrees, milliwatts = read("nvmlDeviceGetTemperature", 0), read("nvmlDeviceGetPowerUsage")
+    readings = {
+        **({} if clock is None else {"clock": f"{clock:,} of {most or clock:,} MHz"}),
+        **({} if degrees is None else {"temperature": f"{degrees} C"}),
+        **({} if milliwatts is None else {"power": f"{milliwatts / 1000:.0f} W"}),
+    }
+    reasons = read("nvmlDeviceGetCurrentClocksThrottleReasons") or 0
+    errors = read("nvmlDeviceGetTotalEccErrors", _UNCORRECTED, _SINCE_DRIVER)
+    counts = {} if errors is None else {"uncorrected memory errors": errors}
+    return Health(readings, tuple(words for bit, words in _SLOWDOWNS.items() if reasons & bit), counts)
 
 
 def machine(environ: Mapping[str, str] = os.environ) -> Machine:

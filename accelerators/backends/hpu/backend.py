@@ -142,6 +142,11 @@ class HPU(Accelerator):
         metric = runtime("hpu.metrics").metric_global("graph_compilation")
         return None if metric is None else dict(metric.stats()).get("TotalNumber")
 
+    def host_operators(self) -> Mapping[str, int]:
+        """Return the bridge's counts of operators that fell back to the CPU."""
+        metric = runtime("hpu.metrics").metric_global("cpu_fallback")
+        return {} if metric is None else dict(dict(metric.stats()).get("FallbackOps", {}))
+
     def _record(self, body: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         """Run `body` once while an HPU graph records it (`capture.Record`)."""
         outputs, replay = self._recorded(body)
