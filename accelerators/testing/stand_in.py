@@ -17,13 +17,15 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelerators.accelerator import Accelerator
+from accelerators.types import API_VERSION, AcceleratorSpec, Probe
 
 
 def subject(backend: type[Accelerator]) -> Any:
     """Return what checks of the kit ask for (`check.run`): a backend bound to local rank 0, without its plugin."""
     accelerator = backend()
     accelerator.bind(0)
-    selection = SimpleNamespace(create=backend)
+    spec = AcceleratorSpec(name=backend.name, api_version=API_VERSION, factory="", probe=lambda: Probe(True, ""))
+    selection = SimpleNamespace(name=backend.name, spec=spec, create=backend)
     return SimpleNamespace(name=backend.name, selection=selection, unbound=accelerator, accelerator=accelerator)
 
 

@@ -17,6 +17,7 @@ FOLDERS = (
     "ci",
     "plugins/rlhf-example/rlhf_example",
     "plugins/rlhf-gaudi-sim/gaudi_sim",
+    "plugins/rlhf-npu/rlhf_npu",
     "plugins/rlhf-xpu/rlhf_xpu",
 )
 CODE = [

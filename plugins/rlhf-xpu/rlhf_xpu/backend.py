@@ -1,6 +1,6 @@
 """The backend: what differs from the defaults of `accelerators.Accelerator` on Intel GPUs.
 
-Sources, each named at the lines that follow it:
+Sources, each named where it is used:
 [attention] pytorch, aten/src/ATen/native/mkldnn/xpu/Attention.cpp, `select_sdp_backend_xpu`
 [memory] pytorch, c10/xpu/XPUCachingAllocator.cpp, `getMemoryInfo`: some GPUs do not tell their free memory
 [fused] torch/utils/_foreach_utils.py, `_get_fused_kernels_supported_devices`

@@ -1,6 +1,6 @@
 """The entry point: finds Intel GPUs in the kernel's files, without torch and without opening a device.
 
-Sources, each named at the lines that follow it:
+Sources, each named where it is used:
 [pytorch] docs.pytorch.org/docs/2.15/notes/get_start_xpu.html: the GPUs that PyTorch is validated on
 [ids] github.com/intel/compute-runtime, shared/source/dll/devices/devices_base.inl: their PCI device ids and names
 [order] github.com/intel/compute-runtime, `sortNeoDevices`: ZE_ENABLE_PCI_ID_DEVICE_ORDER sorts devices by PCI address

@@ -1,0 +1,1 @@
+"""An accelerator plugin for Ascend NPUs: `plugin` finds them without torch, `backend` uses them through torch_npu."""
