@@ -1,15 +1,23 @@
-"""The commands of docs/accelerators.md and docs/write-a-backend.md for plugins, run as written."""
+"""The commands and code for plugins of docs/accelerators.md, add-a-chip.md and write-a-backend.md, run as written."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import SkipTest
 
 import pytest
+import torch
+
+from accelerators.testing import CHECKS
+from accelerators.testing.stand_in import subject
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,6 +26,19 @@ def commands(document: str, heading: str) -> list[list[str]]:
     """The shell blocks of a section, each the lines of one block."""
     section = (ROOT / document).read_text().split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
     return [block.strip().splitlines() for block in re.findall(r"```bash\n(.*?)```", section, re.DOTALL)]
+
+
+def chip_steps() -> Iterator[tuple[str, str]]:
+    """Yield the blocks of docs/add-a-chip.md: ("bash", lines), or the name of a file and what is appended to it."""
+    for kind, block in re.findall(r"```(\w+)\n(.*?)```", (ROOT / "docs/add-a-chip.md").read_text(), re.DOTALL):
+        first, _, text = block.partition("\n")
+        yield ("bash", block) if kind == "bash" else (first.removeprefix("# "), text)
+
+
+def append(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(text)
 
 
 @pytest.fixture
@@ -40,14 +61,14 @@ def shell(tmp_path: Path):
         "OMP_NUM_THREADS": "1",
     }
 
-    def type_in(lines: list[str]) -> str:
+    def type_in(lines: list[str], folder: Path = repository) -> str:
         done = subprocess.run(
             ["bash", "-euxc", "\n".join(lines)],
-            cwd=repository,
+            cwd=folder,
             env=environment,
             capture_output=True,
             text=True,
-            timeout=500,
+            timeout=1500,
             check=False,
         )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -76,6 +97,59 @@ def test_backend_from_template_passes_as_page_says(shell, tmp_path):
     assert "rlhf_example" not in record.read_text()
     assert re.search(r"\d+ passed", output)
     assert " 0 failed" in output
+
+
+@pytest.fixture
+def flint(tmp_path, monkeypatch):
+    """Write the files of docs/add-a-chip.md at once, and return the class of its backend."""
+    for name, text in chip_steps():
+        if name != "bash":
+            append(tmp_path / name, text)
+    for number in range(2):
+        (tmp_path / "driver" / f"flint{number}").mkdir(parents=True)
+    monkeypatch.setenv("FLINT_DRIVER", str(tmp_path / "driver"))
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("rlhf_flint.backend").Flint
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rlhf_flint"]:
+        del sys.modules[name]
+
+
+def test_chip_of_the_page_passes_the_checks_that_need_no_other_process(flint):
+    plugin = sys.modules["rlhf_flint.plugin"]
+    (spec,), found = plugin.rlhf_accelerators(), plugin.probe()
+    assert (found.ok, found.count, spec.factory) == (True, 2, "rlhf_flint.backend:Flint")
+    chip = subject(flint)
+    for check in CHECKS:
+        if check.module != "processes":
+            with contextlib.suppress(SkipTest):
+                check.run(chip)
+    assert chip.accelerator.compilations()  # of the check `capture`
+
+
+def test_quirks_of_the_pages_chip_show(flint):
+    chip = subject(flint).accelerator
+    attend = sys.modules["rlhf_flint.kernels"].attend
+    keys = torch.ones(1, 2, 4, 8, dtype=torch.float64)
+    with pytest.raises(TypeError, match="FLINT_E_DTYPE"):
+        attend(None, keys, keys, keys, None)
+    assert chip.is_out_of_memory(RuntimeError("FLINT_E_NO_MEMORY: 3 bytes"))
+    assert chip.memory().total == sys.modules["rlhf_flint.runtime"].LIMIT
+    assert {chip.shape_policy().length(length, 64) for length in range(1, 65)} == {64}
+
+
+@pytest.mark.slow  # several minutes: the conformance kit twice, and the levels of a certificate
+def test_steps_of_the_page_lead_to_a_certificate(shell, tmp_path):
+    folder, exports, outputs = tmp_path / "rlhf-flint", [], []
+    folder.mkdir()
+    for name, text in chip_steps():
+        if name == "bash":
+            outputs.append(shell([*exports, text], folder))
+            exports += [line for line in text.splitlines() if line.startswith("export ")]
+        else:
+            append(folder / name, text)
+    assert "2 x Flint" in outputs[1]
+    assert all(" 0 failed" in output for output in outputs if "skipped" in output)
+    assert (folder / "certificate" / "certificate.html").exists()
 
 
 def test_template_is_small_and_uses_public_names_only():
