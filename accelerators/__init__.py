@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from accelerators.accelerator import Accelerator
     from accelerators.capture import StreamGraphs
     from accelerators.deepspeed_device import DeepSpeedDevice
+    from accelerators.invariance import find_batch_dependence
     from accelerators.precisions import choose_precision
     from accelerators.quantized import QuantizedWeights
 
@@ -84,6 +85,7 @@ __all__ = [
     "choose_precision",
     "describe_error",
     "describe_files",
+    "find_batch_dependence",
     "find_out_of_memory",
     "hookimpl",
     "hookspec",
@@ -109,6 +111,7 @@ _LAZY = {
     "QuantizedWeights": "quantized",
     "StreamGraphs": "capture",
     "choose_precision": "precisions",
+    "find_batch_dependence": "invariance",
 }
 """Names of modules that import torch, and their modules."""
 

@@ -91,6 +91,13 @@ OPERATIONS: Mapping[str, Operation] = {
             "(module) -> None; the module's layers compute the same numbers in fused form, forward and backward",
             optional=True,
         ),
+        Operation(
+            "batch_invariant",
+            "() -> a context, in which the numbers of a row do not depend on the batch: on other rows, padding, the "
+            "length of a cache, or the device's choice of routines for them, in any model with eager operators or the "
+            "`attention` of the device",
+            optional=True,
+        ),
     )
 }
 """All operations by name; every backend reports each of them in its capabilities."""

@@ -103,6 +103,11 @@ CHECKS = (
         "weights prepared for reading give the same numbers, and are restored bit for bit",
     ),
     Check("fused-layers", "layers", "fused layers give float32's logits and gradients, in copies too"),
+    Check(
+        "batch-invariant",
+        "invariance",
+        "a row's numbers are the same bits alone and in batches, padded, and decoded with a cache",
+    ),
     # the end: some runtimes cannot be used by others in this process afterwards
     Check("teardown", "memory_and_rng", "teardown gives the device back, and it can be bound again"),
 )

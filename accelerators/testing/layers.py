@@ -164,10 +164,10 @@ def _check_gradients(
 
 def _check_decoding(accelerator: Accelerator, precision: Precision, prepare: Any) -> None:
     """Check a rollout: an implementation may replace the layers of a family, and a step of decoding."""
-    network = _llama(accelerator, precision)
-    expected, before = _decoded(accelerator, precision, network), _attributes(network)
+    network = make_llama(accelerator, precision)
+    expected, before = decode_llama(accelerator, precision, network), _attributes(network)
     restore = prepare(network, keep=True)
-    prepared = _decoded(accelerator, precision, network)
+    prepared = decode_llama(accelerator, precision, network)
     restore()
     what = "prepare(module, keep=True) of a Llama, rows padded left"
     for column, (logits, reference) in enumerate(zip(prepared, expected)):
@@ -176,7 +176,7 @@ def _check_decoding(accelerator: Accelerator, precision: Precision, prepare: Any
     _check_attributes(what, before, network)
 
 
-def _llama(accelerator: Accelerator, precision: Precision) -> Any:
+def make_llama(accelerator: Accelerator, precision: Precision) -> Any:
     """Return a Llama in evaluation mode, with the attention of trainers; sizes are multiples of 64."""
     kernels = accelerator.kernels
     network = llama(hidden_size=128, intermediate_size=192, head_dim=64, vocab_size=WIDTH)
@@ -187,13 +187,18 @@ def _llama(accelerator: Accelerator, precision: Precision) -> Any:
     return network.to(accelerator.device(), precision.dtype).eval()
 
 
-@torch.no_grad()
-def _decoded(accelerator: Accelerator, precision: Precision, network: Any) -> list[Tensor]:
-    """Return logits [rows, V] of the prompts' last tokens, and of each token after them, in a static cache."""
+def make_inputs() -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids, mask and positions of rows of the Llama, [rows, PROMPT + STEPS] each, padded left."""
     columns, rows = PROMPT + STEPS, len(LENGTHS)
     ids = torch.arange(rows * columns).view(rows, columns) * 7 % (WIDTH - 1) + 1
     mask = (torch.arange(columns) >= PROMPT - torch.tensor(LENGTHS).unsqueeze(1)).long()
-    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    return ids, mask, (mask.cumsum(1) - 1).clamp_min(0)
+
+
+@torch.no_grad()
+def decode_llama(accelerator: Accelerator, precision: Precision, network: Any) -> list[Tensor]:
+    """Return logits [rows, V] of the prompts' last tokens, and of each token after them, in a static cache."""
+    (ids, mask, positions), columns = make_inputs(), PROMPT + STEPS
     cache, results = _cache(network.config, columns + 3), []
     for first, last in [(0, PROMPT), *((column, column + 1) for column in range(PROMPT, columns))]:
         inputs = accelerator.to_device((ids[:, first:last], mask[:, :last], positions[:, first:last]))

@@ -169,6 +169,11 @@ class PPOConfig(TrainingConfig):
         description="ZeRO-3's weights in rollouts: whole on each rank, layerwise (gathered layer by layer, slow), "
         "tensor_parallel (split over ranks); auto: the first that fits in memory",
     )
+    generation_exact: bool = Field(
+        False,
+        description="log-probabilities of drawn tokens equal those of the training passes bit for bit, by slower "
+        "operators whose numbers do not depend on the batch; refused on a device or a model for which that fails",
+    )
     tensor_parallel: int | None = Field(
         None,
         ge=2,

@@ -20,6 +20,7 @@ from accelerators import CaptureError
 from rlhf.config.schema import SamplingConfig
 from rlhf.generation.kv_cache import WindowedStaticCache
 from rlhf.generation.rank_groups import PromptBatch, SingleRank
+from rlhf.losses.log_probs import token_log_probs
 from rlhf.models.forward import accepts_positions, model_inputs, position_ids
 from rlhf.models.transformers_patches import GPTNeoLocalAttention, cache_argument
 
@@ -48,6 +49,7 @@ class DecodeOptions:
     Attributes:
         length: maximum length of a completion in tokens.
         eager: operators run eagerly, so a new shape costs nothing.
+        exact: log-probabilities are computed as training computes them.
     """
 
     eos_ids: Tensor
@@ -56,6 +58,7 @@ class DecodeOptions:
     sampling: SamplingConfig
     rank_group: SingleRank
     eager: bool
+    exact: bool = False
 
 
 class DecodeState:
@@ -218,7 +221,10 @@ class DecodeState:
         finished = self.finished[:rows]
         # Not `index_select`, which an accelerator may record wrongly.
         uniform = self.uniform[:rows].gather(1, self.draw_column.expand(rows, 1)).squeeze(1)
-        drawn, log_probs = map(options.rank_group.synchronize, sample(logits, uniform, options.sampling))
+        drawn, log_probs = sample(logits, uniform, options.sampling)
+        if options.exact:
+            log_probs = token_log_probs(logits, drawn, options.sampling.temperature)
+        drawn, log_probs = map(options.rank_group.synchronize, (drawn, log_probs))
         drawn = torch.where(finished, options.pad_id, drawn).unsqueeze(1)
         self.log_probs[:rows].index_copy_(1, self.draw_column, log_probs.unsqueeze(1))
         self.ids[:rows].index_copy_(1, self.draw_column, drawn)

@@ -64,6 +64,7 @@ class Decoder:
         shapes: ShapePolicy | None = None,
         batch_size: int | None = None,
         rank_group: SingleRank | None = None,
+        exact: bool = False,
     ) -> None:
         """Set the sizes of the buffers, and the ranks that generate together.
 
@@ -75,6 +76,7 @@ class Decoder:
             shapes: rounds lengths; None: the accelerator's policy.
             batch_size: maximum number of this rank's rows that are generated at a time; None: all of a call.
             rank_group: None: this rank generates alone.
+            exact: compute log-probabilities as training does; see `rlhf.generation.exact`.
         """
         self.accelerator = accelerator
         self.eos_ids = torch.tensor(list(eos_ids), device=accelerator.device())
@@ -83,6 +85,7 @@ class Decoder:
         self.shapes = shapes or accelerator.shape_policy()
         self.batch_size = batch_size
         self.rank_group = rank_group or SingleRank()
+        self.exact = exact
         self.random = torch.Generator(accelerator.host_device())
         self._capture: Capture | None = accelerator.capture if self.rank_group.can_capture else None
         self.steps = 0
@@ -221,7 +224,7 @@ class Decoder:
         if self.shapes.kind == "dynamic":  # a shape may never be repeated
             self._release_states()
         options = DecodeOptions(
-            self.eos_ids, self.pad_id, self.max_new_tokens, sampling, self.rank_group, self._is_eager()
+            self.eos_ids, self.pad_id, self.max_new_tokens, sampling, self.rank_group, self._is_eager(), self.exact
         )
         state = DecodeState(options, self._capture, model, prompt_ids)
         self._states.append(state)

@@ -67,6 +67,11 @@ def check_generation(config: Config, ranks: int) -> None:
         raise ConfigError(
             f"ppo.tensor_parallel: {size} needs ppo.generation_weights=tensor_parallel, got {mode}; change one of them"
         )
+    if ppo.generation_exact and (size or mode == "tensor_parallel"):
+        raise ConfigError(
+            "ppo.generation_exact: split layers are summed over ranks in another order than in training; set "
+            "ppo.generation_weights=auto without ppo.tensor_parallel, or ppo.generation_exact=false"
+        )
     if mode == "tensor_parallel" and ranks == 1:
         line = "ppo.generation_weights: tensor_parallel needs two ranks or more, got 1; add --ranks N, or set auto"
         raise ConfigError(line)
@@ -113,7 +118,7 @@ def choose_rank_group(engine: TrainingEngine, config: Config, *, say: Callable[[
         return SingleRank()
     reason = f", because {memory}" if mode == "auto" else ""
     size = 0
-    if mode != "layerwise":
+    if mode != "layerwise" and not config.ppo.generation_exact:
         try:
             size = _resolve_group_size(engine.module, config.ppo, ranks)
         except ConfigError:

@@ -12,10 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf.losses import log_probs as tokens
-from rlhf.losses.log_probs import exponentials_, gradient_, tempered_
-
-_FEWEST_COLUMNS = 256  # per part of the vocabulary, because smaller matrix products are slow
+from rlhf.losses.log_probs import RunningSums, gradient_, part_columns, tempered_
 
 
 class _Projected(torch.autograd.Function):
@@ -26,20 +23,13 @@ class _Projected(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        # Over the parts so far: the highest logit; the sums of e^x and x e^x, x being a logit minus that; the label's.
-        top = hidden.new_full((len(hidden), 1), torch.finfo(torch.float32).min, dtype=torch.float32)
-        total, mean, chosen = torch.zeros_like(top), torch.zeros_like(top), torch.zeros_like(top)
+        sums = RunningSums(hidden)
+        chosen = torch.zeros_like(sums.top)
         for part in _parts(hidden, weight, bias, labels, temperature, second=entropy):
             chosen += torch.where(part.here, part.values.gather(-1, part.column), 0)
-            highest = torch.maximum(top, part.values.amax(-1, keepdim=True))
-            part_total, part_mean = exponentials_(part.values.sub_(highest), part.second)
-            lower = top - highest
-            if part_mean is not None:
-                mean = lower.exp() * (mean + lower * total) + part_mean
-            total = lower.exp() * total + part_total
-            top = highest
-        normalizers = top + total.log()
-        entropies = total.log() - mean / total if entropy else None
+            sums.add(part.values, part.second)
+        normalizers = sums.normalizers()
+        entropies = sums.entropies() if entropy else None
         ctx.save_for_backward(hidden, weight, bias, labels, normalizers, entropies)
         ctx.temperature = temperature
         return (chosen - normalizers).squeeze(-1), None if entropies is None else entropies.squeeze(-1)
@@ -84,7 +74,7 @@ def _parts(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: float, *, second: bool
 ) -> Iterator[_Part]:
     rows, size = len(hidden), len(weight)
-    width = min(size, max(_FEWEST_COLUMNS, tokens.CHUNK_ELEMENTS // max(rows, 1)))
+    width = part_columns(rows, size)
     wide = hidden.dtype == torch.float32
     products = torch.empty(rows * width, dtype=hidden.dtype, device=hidden.device)
     floats = products if wide else torch.empty_like(products, dtype=torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,13 +17,74 @@ CHUNK_ELEMENTS = 1 << 22
 All chunks share one copy: with a new one for each, the passes over 512 rows of 49,152 took twice as long (two cores of
 an AMD EPYC)."""
 
+_FEWEST_COLUMNS = 256  # per part of the vocabulary, because smaller matrix products are slow
+
 _LOWEST = -1e30  # a finite stand-in for the logarithm of 0
+
+PART_COLUMNS = 4096
+"""Logits of a row that are summed at a time if results must not depend on the batch (`exact_sums`): few enough that no
+backend divides the sum of one row among its threads."""
+
+_exact = False
+
+
+@contextmanager
+def exact_sums() -> Iterator[None]:
+    """Sum the logits of a row in parts of `PART_COLUMNS` in this block, whatever the number of rows.
+
+    Stored and projected logits, of any number of rows, then have log-probabilities that are equal bit for bit, if the
+    device's operators do not depend on the batch either (operation `batch_invariant`).
+    """
+    global _exact
+    before, _exact = _exact, True
+    try:
+        yield
+    finally:
+        _exact = before
+
+
+def part_columns(rows: int, most: int) -> int:
+    """Return how many of a vocabulary's `most` logits are summed at a time, for this number of rows."""
+    return min(most, PART_COLUMNS if _exact else max(_FEWEST_COLUMNS, CHUNK_ELEMENTS // max(rows, 1)))
 
 
 def use_chunks(elements: int) -> None:
     """Set the size of working copies in this process, for its accelerator; results differ by rounding alone."""
     global CHUNK_ELEMENTS
     CHUNK_ELEMENTS = elements
+
+
+class RunningSums:
+    """Sums over the parts of a vocabulary so far, x being a logit minus the highest one: [N, 1] float32 each.
+
+    Attributes:
+        top: the highest logit.
+        total: the sum of e^x.
+        mean: the sum of x e^x.
+    """
+
+    def __init__(self, rows: Tensor) -> None:
+        """Start with no logits, for N `rows` [N, ...]."""
+        self.top = rows.new_full((len(rows), 1), torch.finfo(torch.float32).min, dtype=torch.float32)
+        self.total, self.mean = torch.zeros_like(self.top), torch.zeros_like(self.top)
+
+    def add(self, values: Tensor, second: Tensor | None = None) -> None:
+        """Add a part of the logits, [N, v] float32, which is overwritten, as is the buffer `second` for the mean."""
+        highest = torch.maximum(self.top, values.amax(-1, keepdim=True))
+        part_total, part_mean = exponentials_(values.sub_(highest), second)
+        lower = self.top - highest
+        if part_mean is not None:
+            self.mean = lower.exp() * (self.mean + lower * self.total) + part_mean
+        self.total = lower.exp() * self.total + part_total
+        self.top = highest
+
+    def normalizers(self) -> Tensor:
+        """Return the logarithm of the sum of e^logit."""
+        return self.top + self.total.log()
+
+    def entropies(self) -> Tensor:
+        """Return log Z - E[logit], both minus the highest logit."""
+        return self.total.log() - self.mean / self.total
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -40,13 +102,15 @@ class _TokenLogProbs(torch.autograd.Function):
         entropies = torch.empty_like(normalizers) if entropy else None
         work, second = _working_copies(logits, 2 if entropy else 1)
         for part in _chunks(logits):
-            values = tempered_(work[: len(logits[part])].copy_(logits[part]), temperature)
-            top = values.amax(-1, keepdim=True)
-            total, mean = exponentials_(values.sub_(top), second[: len(values)] if entropy else None)
-            torch.add(top, total.log(), out=normalizers[part].unsqueeze(-1))
-            if entropies is not None and mean is not None:
-                # H = log Z - E[logit], both minus the highest logit.
-                torch.sub(total.log(), mean / total, out=entropies[part].unsqueeze(-1))
+            sums, width = RunningSums(logits[part]), PART_COLUMNS if _exact else logits.shape[-1]
+            for columns in logits[part].split(width, -1):
+                shape = columns.shape
+                copies = (work, second) if entropy else (work,)
+                values, *buffer = (copy.flatten()[: columns.numel()].view(shape) for copy in copies)
+                sums.add(tempered_(values.copy_(columns), temperature), *buffer)
+            normalizers[part] = sums.normalizers().squeeze(-1)
+            if entropies is not None:
+                entropies[part] = sums.entropies().squeeze(-1)
         ctx.save_for_backward(logits, labels, normalizers, entropies)
         ctx.temperature = temperature
         chosen = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)

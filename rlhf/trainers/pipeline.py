@@ -40,6 +40,7 @@ from rlhf.trainers.context import StageContext
 from rlhf.trainers.device_health import DeviceWatch
 from rlhf.trainers.dpo import DPOTrainer
 from rlhf.trainers.oom import translate_stage_errors
+from rlhf.trainers.ppo.exact import exact_numbers
 from rlhf.trainers.ppo.trainer import PPOTrainer
 from rlhf.trainers.stage_models import ModelFactory, resolve_stage_bases
 from rlhf.trainers.supervised import RewardTrainer, SFTTrainer
@@ -98,6 +99,7 @@ def stage_context(
     with (
         Recorder(place, enabled=world.is_main, resume_step=step, sink=sinks) as recorder,
         copy_console_to(place.console, title) if world.is_main else nullcontext(),
+        exact_numbers(config, stage, accelerator),
     ):
         if step is None and place.started and world.is_main:
             console.print(f"{stage}: its earlier steps were not saved; it starts again", markup=False)

@@ -168,6 +168,7 @@ def examine(
     """
     from rlhf.engine import deepspeed_config
     from rlhf.runs.disk_space import StorageNeed, check_disk_space
+    from rlhf.trainers.ppo.exact import exact_numbers
 
     precision = accelerator.precision(config.precision)
     accelerator.kernels.get("adamw", required=True)
@@ -181,6 +182,9 @@ def examine(
     deepspeed_config.check_nvme(config, accelerator)
     accelerator.memory()  # called at the end of a stage; a plugin's method may fail
     accelerator.kernels.get("attention", required=True)
+    for stage in pending:
+        with exact_numbers(config, stage, accelerator):
+            pass  # it fails if the device cannot do that
     models = BaseModels(config, accelerator)
     bases = {stage: resolve_base_models(config, stage, pending, directory.finished_model) for stage in pending}
     for stage in pending:

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from accelerators import AcceleratorError, CaptureError, DeviceInfo, Health, Precision, ShapePolicy
 from accelerators.backends.cpu.backend import CPU
-from accelerators.backends.cpu.kernels import layers, packed
+from accelerators.backends.cpu.kernels import invariant, layers, packed
 from accelerators.quantized import QuantizedWeights
 from accelerators.testing.processes import STAGES, Outcome
 from tests.accelerators.fake_plugins import fast, raises
@@ -541,6 +541,30 @@ def norm_doubled_without_gradient(norm, hidden):
     return type(norm).forward(norm, hidden) * (1 if torch.is_grad_enabled() else 2)
 
 
+def invariant_but(change: Callable[[Any], Any], leaves: bool = False) -> Callable[[], Any]:
+    """The CPU's `batch_invariant`, but a change of the gates of layers, which stays after the block if it `leaves`."""
+    plain = torch.nn.functional.silu
+
+    def silu(numbers: Any, inplace: bool = False) -> Any:
+        return change(plain(numbers)) if numbers.dim() == 3 else plain(numbers)
+
+    @contextlib.contextmanager
+    def context() -> Any:
+        patch = mock.patch.object(torch.nn.functional, "silu", silu)
+        with invariant.batch_invariant(), contextlib.nullcontext() if leaves else patch:
+            yield
+        if leaves:
+            patch.start()
+
+    return context
+
+
+def double_the_gradient(output: Any) -> Any:
+    if output.requires_grad:
+        output.register_hook(lambda gradient: 2 * gradient)
+    return output
+
+
 def replacing_norms(forward: Callable[..., Any]) -> Callable[[Any], None]:
     def fuse(module):
         for layer in module.modules():
@@ -892,6 +916,29 @@ BROKEN: dict[str, list[tuple[str, dict[str, Any]]]] = {
             with_kernel("fused_layers", replacing_norms(norm_doubled_without_gradient)),
         ),
         ("fused_layers: it changes names of parameters", with_kernel("fused_layers", adding_parameters)),
+    ],
+    "batch-invariant": [
+        ("batch_invariant: its matmul depends on", with_kernel("batch_invariant", contextlib.nullcontext)),
+        (
+            "batch_invariant: logits of a Llama: differs by",
+            with_kernel("batch_invariant", invariant_but(lambda output: 1.5 * output)),
+        ),
+        (
+            "batch_invariant: decoded logits of token 1 after the prompts differ",
+            with_kernel("batch_invariant", invariant_but(lambda output: output * (1 + 1e-6 * (output.shape[1] == 1)))),
+        ),
+        (
+            "batch_invariant: logits of row 0 alone",
+            with_kernel("batch_invariant", invariant_but(lambda output: output * (1 + 1e-6 * (len(output) == 1)))),
+        ),
+        (
+            "batch_invariant: gradient of model.embed_tokens.weight: differs",
+            with_kernel("batch_invariant", invariant_but(double_the_gradient)),
+        ),
+        (
+            "batch_invariant: numbers after the block differ",
+            with_kernel("batch_invariant", invariant_but(lambda output: output * (1 + 1e-6), leaves=True)),
+        ),
     ],
 }
 """For each check that needs no other process: part of its error, and the methods with the fault."""

@@ -22,7 +22,7 @@ N, H, V = 12, 8, 50
 def several_parts(monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setattr(tokens, "CHUNK_ELEMENTS", 90)
-    monkeypatch.setattr(fused_lm_head, "_FEWEST_COLUMNS", 1)
+    monkeypatch.setattr(tokens, "_FEWEST_COLUMNS", 1)
 
 
 def drawn(dtype, bias):

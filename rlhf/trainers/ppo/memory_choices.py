@@ -36,7 +36,8 @@ def choose_by_memory(context: StageContext) -> MemoryChoices:
         copies_weights=all(choices.copies_weights for choices in every),
     )
     choices = next((choices for choices in every if choices.unknown), fitting)
-    if not choices.copies_weights and context.accelerator.kernels.get("inference_weights"):
+    exact = context.config.ppo.generation_exact  # rollouts then read the weights as training does
+    if not exact and not choices.copies_weights and context.accelerator.kernels.get("inference_weights"):
         context.say(
             "actor: rollouts convert the weights in place, or not at all if they share a buffer: "
             + (choices.unknown or "a copy in the device's layout would hardly fit in memory")

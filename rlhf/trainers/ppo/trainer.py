@@ -47,6 +47,7 @@ from rlhf.models.tokenizers import find_end_tokens
 from rlhf.reporting.step_records import RankStep
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.ppo.evaluation import Approves, HeldoutPrompts
+from rlhf.trainers.ppo.exact import check_exact
 from rlhf.trainers.ppo.experience import Experience, ForwardPass, MicroBatcher, Rollout, Scores, join_rows
 from rlhf.trainers.ppo.first_step import measure_direction, rescore_rows
 from rlhf.trainers.ppo.forward_reuse import explain_separate_passes
@@ -156,6 +157,8 @@ class PPOTrainer:
         self._reuses_passes = not obstacle
         self._is_stochastic = is_stochastic(self.actor.module)
         self._weight_layout: WeightLayout = "copied" if choices.copies_weights else "in place"
+        if settings.generation_exact:
+            self._weight_layout = "unchanged"
 
         self.collate = partial(
             collate_ppo,
@@ -180,11 +183,14 @@ class PPOTrainer:
             shapes=context.shapes,
             batch_size=settings.generation_batch_size,
             rank_group=choose_rank_group(self.actor, context.config, say=context.say),
+            exact=settings.generation_exact,
         )
         self.decoder.random.manual_seed(context.config.seed * 100_003)
         # Of experts, a step reads only some; such a model has no known shape.
         is_known = context.model_flops is not None
         self._step_bytes = count_step_bytes(self.actor, self.decoder.rank_group) if is_known else None
+        if settings.generation_exact:
+            check_exact(context, self.actor, self.decoder, self.score_policy)
 
     @property
     def engines(self) -> dict[str, TrainingEngine]:

@@ -20,7 +20,7 @@ from accelerators import host
 from accelerators.backends.cpu import info
 
 NEEDED = "avx512_bf16"
-"""The extension that all of the code needs."""
+"""The extension that code for bf16 needs."""
 
 _NOT_PRIVATE = "may hold code of others, because it is a link, another user's, or writable by others"
 
@@ -31,17 +31,18 @@ class NotCompiled(Exception):
     """The library cannot be compiled or loaded; the message is one line."""
 
 
-def why_not(load: Callable[[], ctypes.CDLL], without: str) -> str:
+def why_not(load: Callable[[], ctypes.CDLL], without: str, needed: str = NEEDED) -> str:
     """Return why the functions that `load` returns cannot be used; "" if they can.
 
     Args:
         load: loads the library.
         without: the disadvantage if there is no compiler.
+        needed: the extension of the processor that the code needs; "" for none.
     """
     import torch
 
-    if NEEDED not in info.cpu_flags():
-        return f"this processor has no {NEEDED}"
+    if needed and needed not in info.cpu_flags():
+        return f"this processor has no {needed}"
     try:
         functions = load()
     except NotCompiled as error:

@@ -1,0 +1,230 @@
+// Products of matrices and softmax, whose numbers do not depend on how many rows are computed at the same time.
+//
+// A number of a product is one chain of multiply-adds in the order of the contracted dimension; a sum of a softmax is one
+// chain of additions in the order of the columns. So tiles, threads and the other rows change nothing, and neither do
+// columns whose factor is 0, as those of padding are. Numbers are float32, or bf16 that is computed in float32.
+
+#include <omp.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { LANES = 16, WIDE = 2 * LANES, GROUP = 8, ROOM = 1 << 18 };
+#ifdef __AVX512F__ // 32 registers: 24 sums, and what they are computed from
+enum { TALL = 24, SHORT = 12 };
+#else
+enum { TALL = 6, SHORT = 3 };
+#endif
+
+typedef float vec __attribute__((vector_size(64)));
+typedef float unaligned __attribute__((vector_size(64), aligned(4)));
+typedef int32_t bits __attribute__((vector_size(64)));
+
+typedef struct { // a batch of matrices: element (b, row, column) is at start + b * batch + row * rows + column * columns
+    void *start;
+    long batch, rows, columns;
+} Matrix;
+
+static inline float number(const void *start, long place, int bf16)
+{
+    if (!bf16) return ((const float *)start)[place];
+    const uint32_t word = (uint32_t)((const uint16_t *)start)[place] << 16;
+    float value;
+    memcpy(&value, &word, 4);
+    return value;
+}
+
+static inline void put(void *start, long place, float value, int bf16)
+{
+    if (!bf16) {
+        ((float *)start)[place] = value;
+        return;
+    }
+    uint32_t word;
+    memcpy(&word, &value, 4);
+    const int is_nan = value != value;
+    ((uint16_t *)start)[place] = is_nan ? 0x7fc0 : (uint16_t)((word + 0x7fff + (word >> 16 & 1)) >> 16); // to even
+}
+
+// sums[row][vector] of LANES columns each: over k, panel[k][column] * rows[row][k].
+#define TILE(NAME, ROWS, VECTORS)                                                                                      \
+    static void NAME(const float *panel, long next, const float *const *rows, long step, long terms, vec *sums)        \
+    {                                                                                                                  \
+        vec sum[ROWS][VECTORS];                                                                                        \
+        _Pragma("GCC unroll 24") for (int row = 0; row < ROWS; row++)                                                  \
+            _Pragma("GCC unroll 2") for (int part = 0; part < VECTORS; part++) sum[row][part] = (vec){0};              \
+        const float *from[ROWS];                                                                                       \
+        _Pragma("GCC unroll 24") for (int row = 0; row < ROWS; row++) from[row] = rows[row];                           \
+        for (long term = 0; term < terms; term++) {                                                                    \
+            vec factor[VECTORS];                                                                                       \
+            _Pragma("GCC unroll 2") for (int part = 0; part < VECTORS; part++)                                         \
+                factor[part] = *(const unaligned *)(panel + term * next + part * LANES);                               \
+            _Pragma("GCC unroll 24") for (int row = 0; row < ROWS; row++) {                                            \
+                const float other = from[row][term * step];                                                            \
+                _Pragma("GCC unroll 2") for (int part = 0; part < VECTORS; part++)                                     \
+                    sum[row][part] += factor[part] * other;                                                            \
+            }                                                                                                          \
+        }                                                                                                              \
+        _Pragma("GCC unroll 24") for (int row = 0; row < ROWS; row++)                                                  \
+            _Pragma("GCC unroll 2") for (int part = 0; part < VECTORS; part++)                                         \
+                sums[row * VECTORS + part] = sum[row][part];                                                           \
+    }
+TILE(tile_tall, TALL, 1)
+TILE(tile_wide, SHORT, 2)
+
+// scale * sum + weight * added: one function for all tiles, so that each number is rounded in the same way.
+static __attribute__((noinline)) void finish(vec *sums, const vec *added, long count, float scale, float weight)
+{
+    for (long item = 0; item < count; item++) {
+        sums[item] = sums[item] * scale;
+        if (added) sums[item] = sums[item] + added[item] * weight;
+    }
+}
+
+static void pack(float *panel, Matrix from, const char *start, long columns, long width, long terms, int bf16)
+{
+    for (long term = 0; term < terms; term++)
+        for (long column = 0; column < width; column++)
+            panel[term * width + column] =
+                column < columns ? number(start, column * from.rows + term * from.columns, bf16) : 0;
+}
+
+// out[b] = scale * first[b] second[b]' + weight * added[b]; first [count, terms], second [others, terms], out and added
+// [count, others]. Rows of `first` are lanes of registers. added.start may be NULL.
+void product(long batch, long count, long others, long terms, const Matrix *first, const Matrix *second,
+             const Matrix *added, const Matrix *out, float scale, float weight, int bf16)
+{
+    const long size = bf16 ? 2 : 4, width = count <= LANES ? LANES : WIDE, tall = count <= LANES ? TALL : SHORT;
+    const long panels = (count + width - 1) / width, blocks = (others + tall - 1) / tall;
+    long group = ROOM / (width * (terms + 1));
+    group = group < 1 ? 1 : group > GROUP ? GROUP : group;
+    const long groups = (panels + group - 1) / group;
+    long ranges = (2 * omp_get_max_threads() + batch * groups - 1) / (batch * groups); // of blocks, for all threads
+    ranges = omp_get_max_threads() == 1 ? 1 : ranges > blocks ? blocks : ranges;
+    const int packs_rows = bf16 || second->columns != 1;
+    const long tasks = batch * groups * ranges;
+    const int serial = batch * count * others * terms < 1 << 16;
+#pragma omp parallel if (!serial)
+    {
+        float *room = aligned_alloc(64, sizeof(float) * ((group * width * terms + tall * terms) / 16 + 2) * 16);
+        vec sums[24], extra[24];
+#pragma omp for schedule(dynamic)
+        for (long task = 0; task < tasks; task++) {
+            const long item = task / (groups * ranges), start = task / ranges % groups * group, range = task % ranges;
+            const long end = start + group < panels ? start + group : panels;
+            const char *lanes = (const char *)first->start + item * first->batch * size;
+            const char *rows = (const char *)second->start + item * second->batch * size;
+            float *packed = room + group * width * terms;
+            // A panel that is read once, from memory with its lanes side by side, needs no copy.
+            const int direct = !bf16 && first->rows == 1 && blocks == 1;
+            for (long panel = start; panel < end; panel++) {
+                const long column = panel * width, rest = count - column < width ? count - column : width;
+                if (direct && rest == width) continue;
+                pack(room + (panel - start) * width * terms, *first, lanes + column * first->rows * size, rest, width,
+                     terms, bf16);
+            }
+            for (long block = blocks * range / ranges; block < blocks * (range + 1) / ranges; block++) {
+                const long row = block * tall, high = others - row < tall ? others - row : tall;
+                const float *from[24];
+                for (long index = 0; index < tall; index++) { // the last rows again, if there are fewer
+                    const long source = row + (index < high ? index : high - 1);
+                    from[index] = packs_rows ? packed + index : (const float *)rows + source * second->rows;
+                }
+                if (packs_rows)
+                    pack(packed, *second, rows + row * second->rows * size, high, tall, terms, bf16);
+                for (long panel = start; panel < end; panel++) {
+                    const long column = panel * width, rest = count - column < width ? count - column : width;
+                    const int reads = direct && rest == width;
+                    const float *factors = reads ? (const float *)lanes + column : room + (panel - start) * width * terms;
+                    (width == WIDE ? tile_wide : tile_tall)(factors, reads ? first->columns : width, from,
+                                                            packs_rows ? tall : 1, terms, sums);
+                    float *numbers = (float *)sums, *more = (float *)extra;
+                    if (added->start)
+                        for (long index = 0; index < high; index++)
+                            for (long lane = 0; lane < rest; lane++)
+                                more[index * width + lane] =
+                                    number(added->start,
+                                           item * added->batch + (column + lane) * added->rows +
+                                               (row + index) * added->columns,
+                                           bf16);
+                    if (added->start || scale != 1)
+                        finish(sums, added->start ? extra : NULL, high * width / LANES, scale, weight);
+                    const long place = item * out->batch + column * out->rows + row * out->columns;
+                    if (out->rows == 1 && !bf16)
+                        for (long index = 0; index < high; index++)
+                            memcpy((float *)out->start + place + index * out->columns, numbers + index * width, 4 * rest);
+                    else
+                        for (long lane = 0; lane < rest; lane++)
+                            for (long index = 0; index < high; index++)
+                                put(out->start, place + lane * out->rows + index * out->columns,
+                                    numbers[index * width + lane], bf16);
+                }
+            }
+        }
+        free(room);
+    }
+}
+
+static inline vec choose(bits which, vec yes, vec no) { return (vec)(((bits)yes & which) | ((bits)no & ~which)); }
+
+static inline vec exponential(vec x) // of x <= 0; relative error below 2e-7, exactly 0 below -87
+{
+    const vec lowest = (vec){0} - 87.0f;
+    const vec z = choose(x > lowest, x, lowest);
+    const vec whole = (z * 1.44269504f + 12582912.0f) - 12582912.0f; // to the nearest
+    const vec rest = (z - whole * 0.693359375f) + whole * 2.12194440e-4f;
+    vec sum = (vec){0} + 1.9875691e-4f; // Cephes' polynomial
+    sum = sum * rest + 1.3981999e-3f;
+    sum = sum * rest + 8.3334519e-3f;
+    sum = sum * rest + 4.1665796e-2f;
+    sum = sum * rest + 1.6666665e-1f;
+    sum = sum * rest + 5.0000001e-1f;
+    sum = sum * rest * rest + rest + 1.0f;
+    const vec power = (vec)((__builtin_convertvector(whole, bits) + 127) << 23);
+    return choose(x == x, choose(x < lowest, (vec){0}, sum * power), x); // NaN stays NaN
+}
+
+enum { TOGETHER = 8 }; // rows, because an addition waits for the previous one
+
+// Softmax of each of `rows` rows of `columns` numbers, one after the other in memory.
+void softmax(const void *from, void *to, long rows, long columns, int bf16)
+{
+    const long width = (columns + LANES - 1) / LANES * LANES;
+#pragma omp parallel if (rows * columns > 1 << 14)
+    {
+        float *room = aligned_alloc(64, sizeof(float) * TOGETHER * width);
+#pragma omp for schedule(static)
+        for (long first = 0; first < rows; first += TOGETHER) {
+            const long count = rows - first < TOGETHER ? rows - first : TOGETHER;
+            float sums[TOGETHER] = {0};
+            for (long row = 0; row < count; row++) {
+                float *values = room + row * width;
+                vec most = (vec){0} - __builtin_inff();
+                for (long column = 0; column < width; column++)
+                    values[column] =
+                        column < columns ? number(from, (first + row) * columns + column, bf16) : -__builtin_inff();
+                for (long column = 0; column < width; column += LANES) {
+                    const vec now = *(vec *)(values + column);
+                    most = choose(now > most, now, most);
+                }
+                float highest = most[0];
+                for (int lane = 1; lane < LANES; lane++) highest = most[lane] > highest ? most[lane] : highest;
+                for (long column = 0; column < width; column += LANES)
+                    *(vec *)(values + column) = exponential(*(vec *)(values + column) - highest);
+            }
+            for (long row = count; row < TOGETHER; row++) memset(room + row * width, 0, sizeof(float) * width);
+            for (long column = 0; column < columns; column++)
+                for (int row = 0; row < TOGETHER; row++) sums[row] += room[row * width + column];
+            for (long row = 0; row < count; row++) {
+                float *values = room + row * width;
+                for (long column = 0; column < width; column += LANES) {
+                    const vec quotient = *(vec *)(values + column) / sums[row];
+                    *(vec *)(values + column) = quotient;
+                }
+                for (long column = 0; column < columns; column++)
+                    put(to, (first + row) * columns + column, values[column], bf16);
+            }
+        }
+        free(room);
+    }
+}

@@ -1,0 +1,227 @@
+"""Operators of a CPU whose numbers do not depend on the batch: other rows, padding, lengths of caches, micro-batches.
+
+The libraries behind torch's products choose other orders of summation for other numbers of rows, and torch's
+activations compute the last few numbers of a tensor by other code. In the block of `batch_invariant`, products and
+softmax are those of `invariant.c`, and activations get tensors without such a rest; everything else is torch's. torch's
+dispatcher replaces the operators in all models. Backward passes, and other dtypes than float32 and bf16, stay torch's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelerators.backends.cpu.kernels import compiler
+from accelerators.types import KernelImpl, Support
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+ACTIVATIONS = ("silu", "gelu", "sigmoid", "softplus", "rsqrt")
+"""Operators of torch 2.13 whose vectorized code and code for a rest differ in the last bit."""
+
+VECTOR, SERIAL = 64, 32768
+"""Numbers that torch computes together at most, and the most numbers that it computes in one thread."""
+
+_active = 0
+
+
+def is_active() -> bool:
+    """Return whether operators are replaced now."""
+    return _active > 0
+
+
+@contextmanager
+def batch_invariant() -> Iterator[None]:
+    """Replace the operators in this block, in all threads; see operation `batch_invariant`."""
+    global _active
+    if is_active():
+        yield
+        return
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns about every operator that it replaces
+        for name, make in _REPLACEMENTS.items():
+            library.impl(name, make(name), "CPU")
+    _active += 1
+    try:
+        yield
+    finally:
+        _active -= 1
+        library._destroy()
+
+
+class _Matrix(ctypes.Structure):
+    """`Matrix` of invariant.c."""
+
+    _fields_ = [("start", ctypes.c_void_p), *((name, ctypes.c_long) for name in ("batch", "rows", "columns"))]
+
+
+@functools.cache
+def _functions() -> ctypes.CDLL:
+    functions, pointer, long = compiler.compiled("invariant.c"), ctypes.c_void_p, ctypes.c_long
+    matrix = ctypes.POINTER(_Matrix)
+    functions.product.argtypes = [*[long] * 4, *[matrix] * 4, ctypes.c_float, ctypes.c_float, ctypes.c_int]
+    functions.softmax.argtypes = [pointer, pointer, long, long, ctypes.c_int]
+    return functions
+
+
+def _matrix(tensor: Tensor, transposed: bool) -> _Matrix:
+    """Return a batch of matrices [B, R, C] for invariant.c; transposed it is [B, C, R]."""
+    batch, rows, columns = tensor.stride()
+    return _Matrix(tensor.data_ptr(), batch, *((columns, rows) if transposed else (rows, columns)))
+
+
+def multiply(
+    first: Tensor, second: Tensor, out: Tensor, added: Tensor | None = None, *, scale: float = 1, weight: float = 1
+) -> None:
+    """Write scale * first @ second + weight * added to `out`: [B, M, K], [B, K, N] and [B, M, N], of one dtype."""
+    batch, rows, terms = first.shape
+    columns = second.shape[2]
+    # The lanes of registers are the rows of one factor: of the one that has them side by side, or of the first.
+    swaps = second.stride(2) == 1 and second.stride(1) != 1
+    lanes, others = (
+        (_matrix(second, True), _matrix(first, False)) if swaps else (_matrix(first, False), _matrix(second, True))
+    )
+    _functions().product(
+        *(batch, columns if swaps else rows, rows if swaps else columns, terms, lanes, others),
+        *(_Matrix() if added is None else _matrix(added, swaps), _matrix(out, swaps)),
+        *(scale, weight, out.dtype == torch.bfloat16),
+    )
+
+
+def _is_ours(*tensors: Tensor) -> bool:
+    """Return whether operators on these tensors are replaced: everywhere but in the formulas of backward passes."""
+    if torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled():
+        return False
+    return tensors[0].dtype in DTYPES and all(
+        tensor.dtype == tensors[0].dtype and tensor.numel() and tensor.is_cpu for tensor in tensors
+    )
+
+
+def _torch_kernel(name: str) -> Callable[..., Any]:
+    """Return torch's implementation of an operator for the CPU."""
+    kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    return functools.partial(kernel.call_boxed, keys)
+
+
+def _product(name: str) -> Callable[..., Tensor]:
+    """Return a replacement of mm or bmm: (first, second) -> product."""
+    plain = _torch_kernel(name)
+
+    def product(first: Tensor, second: Tensor, *, out: Tensor | None = None) -> Tensor:
+        options = {} if out is None else {"out": out}
+        if not _is_ours(first, second) or first.shape[-1] != second.shape[-2]:
+            result: Tensor = plain(first, second, **options)
+            return result
+        shape = (*first.shape[:-1], second.shape[-1])
+        out = first.new_empty(shape) if out is None else _resized(out, shape)
+        multiply(*map(_batched, (first, second, out)))
+        return out
+
+    return product
+
+
+def _sum_with_product(name: str) -> Callable[..., Tensor]:
+    """Return a replacement of addmm or baddbmm: (added, first, second) -> beta * added + alpha * product."""
+    plain = _torch_kernel(name)
+
+    def product(
+        added: Tensor, first: Tensor, second: Tensor, *, beta: float = 1, alpha: float = 1, out: Tensor | None = None
+    ) -> Tensor:
+        options = {} if out is None else {"out": out}
+        if not _is_ours(added, first, second) or first.shape[-1] != second.shape[-2]:
+            result: Tensor = plain(added, first, second, beta=beta, alpha=alpha, **options)
+            return result
+        shape = (*first.shape[:-1], second.shape[-1])
+        whole = added.expand(shape) if beta else None
+        out = first.new_empty(shape) if out is None else _resized(out, shape)
+        given = first, second, out, *(() if whole is None else (whole,))
+        multiply(*map(_batched, given), scale=alpha, weight=beta)
+        return out
+
+    return product
+
+
+def _softmax(name: str) -> Callable[..., Tensor]:
+    plain = _torch_kernel(name)
+
+    def softmax(scores: Tensor, dim: int, half_to_float: bool, *, out: Tensor | None = None) -> Tensor:
+        options = {} if out is None else {"out": out}
+        if not _is_ours(scores) or dim % max(scores.dim(), 1) != scores.dim() - 1 or half_to_float:
+            result: Tensor = plain(scores, dim, half_to_float, **options)
+            return result
+        given = scores.contiguous()
+        made = out if out is not None and out.shape == scores.shape and out.is_contiguous() else torch.empty_like(given)
+        columns = scores.shape[-1]
+        rows, is_bf16 = scores.numel() // columns, scores.dtype == torch.bfloat16
+        _functions().softmax(given.data_ptr(), made.data_ptr(), rows, columns, is_bf16)
+        return made if out is None or made is out else _resized(out, scores.shape).copy_(made)
+
+    return softmax
+
+
+def _activation(name: str) -> Callable[..., Tensor]:
+    """Return a replacement of an operator on single numbers, for tensors that torch would not divide by `VECTOR`."""
+    plain = _torch_kernel(name)
+
+    def activation(numbers: Tensor, *args: Any, out: Tensor | None = None, **named: Any) -> Tensor:
+        options = named if out is None else {**named, "out": out}
+        count = numbers.numel()
+        # torch divides more than `SERIAL` numbers among its threads.
+        granule = VECTOR if count <= SERIAL else VECTOR * torch.get_num_threads()
+        if numbers.dtype not in DTYPES or not count or (count % granule == 0 and numbers.is_contiguous()):
+            result: Tensor = plain(numbers, *args, **options)
+            return result
+        padded = numbers.new_zeros(-(-count // granule) * granule)
+        padded[:count].view(numbers.shape).copy_(numbers)
+        if out is None:
+            made: Tensor = plain(padded, *args, **named)
+            return made[:count].view(numbers.shape)
+        computed = torch.empty_like(padded)
+        plain(padded, *args, **named, out=computed)
+        return _resized(out, numbers.shape).copy_(computed[:count].view(numbers.shape))
+
+    return activation
+
+
+def _batched(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() == 3 else tensor.unsqueeze(0)
+
+
+def _resized(out: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return out if out.shape == shape else out.resize_(shape)
+
+
+_REPLACEMENTS: dict[str, Callable[[str], Callable[..., Tensor]]] = {
+    **dict.fromkeys(("mm", "mm.out", "bmm", "bmm.out"), _product),
+    **dict.fromkeys(("addmm", "addmm.out", "baddbmm", "baddbmm.out"), _sum_with_product),
+    **dict.fromkeys(("_softmax", "_softmax.out"), _softmax),
+    **{f"{name}{form}": _activation for name in ACTIVATIONS for form in ("", ".out")},
+}
+
+
+@functools.cache
+def supported(accelerator: object) -> Support:
+    """Test that a compiler is installed, and that torch's operators can be replaced here."""
+    if not hasattr(torch.library, "get_kernel"):
+        return Support(False, f"torch {torch.__version__} cannot name its own kernels; 2.10 can")
+    if reason := compiler.why_not(_functions, "products depend on the number of rows", needed=""):
+        return Support(False, reason)
+    return Support(True, "products and softmax in one order of summation, compiled for this processor")
+
+
+INVARIANT = KernelImpl(
+    operation="batch_invariant",
+    name="ordered",
+    factory=lambda accelerator: batch_invariant,
+    supported=supported,
+    priority=10,
+)

@@ -1,0 +1,102 @@
+"""`ppo.generation_exact`: drawn log-probabilities equal scored and trained ones, bit for bit, in real steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlhf.config.schema import build_config
+from rlhf.trainers.ppo.exact import exact_numbers
+from tests.helpers import llama
+from tests.in_process import build_ppo, ppo_models, scalar_llama
+
+SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128}
+FAMILIES = {
+    "gpt2": {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 128},
+    "gpt_neox": {**SIZES, "intermediate_size": 100},
+    "qwen3": {**SIZES, "intermediate_size": 100, "num_key_value_heads": 2, "head_dim": 12},
+    "phi3": {**SIZES, "intermediate_size": 50, "num_key_value_heads": 2, "pad_token_id": 0},
+    "bloom": {"hidden_size": 48, "n_layer": 2, "n_head": 4},
+    "gpt_neo": {**SIZES, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
+    "gemma2": {**SIZES, "intermediate_size": 100, "num_key_value_heads": 2, "head_dim": 12},
+}
+EAGER = {"gemma2", "bloom", "gpt_neo"}
+"""Families whose attention only their own code computes."""
+
+
+def policy(family: str, vocabulary: int, attention: str) -> Any:
+    torch.manual_seed(0)
+    if family == "llama":
+        return llama(vocabulary, attn_implementation=attention)
+    config = AutoConfig.for_model(family, vocab_size=vocabulary, eos_token_id=1, bos_token_id=None, **FAMILIES[family])
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+
+
+@pytest.fixture
+def build(accelerator, recipe, tokenizer, tmp_path):
+    """PPO with `ppo.generation_exact` inside the block that its stage would run in, and its rollouts."""
+    contexts = []
+
+    def build(family="llama", attention=None, **changes: Any) -> tuple[Any, list[Any]]:
+        name = attention or accelerator.kernels.get("attention")
+        values = {**recipe, "ppo": {**recipe["ppo"], "generation_exact": True}}
+        values["precision"] = changes.pop("precision", "fp32")
+        values["model"] = {**recipe["model"], "gradient_checkpointing": changes.pop("checkpointing", False)}
+        context = exact_numbers(build_config(values), "ppo", accelerator)
+        context.__enter__()
+        contexts.append(context)
+        given = changes.get("lora", {}).get("rank", 0)
+        reference = None if given else policy(family, len(tokenizer), name)
+        critic, reward = (scalar_llama(len(tokenizer), seed=seed, attn_implementation=name) for seed in (1, 2))
+        models = ppo_models(policy(family, len(tokenizer), name), reference, critic, reward)
+        ppo = build_ppo(accelerator, tmp_path, values, tokenizer, models, **changes)
+        rollouts, generate = [], ppo.generate
+        ppo.generate = lambda prompts: rollouts.append(generate(prompts)) or rollouts[-1]
+        return ppo, rollouts
+
+    yield build
+    for context in reversed(contexts):
+        context.__exit__(None, None, None)
+
+
+def assert_exact(ppo: Any, rollouts: list[Any], steps: int = 2) -> None:
+    """Take steps, and compare what was drawn with what was scored and with what the first update computed."""
+    for index in range(steps):
+        metrics = ppo.step(index)
+        drawn, mask = rollouts[-1].drawn_log_probs, rollouts[-1].action_mask.bool()
+        assert mask.sum() > 10 and drawn[mask].std() > 0
+        assert torch.equal(ppo.experience.log_probs[mask], drawn[mask])
+        assert metrics["draw_gap"] == metrics["draw_gap_max"] == metrics["draw_kl"] == 0
+        assert metrics["update_gap"] == 0
+        assert metrics["grad_norm"] > 0
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "reused passes": {"minibatch_size": None, "ppo_epochs": 1},
+    "micro-batches of one": {"micro_batch_size": 1, "engine": {"shapes": "dynamic"}},
+    "dynamic shapes": {"engine": {"shapes": "dynamic", "zero_stage": 0}, "generation_batch_size": 3},
+    "LoRA": {"lora": {"rank": 4}, "engine": {"zero_stage": 0}},
+    "gradient checkpointing": {"checkpointing": True, "engine": {"zero_stage": 2}},
+    "truncated sampling": {"sampling": {"temperature": 0.7, "top_k": 20, "top_p": 0.9}},
+    "groups": {"estimator": "rloo", "completions_per_prompt": 2, "micro_batch_size": 2},
+    "ZeRO 3": {"engine": {"zero_stage": 3}},
+    "ZeRO 3, layer by layer": {"engine": {"zero_stage": 3}, "generation_weights": "layerwise", "lora": {"rank": 4}},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_drawn_log_probabilities_are_those_of_training_bit_for_bit(build, case):
+    assert_exact(*build(**CASES[case]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_are_exact(build, family):
+    assert_exact(*build(family, attention="eager" if family in EAGER else None), steps=1)
+
+
+def test_bf16_is_exact(build):
+    assert_exact(*build(precision="bf16"))
