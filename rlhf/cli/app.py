@@ -21,6 +21,7 @@ from rlhf.cli import (
     label,
     profile,
     recipe,
+    replay,
     report,
     show,
     sweep,
@@ -75,6 +76,7 @@ _EXAMPLES = {
     "rlhf data --config recipe.yaml": "see how rows are read",
     "rlhf plan --config recipe.yaml --memory 80GiB": "predict the memory",
     "rlhf profile --config recipe.yaml": "see where the time goes",
+    "rlhf replay runs/a --stage ppo --step 40": "compute a step again",
     "rlhf sweep grid.yaml": "train every point of a grid",
     "rlhf config > recipe.yaml": "print a recipe to edit",
     "rlhf config --from-deepspeed-chat run_1.3b.sh": "translate a script",
@@ -257,6 +259,7 @@ for _command in (
     recipe.data,
     recipe.plan,
     profile.profile,
+    replay.replay,
     sweep.sweep,
 ):
     app.command()(_command)
@@ -266,6 +269,9 @@ for _command_info in (
     *checkpoints.app.registered_commands,
 ):
     _command_info.help = join_lines(_command_info.help or _command_info.callback.__doc__)
+
+
+app.command("recompute-step", hidden=True)(replay.recompute_step)
 
 
 @app.command("train", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -7,6 +7,7 @@ the file's folder, because paths in a recipe are relative to it. The schema vali
 from __future__ import annotations
 
 import itertools
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -98,8 +99,18 @@ def parse_yaml(text: str) -> Any:
     return YAML(typ="safe", pure=True).load(text)
 
 
+def track(values: Mapping[str, Any], origin: str) -> TrackedDict:
+    """Return nested values, such as a dumped configuration, with one origin for all of them."""
+    tracked: TrackedDict = _parse(json.dumps(values), lambda line: Origin(origin))
+    return tracked
+
+
 def apply_overrides(
-    values: TrackedDict, overrides: Sequence[str], options: Mapping[str, Any] | None = None
+    values: TrackedDict,
+    overrides: Sequence[str],
+    options: Mapping[str, Any] | None = None,
+    *,
+    option: str = "--set",
 ) -> TrackedDict:
     """Change `values` in place as the command line says, and return them.
 
@@ -107,15 +118,16 @@ def apply_overrides(
         values: nested values.
         overrides: `key.path=value` texts whose values are YAML; digits in a path index lists.
         options: values of the options that are keys themselves; None for those that are not given.
+        option: the option that had the overrides, for errors.
 
     Raises:
         ConfigError: a text does not have this form, or a part of its path is not a key.
     """
     for override in overrides:
         key, equals, text = override.partition("=")
-        origin = Origin(_on_one_line(f"--set {override}"), key)
+        origin = Origin(_on_one_line(f"{option} {override}"), key)
         if not equals or not key:
-            raise ConfigError(f"{origin.text}: expected key=value, for example --set ppo.steps=50")
+            raise ConfigError(f"{origin.text}: expected key=value, for example {option} ppo.steps=50")
         try:
             value = _parse(text, lambda line, origin=origin: origin)  # type: ignore[misc]
         except YAMLError as error:

@@ -291,7 +291,8 @@ class Config(ConfigModel):
     )
     sinks_timeout: float = Field(60.0, gt=0, description="seconds that a sink may take for a record")
     record_steps: bool = Field(
-        True, description="keep in STAGE/steps.bin what each step read and drew, so that it can be computed again"
+        True,
+        description="keep in STAGE/steps.bin what each step read and drew, so that `rlhf replay` can compute it again",
     )
     alarms: AlarmsConfig = Field(AlarmsConfig(), description=AlarmsConfig.__doc__)
     model: ModelConfig = Field(ModelConfig(), description=ModelConfig.__doc__)

@@ -212,6 +212,12 @@ def find_first_difference(configs: Sequence[dict[str, Any]]) -> str:
     return ""
 
 
+def list_differing_settings(then: Mapping[str, Any], now: Mapping[str, Any], harmless: Set[str]) -> list[str]:
+    """Return the settings that differ between two dumped configurations, each as `key (then, now)`."""
+    leaves = _differing_leaves(dict(then), dict(now), "", harmless)
+    return [f"{key} ({old!r}, now {new!r})" for key, old, new in leaves]
+
+
 def _recorded_config(recorded: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of `run.json`, completed with the keys that were added in later versions."""
     config: dict[str, Any] = recorded.get("config", {})

@@ -128,7 +128,19 @@ def describe_session(context: StageContext) -> dict[str, Any]:
 def record_models(context: StageContext) -> None:
     """Record the content of the models that a stage starts from in `run.json`; every rank calls it.
 
-    One rank on each machine reads their files.
+    Raises:
+        ModelError, RunError: as `compare_models`.
+    """
+    models = compare_models(context)
+    with distributed.on_main("recording the models") as main:
+        if main:
+            context.run.record_models(context.directory.name, models)
+
+
+def compare_models(context: StageContext) -> Mapping[str, StartModel]:
+    """Return the content of the models that a stage starts from, after a comparison with `run.json`.
+
+    Every rank calls it. One rank on each machine reads their files.
 
     Raises:
         ModelError: a file differs from its manifest, or a model differs between machines.
@@ -146,7 +158,7 @@ def record_models(context: StageContext) -> None:
     with distributed.on_main("comparing the models") as main:
         if main:  # an earlier stage may have taken days
             context.run.check_models(config, {stage: views[0]})
-            context.run.record_models(stage, views[0])
+    return views[0]
 
 
 def compare_machines(views: Sequence[Mapping[str, StartModel]]) -> None:

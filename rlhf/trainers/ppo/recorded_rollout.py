@@ -13,7 +13,7 @@ from torch import Tensor
 from rlhf.data.batches import Batch, digest_batches
 from rlhf.generation.decoder import Completions
 from rlhf.losses.log_probs import masked
-from rlhf.reporting.step_records import RankStep, decode_log_probs, encode_log_probs
+from rlhf.reporting.step_records import RankStep, encode_log_probs
 from rlhf.trainers.ppo.experience import Rollout, Scores
 
 if TYPE_CHECKING:
@@ -47,13 +47,9 @@ class StepContents:
         if rollout is None:
             return RankStep(self.rows, digests=self.digests)
         columns = rollout.completion_length
-        mask = rollout.attention_mask[:, -columns:]
-        lengths, drawn = mask.sum(1).tolist(), rollout.drawn_log_probs
-        ids = rollout.input_ids[:, -columns:].tolist()
-        arrays = {
-            "lengths": np.array(lengths, np.uint32),
-            "ids": np.array([token for row, length in zip(ids, lengths) for token in row[:length]], np.uint32),
-        }
+        mask, drawn = rollout.attention_mask[:, -columns:], rollout.drawn_log_probs
+        lengths, tokens = list_tokens(rollout)
+        arrays = {"lengths": np.array(lengths, np.uint32), "ids": np.array(tokens, np.uint32)}
         digests = dict(self.digests)
         if drawn is not None:
             exact = np.array(masked(drawn, mask).float().tolist(), np.float32)
@@ -66,15 +62,21 @@ class StepContents:
         return RankStep(self.rows, columns, digests, arrays)
 
 
+def list_tokens(rollout: Rollout) -> tuple[list[int], list[int]]:
+    """Return the lengths of a rollout's completions, and their tokens one after the other."""
+    columns = rollout.completion_length
+    lengths = rollout.attention_mask[:, -columns:].sum(1).tolist()
+    ids = rollout.input_ids[:, -columns:].tolist()
+    return lengths, [token for row, length in zip(ids, lengths) for token in row[:length]]
+
+
 def restore_completions(step: RankStep, pad_token_id: int, accelerator: Accelerator) -> Completions:
-    """Return the completions that a rank drew in a step, with their log-probabilities as far as they are kept."""
+    """Return the completions that a rank drew in a step, without log-probabilities, which are not kept exactly."""
     lengths = step.arrays["lengths"]
     here = np.arange(step.columns) < lengths[:, None]
     ids = np.full(here.shape, pad_token_id, np.int64)
     ids[here] = step.arrays["ids"]
-    log_probs = np.zeros(here.shape, np.float32)
-    if "log_probs" in step.arrays:
-        log_probs[here] = decode_log_probs(step.arrays["log_probs"])
-    tensors = {"ids": torch.from_numpy(ids), "mask": torch.from_numpy(here.astype(np.int64))}
-    moved: Batch = accelerator.to_device(tensors | {"log_probs": torch.from_numpy(log_probs)})
+    moved: Batch = accelerator.to_device(
+        {"ids": torch.from_numpy(ids), "mask": torch.from_numpy(here.astype(np.int64))}
+    )
     return Completions(**moved)

@@ -318,14 +318,15 @@ class PPOTrainer:
             if self.actor.zero_stage == 3:  # the next gather may use other addresses, which a recorded step cannot
                 self.decoder.release()
         self.accelerator.step_boundary("rollout/end")
-        return self._join(prompts, completions)
+        return self.join(prompts, completions)
 
     def _restore(self, prompts: Batch, given: RankStep) -> Rollout:
         """Return a recorded rollout; the generator moves on as if it had been drawn."""
         self.decoder.skip(len(prompts["prompt_ids"]))
-        return self._join(prompts, restore_completions(given, self.tokenizer.pad_token_id, self.accelerator))
+        return self.join(prompts, restore_completions(given, self.tokenizer.pad_token_id, self.accelerator))
 
-    def _join(self, prompts: Batch, completions: Completions) -> Rollout:
+    def join(self, prompts: Batch, completions: Completions) -> Rollout:
+        """Return the rollout of prompts and their completions."""
         return Rollout.join(
             prompts,
             completions.ids,

@@ -1,0 +1,1 @@
+"""Any recorded step computed again, and the first difference of two runs."""

@@ -1,0 +1,102 @@
+"""`rlhf replay` computes a recorded step again, bit for bit, and refuses what it cannot repeat."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf.errors import ConfigError, RunError
+from rlhf.replay.replay import find_step
+from rlhf.reporting.step_records import StepRecorder, read_steps
+from rlhf.runs.directory import RunDirectory
+
+
+def fingerprint(folder: Path) -> dict[str, str]:
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def copied(finished_run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished_run, tmp_path / "run"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
+def test_a_step_equals_its_record_and_the_run_is_not_touched(rlhf: Any, finished_run: Path, stage: str) -> None:
+    before = fingerprint(finished_run)
+    done = rlhf("replay", finished_run, "--stage", stage, "--step", 2, recipe=None)
+    assert "equals the record bit for bit" in done.stdout
+    assert fingerprint(finished_run) == before
+
+
+@pytest.mark.slow
+def test_a_change_is_named_at_the_first_phase_that_moves(rlhf: Any, finished_run: Path, tmp_path: Path) -> None:
+    options = ("--stage", "sft", "--step", 2, "--change", "sft.optimizer.learning_rate=0.5", "--json")
+    record = tmp_path / "step.json"
+    done = rlhf("replay", finished_run, *options, "--record", record, recipe=None, check=False)
+    assert done.returncode == 3, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["equal"] and {item["phase"] for item in summary["moved"]} == {"update"}
+    kept = json.loads(record.read_text())
+    assert {entry["phase"] for entry in kept["tensors"]} == {"rows", "scores", "loss", "gradients", "update"}
+
+
+@pytest.mark.slow
+def test_a_record_that_was_changed_differs(rlhf: Any, copied: Path) -> None:
+    place = RunDirectory(copied).stage("sft")
+    records = list(read_steps(place.steps))
+    recorder = StepRecorder(place, enabled=True, resume_step=None)
+    recorder.begin(records[0].session)
+    for record in records:
+        recorder.write(record.step, record.metrics | {"grad_norm": 1.5}, record.ranks)
+    recorder.close()
+    done = rlhf("replay", copied, "--stage", "sft", "--step", 1, recipe=None, check=False)
+    assert done.returncode == 3 and "first in gradients: grad_norm is" in done.stdout, done.stderr
+
+
+def test_unknown_steps_stages_and_folders_are_refused(finished_run: Path, tmp_path: Path) -> None:
+    for arguments, error, words in [
+        ((finished_run, 9, "ppo"), RunError, "has steps 1 to 3, and not step 9"),
+        ((finished_run, 1, None), ConfigError, "has steps of sft, reward, ppo; choose with --stage"),
+        ((finished_run, 1, "dpo"), RunError, "has no dpo/steps.bin"),
+        ((finished_run, 1, "pposs"), ConfigError, "no stage 'pposs'"),
+        ((tmp_path, 1, None), RunError, "contains no run"),
+    ]:
+        with pytest.raises(error, match=words):
+            find_step(*arguments)
+
+
+def test_an_edited_description_is_noticed(copied: Path) -> None:
+    find_step(copied, 2, "ppo")
+    description = json.loads((copied / "run.json").read_text())
+    description["config"]["ppo"]["clip"] = 0.31
+    (copied / "run.json").write_text(json.dumps(description))
+    with pytest.raises(RunError, match=r"run\.json: has other settings .*ppo\.clip \(0\.2, now 0\.31\).*--change"):
+        find_step(copied, 2, "ppo")
+    find_step(copied, 2, "sft")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"ranks": 2}, r"step 1 was taken with other settings than step 2, .*ranks \(2, then 1\)"),
+        ({"versions": {"rlhf": "0.0.1"}}, "recorded by rlhf 0.0.1"),
+    ],
+)
+def test_other_sessions_are_refused(copied: Path, changes: dict[str, Any], words: str) -> None:
+    place = RunDirectory(copied).stage("sft")
+    records = list(read_steps(place.steps))
+    place.steps.unlink()
+    for record in records[:2]:
+        recorder = StepRecorder(place, enabled=True, resume_step=record.step - 1 if record.step > 1 else None)
+        is_changed = record.step == (2 if "versions" in changes else 1)
+        recorder.begin({**record.session, **(changes if is_changed else {})})
+        recorder.write(record.step, record.metrics, record.ranks)
+        recorder.close()
+    with pytest.raises(RunError, match=words):
+        find_step(copied, 2, "sft")
