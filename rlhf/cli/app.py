@@ -13,6 +13,7 @@ import typer
 
 from rlhf.cli import (
     accelerators,
+    bisect,
     chat,
     checkpoints,
     compare,
@@ -77,6 +78,7 @@ _EXAMPLES = {
     "rlhf plan --config recipe.yaml --memory 80GiB": "predict the memory",
     "rlhf profile --config recipe.yaml": "see where the time goes",
     "rlhf replay runs/a --stage ppo --step 40": "compute a step again",
+    "rlhf bisect runs/a runs/b": "find where two runs part",
     "rlhf sweep grid.yaml": "train every point of a grid",
     "rlhf config > recipe.yaml": "print a recipe to edit",
     "rlhf config --from-deepspeed-chat run_1.3b.sh": "translate a script",
@@ -260,6 +262,7 @@ for _command in (
     recipe.plan,
     profile.profile,
     replay.replay,
+    bisect.bisect,
     sweep.sweep,
 ):
     app.command()(_command)

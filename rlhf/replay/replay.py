@@ -32,7 +32,7 @@ _MACHINE = ("accelerator", "device", "ranks", "threads", "precision")
 _ROUNDING = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
 """Relative changes of numbers that another machine may cause."""
 
-_NO_EFFECT = {
+NO_EFFECT = {
     *("output", "accelerator", "timeout", "disk_wait", "reward_timeout", "nothing", "record_steps"),
     *("log_every", "checkpoint_every", "eval_every", "eval_rows", "keep", "samples_every", "samples", "save_critic"),
     *("sinks", "sinks_timeout", "save"),
@@ -128,7 +128,7 @@ def _check_steps(found: RecordedStep, records: Mapping[int, StepRecord]) -> None
             raise RunError(f"{place.steps}: lacks step {number}, from which step {step} follows; give an earlier step")
         if record.session == session:
             continue
-        changed = list_differing_settings(record.session["config"], session["config"], _NO_EFFECT)
+        changed = list_differing_settings(record.session["config"], session["config"], NO_EFFECT)
         changed += [
             f"{name} ({record.session[name]}, then {session[name]})"
             for name in _MACHINE
@@ -156,7 +156,7 @@ def _check_description(found: RecordedStep) -> None:
     then, now = ({key: values.get(key) for key in sections} for values in (newest.session["config"], recorded))
     of_stage = read_description(found.run.description).get("stages", {}).get(found.stage.name, {})
     now |= {key: of_stage[key] for key in ("engine", "lora") if key in of_stage}
-    if changed := list_differing_settings(then, now, _NO_EFFECT):
+    if changed := list_differing_settings(then, now, NO_EFFECT):
         raise RunError(
             f"{found.run.description}: has other settings than the steps were taken with: {', '.join(changed)}; "
             "restore it, and name changes with --change"
@@ -295,12 +295,15 @@ def _compare_metrics(
 
 _METRICS = {
     "gradients": ("grad_norm", "critic_grad_norm"),
-    "update": ("unequal_weights", "changed_frozen_weights", "unchanged_weights", "direction"),
+    "update": (
+        *("unequal_weights", "changed_frozen_weights", "unchanged_weights", "direction"),
+        *("learning_rate", "lora_learning_rate"),
+    ),
     "advantages": ("returns", "explained_variance"),
     "rollout": ("response_length", "truncated_share", "draw_gap", "draw_kl"),
     "loss": (
         *("loss", "policy_loss", "value_loss", "kl_loss", "ptx_loss", "clip_fraction", "value_clip_fraction"),
-        *("approx_kl", "update_gap", "learning_rate", "lora_learning_rate", "updates"),
+        *("approx_kl", "update_gap", "updates"),
     ),
 }
 
