@@ -46,7 +46,7 @@ def settings(work: dict[str, Any], output: str) -> dict[str, Any]:
     values: dict[str, Any] = {
         "output": output,
         "accelerator": work["accelerator"],
-        "precision": "bf16",
+        "precision": work.get("precision", "bf16"),
         "model": {"path": work["model"]},
         "data": {"max_prompt_length": work["prompt_tokens"], "max_completion_length": work["completion_tokens"]},
     }
@@ -56,6 +56,8 @@ def settings(work: dict[str, Any], output: str) -> dict[str, Any]:
         start = {"model": work["model"]} if work["stage"] == "reward" else {}  # else that of a finished sft stage
         return values | {work["stage"]: rows | start | {"optimizer": optimizer, "epochs": 100_000, "dropout": 0.0}}
     ppo = rows | {"ppo_epochs": 1, "steps": 100_000, "actor": work["model"], "reward_model": work["model"]}
+    if work.get("generation_exact"):
+        ppo["generation_exact"] = True
     if work["stage"] == "rollout":
         ppo["estimator"] = "reinforce++"
         values |= {"lora": {"rank": 8}} if work["parameters"] > LARGE else {}
@@ -136,7 +138,8 @@ def time_phases(ppo: Any, recorder: Any) -> Callable[[int], dict[str, float]]:
     def step(index: int) -> dict[str, float]:
         seconds.clear()
         start = time.perf_counter()
-        recorder.log(index, ppo.step(index))
+        recorder.log(index, metrics := ppo.step(index))
+        assert not (ppo.settings.generation_exact and metrics["draw_gap"]), "drawn log-probabilities are not exact"
         return {**seconds, "training": time.perf_counter() - start - sum(seconds.values())}
 
     return step

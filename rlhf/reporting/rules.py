@@ -116,9 +116,7 @@ def _first_kl(reading: Reading) -> str | None:
 def _drawing(reading: Reading) -> str | None:
     precision, gap, first_gap = reading.precision, reading.now["draw_gap"], reading.first.get("draw_gap")
     if reading.config.ppo.generation_exact and gap:
-        return (
-            f"ppo.generation_exact: drawn log-probabilities differ from those of training by {gap:.2g} nats per token"
-        )
+        return f"drawn log-probabilities are not exactly those of training: the gap is {gap:.2g} nats per token"
     if first_gap is not None and gap > max(_GAP_GROWTH * first_gap, _MIN_GAP_LIMIT[precision]):
         return (
             "the rollout was not drawn from the weights that are trained: the gap grew from "

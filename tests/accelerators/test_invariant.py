@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from accelerators import find_batch_dependence
+from accelerators.backends.cpu import attention
 from accelerators.backends.cpu.kernels import invariant
 
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -64,6 +65,21 @@ def test_softmax_keeps_what_is_not_a_number(inside):
     result = scores.softmax(-1)
     assert result[0].isnan().all()
     assert result[1].tolist() == [0.5, 0, 0.5]
+
+
+def test_attention_of_a_long_row_is_that_of_its_last_token_alone(inside):
+    """torch's attention, which is otherwise used for such lengths, adds up keys in blocks."""
+    torch.manual_seed(0)
+    layer = torch.nn.Module()
+    query, key, value = torch.randn(1, 4, 300, 32), torch.randn(1, 2, 300, 32), torch.randn(1, 2, 300, 32)
+    layer.is_causal, layer.num_key_value_groups = True, 2
+    whole = attention.attend(layer, query, key, value, None)[0]
+    alone = attention.attend(layer, query[:, :, -1:], key, value, None)[0]
+    assert torch.equal(alone[:, 0], whole[:, -1])
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        query.double(), key.double(), value.double(), is_causal=True, enable_gqa=True
+    )
+    torch.testing.assert_close(whole.double(), exact.transpose(1, 2), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", invariant.ACTIVATIONS)

@@ -41,6 +41,12 @@ def refusal(function, *arguments):
             {"tensor_parallel": 2},
             ["ppo.tensor_parallel: 2 needs two ranks or more, got 1; add --ranks N, or remove it"],
         ),
+        (
+            3,
+            2,
+            {"tensor_parallel": 2, "generation_exact": True},
+            ["ppo.generation_exact: split layers", "=auto without"],
+        ),
         (3, 8, {"tensor_parallel": 3}, ["8 ranks cannot be split into groups of 3; use 2"]),
         (3, 2, {"tensor_parallel": 4}, ["2 ranks cannot be split into groups of 4; use 2"]),
     ],

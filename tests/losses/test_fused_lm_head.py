@@ -223,3 +223,23 @@ def test_entropy_outside_the_loss_costs_no_gradient(large, monkeypatch):
     calls.clear()
     (actual.log_probs + actual.entropy).sum().backward()
     assert calls and not [tensors for tensors in calls if not tensors or tensors[0] is None]
+
+
+def test_exact_sums_do_not_depend_on_rows_or_on_how_logits_are_stored(accelerator, monkeypatch):
+    monkeypatch.setattr(tokens, "CHUNK_ELEMENTS", 70_000)
+    torch.manual_seed(0)
+    hidden, weight, labels = torch.randn(40, 64), torch.randn(10_000, 64), torch.randint(10_000, (40,))
+    with accelerator.kernels.get("batch_invariant", required=True)(), tokens.exact_sums():
+        whole, entropies = projected_log_probs(hidden, weight, None, labels, temperature=0.7, entropy=True)
+        stored = tokens.token_log_probs_and_entropy(F.linear(hidden, weight)[None], labels[None], 0.7)
+        assert torch.equal(stored[0][0], whole) and torch.equal(stored[1][0], entropies)
+        for row in range(40):
+            part = slice(row, row + 1)
+            assert torch.equal(
+                projected_log_probs(hidden[part], weight, None, labels[part], temperature=0.7)[0], whole[part]
+            )
+            alone = tokens.token_log_probs(F.linear(hidden[part], weight)[None], labels[part][None], 0.7)
+            assert torch.equal(alone[0], whole[part])
+    exact = (hidden.double() @ weight.double().T / 0.7).log_softmax(-1)
+    torch.testing.assert_close(whole.double(), exact.gather(1, labels[:, None])[:, 0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropies.double(), -(exact.exp() * exact).sum(-1), rtol=1e-4, atol=1e-5)

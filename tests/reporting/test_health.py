@@ -177,6 +177,14 @@ def test_invariants_are_judged_from_the_first_step_by_precision(
     assert [warning.rule.name for warning in warnings if warning.rule.is_invariant] == [*monitor.lines] == rules
 
 
+def test_any_gap_of_an_exact_run_breaks_an_invariant() -> None:
+    monitor = HealthMonitor(build_config({"ppo": {"generation_exact": True}}), "ppo")
+    assert monitor.judge_step(1, PPO | {"draw_gap": 0.0}) == []
+    warnings = monitor.judge_step(2, PPO | {"draw_gap": 1e-9, "update_gap": 1e-9})
+    assert [warning.rule.name for warning in warnings] == ["drawing", "first update"]
+    assert all("not exactly" in warning.state and warning.rule.is_invariant for warning in warnings)
+
+
 def test_quantized_reference_may_differ_from_its_policy() -> None:
     config = build_config({"ppo": {}, "roles": {"reference": {"frozen": "int8"}}})
     monitor = HealthMonitor(config, "ppo")

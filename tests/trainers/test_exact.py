@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf.config.schema import build_config
+from rlhf.errors import ConfigError
 from rlhf.trainers.ppo.exact import exact_numbers
 from tests.helpers import llama
 from tests.in_process import build_ppo, ppo_models, scalar_llama
+from tests.trainers.test_elastic import interrupt_at
 
 SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128}
 FAMILIES = {
@@ -100,3 +103,51 @@ def test_families_are_exact(build, family):
 
 def test_bf16_is_exact(build):
     assert_exact(*build(precision="bf16"))
+
+
+def refusal(function: Any, *arguments: Any, **options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        function(*arguments, **options)
+    return str(caught.value)
+
+
+def test_a_model_whose_attention_depends_on_the_batch_is_refused_with_its_first_module(build):
+    line = refusal(build, attention="sdpa")
+    assert "first in model.layers.0.self_attn" in line and "engine.kernels={attention: eager}" in line
+
+
+def test_dropout_is_refused(build):
+    assert refusal(build, family="gpt2", dropout=0.1).endswith("set ppo.dropout=0")
+
+
+def test_a_device_without_such_operators_is_refused_with_the_operator_in_the_way(accelerator):
+    config = build_config({"precision": "fp32", "ppo": {"generation_exact": True}})
+    accelerator.kernels.choose("batch_invariant", "none")
+    try:
+        line = refusal(exact_numbers(config, "ppo", accelerator).__enter__)
+    finally:
+        accelerator.kernels.choose("batch_invariant", "auto")
+    assert "not possible on cpu: its matmul depends on the number of rows" in line and "none was chosen" in line
+
+
+def test_other_stages_and_runs_compute_as_before(accelerator):
+    first, second = torch.randn(16, 576), torch.randn(50, 576).T
+    before = first @ second
+    for stage, exact in (("sft", True), ("ppo", False)):
+        config = build_config({"precision": "fp32", "ppo": {"generation_exact": exact}})
+        with exact_numbers(config, stage, accelerator):
+            assert torch.equal(first @ second, before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_runs_of_two_ranks_are_exact_and_resume(rlhf, finished_run, tmp_path, zero_stage):
+    models = (f"ppo.actor={finished_run / 'sft' / 'model'}", f"ppo.reward_model={finished_run / 'reward' / 'model'}")
+    settings = [*models, "ppo.generation_exact=true", f"engine.zero_stage={zero_stage}", "ppo.checkpoint_every=1"]
+    arguments = ("ppo", "--output", tmp_path, "--ranks", 2, *(word for line in settings for word in ("--set", line)))
+    interrupt_at(1, rlhf, *arguments)
+    rlhf(*arguments, "--resume")
+    lines = (tmp_path / "ppo" / "metrics.jsonl").read_text().splitlines()
+    steps = [record for record in map(json.loads, lines) if "draw_gap_max" in record]
+    assert [record["step"] for record in steps] == [1, 2, 3]
+    assert {record[key] for record in steps for key in ("draw_gap", "draw_gap_max", "update_gap")} == {0}

@@ -46,24 +46,27 @@ static inline void put(void *start, long place, float value, int bf16)
     ((uint16_t *)start)[place] = is_nan ? 0x7fc0 : (uint16_t)((word + 0x7fff + (word >> 16 & 1)) >> 16); // to even
 }
 
-// sums[row][vector] of LANES columns each: over k, panel[k][column] * rows[row][k].
+// sums[row][vector] of LANES columns each: over k, panel[k][column] * rows[row][k]. Rows have a pointer for every three,
+// because a processor has too few registers for one each.
 #define TILE(NAME, ROWS, VECTORS)                                                                                      \
-    static void NAME(const float *panel, long next, const float *const *rows, long step, long terms, vec *sums)        \
+    static void NAME(const float *panel, long next, const float *rows, long apart, long step, long terms, vec *sums)   \
     {                                                                                                                  \
         vec sum[ROWS][VECTORS];                                                                                        \
         _Pragma("GCC unroll 24") for (int row = 0; row < ROWS; row++)                                                  \
             _Pragma("GCC unroll 2") for (int part = 0; part < VECTORS; part++) sum[row][part] = (vec){0};              \
-        const float *from[ROWS];                                                                                       \
-        _Pragma("GCC unroll 24") for (int row = 0; row < ROWS; row++) from[row] = rows[row];                           \
+        const float *from[ROWS / 3];                                                                                   \
+        _Pragma("GCC unroll 8") for (int row = 0; row < ROWS / 3; row++) from[row] = rows + 3 * row * apart;           \
         for (long term = 0; term < terms; term++) {                                                                    \
             vec factor[VECTORS];                                                                                       \
             _Pragma("GCC unroll 2") for (int part = 0; part < VECTORS; part++)                                         \
-                factor[part] = *(const unaligned *)(panel + term * next + part * LANES);                               \
+                factor[part] = *(const unaligned *)(panel + part * LANES);                                             \
             _Pragma("GCC unroll 24") for (int row = 0; row < ROWS; row++) {                                            \
-                const float other = from[row][term * step];                                                            \
+                const float other = from[row / 3][row % 3 * apart];                                                    \
                 _Pragma("GCC unroll 2") for (int part = 0; part < VECTORS; part++)                                     \
                     sum[row][part] += factor[part] * other;                                                            \
             }                                                                                                          \
+            panel += next;                                                                                             \
+            _Pragma("GCC unroll 8") for (int row = 0; row < ROWS / 3; row++) from[row] += step;                        \
         }                                                                                                              \
         _Pragma("GCC unroll 24") for (int row = 0; row < ROWS; row++)                                                  \
             _Pragma("GCC unroll 2") for (int part = 0; part < VECTORS; part++)                                         \
@@ -81,9 +84,42 @@ static __attribute__((noinline)) void finish(vec *sums, const vec *added, long c
     }
 }
 
+// Copy LANES x LANES numbers, transposed: rows that are `step` apart to rows that are `next` apart.
+static inline void transpose(const float *from, long step, float *to, long next)
+{
+#ifdef __clang__ // it has no __builtin_shuffle
+    for (int lane = 0; lane < LANES; lane++)
+        for (int row = 0; row < LANES; row++) to[lane * next + row] = from[row * step + lane];
+#else
+    vec rows[LANES], other[LANES];
+    for (int row = 0; row < LANES; row++) rows[row] = *(const unaligned *)(from + row * step);
+    _Pragma("GCC unroll 4") for (int distance = 1; distance < LANES; distance *= 2) // exchange blocks of this size
+    {
+        bits first, second;
+        for (int lane = 0; lane < LANES; lane++) {
+            first[lane] = lane & distance ? LANES + lane - distance : lane;
+            second[lane] = lane & distance ? LANES + lane : lane + distance;
+        }
+        _Pragma("GCC unroll 16") for (int row = 0; row < LANES; row++)
+        {
+            if (row & distance) continue;
+            other[row] = __builtin_shuffle(rows[row], rows[row + distance], first);
+            other[row + distance] = __builtin_shuffle(rows[row], rows[row + distance], second);
+        }
+        for (int row = 0; row < LANES; row++) rows[row] = other[row];
+    }
+    for (int row = 0; row < LANES; row++) *(unaligned *)(to + row * next) = rows[row];
+#endif
+}
+
 static void pack(float *panel, Matrix from, const char *start, long columns, long width, long terms, int bf16)
 {
-    for (long term = 0; term < terms; term++)
+    const int quick = !bf16 && from.columns == 1 && columns == width && width % LANES == 0;
+    const long whole = quick ? terms / LANES * LANES : 0;
+    for (long term = 0; term < whole; term += LANES)
+        for (long column = 0; column < width; column += LANES)
+            transpose((const float *)start + column * from.rows + term, from.rows, panel + term * width + column, width);
+    for (long term = whole; term < terms; term++)
         for (long column = 0; column < width; column++)
             panel[term * width + column] =
                 column < columns ? number(start, column * from.rows + term * from.columns, bf16) : 0;
@@ -125,19 +161,16 @@ void product(long batch, long count, long others, long terms, const Matrix *firs
             }
             for (long block = blocks * range / ranges; block < blocks * (range + 1) / ranges; block++) {
                 const long row = block * tall, high = others - row < tall ? others - row : tall;
-                const float *from[24];
-                for (long index = 0; index < tall; index++) { // the last rows again, if there are fewer
-                    const long source = row + (index < high ? index : high - 1);
-                    from[index] = packs_rows ? packed + index : (const float *)rows + source * second->rows;
-                }
-                if (packs_rows)
+                const int packs = packs_rows || high < tall;
+                if (packs)
                     pack(packed, *second, rows + row * second->rows * size, high, tall, terms, bf16);
                 for (long panel = start; panel < end; panel++) {
                     const long column = panel * width, rest = count - column < width ? count - column : width;
                     const int reads = direct && rest == width;
                     const float *factors = reads ? (const float *)lanes + column : room + (panel - start) * width * terms;
-                    (width == WIDE ? tile_wide : tile_tall)(factors, reads ? first->columns : width, from,
-                                                            packs_rows ? tall : 1, terms, sums);
+                    (width == WIDE ? tile_wide : tile_tall)(
+                        factors, reads ? first->columns : width, packs ? packed : (const float *)rows + row * second->rows,
+                        packs ? 1 : second->rows, packs ? tall : 1, terms, sums);
                     float *numbers = (float *)sums, *more = (float *)extra;
                     if (added->start)
                         for (long index = 0; index < high; index++)

@@ -29,6 +29,9 @@ ACTIVATIONS = ("silu", "gelu", "sigmoid", "softplus", "rsqrt")
 VECTOR, SERIAL = 64, 32768
 """Numbers that torch computes together at most, and the most numbers that it computes in one thread."""
 
+MANY_ROWS = 64
+"""Rows from which on the columns of a product are the lanes of registers: a tenth faster then, and slower below."""
+
 _active = 0
 
 
@@ -84,8 +87,9 @@ def multiply(
     """Write scale * first @ second + weight * added to `out`: [B, M, K], [B, K, N] and [B, M, N], of one dtype."""
     batch, rows, terms = first.shape
     columns = second.shape[2]
-    # The lanes of registers are the rows of one factor: of the one that has them side by side, or of the first.
-    swaps = second.stride(2) == 1 and second.stride(1) != 1
+    # The lanes of registers are rows of one factor: of the second if it has them side by side, or if rows of the result
+    # are worth it, which are then written whole.
+    swaps = (second.stride(2) == 1 and second.stride(1) != 1) or rows >= MANY_ROWS
     lanes, others = (
         (_matrix(second, True), _matrix(first, False)) if swaps else (_matrix(first, False), _matrix(second, True))
     )
