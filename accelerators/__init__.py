@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from accelerators.capture import StreamGraphs
     from accelerators.deepspeed_device import DeepSpeedDevice
     from accelerators.invariance import find_batch_dependence
+    from accelerators.marks import EventMark
     from accelerators.precisions import choose_precision
     from accelerators.quantized import QuantizedWeights
 
@@ -63,6 +64,7 @@ __all__ = [
     "DeepSpeedView",
     "DeviceInfo",
     "DevicePrice",
+    "EventMark",
     "Health",
     "KernelImpl",
     "KernelSet",
@@ -107,6 +109,7 @@ __all__ = [
 
 _LAZY = {
     "Accelerator": "accelerator",
+    "EventMark": "marks",
     "DeepSpeedDevice": "deepspeed_device",  # it imports DeepSpeed, which needs the backend's environment
     "QuantizedWeights": "quantized",
     "StreamGraphs": "capture",

@@ -15,6 +15,7 @@ import random
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 from accelerators import capture, host, portable
 from accelerators.errors import AcceleratorError, is_out_of_memory, naming_method
 from accelerators.kernels import KernelSet
+from accelerators.marks import HostMark, Mark
 from accelerators.shapes import ShapePolicy
 from accelerators.types import (
     DeepSpeedView,
@@ -68,6 +70,9 @@ class Accelerator(ABC):
 
     environment_prefixes: ClassVar[tuple[str, ...]] = ()
     """Beginnings of the environment variables that change how the device's software behaves, for reports; optional."""
+
+    allocator_setting: ClassVar[tuple[str, str]] = ("", "")
+    """The environment variable of the device's allocator, and its value against fragmented memory; optional."""
 
     out_of_memory_pattern: ClassVar[str] = ""
     """A regular expression that finds a lack of memory in the messages of the runtime's `RuntimeError`s; optional."""
@@ -170,6 +175,18 @@ class Accelerator(ABC):
         if self._has_queue():
             torch.accelerator.synchronize(self.device())
 
+    def mark(self) -> Mark:
+        """Return a mark of this place in the device's work; by default, wait for the device and read the clock.
+
+        A device with a queue returns an `EventMark`, for which nothing waits.
+        """
+        self.synchronize()
+        return HostMark()
+
+    def named_range(self, name: str) -> AbstractContextManager[Any]:
+        """Return a context that shows as a range of this name in torch's profiler, and in the device's own."""
+        return torch.profiler.record_function(name)
+
     def step_boundary(self, tag: str) -> None:
         """End a part of a step; a backend that records operators lazily runs them here.
 
@@ -193,8 +210,15 @@ class Accelerator(ABC):
         """
         if self.kernels.is_left_out("graph_capture"):
             return fn
+        if reason := self.refuse_capture(key):
+            self.report_fallback(key, f"{key} runs operator by operator: {reason}")
+            return fn
         record = self.kernels.get("graph_capture")
         return cast(Function, record(fn, key)) if record else capture.checked(fn, key)
+
+    def refuse_capture(self, key: str) -> str:
+        """Return why the part of a run that `capture` calls `key` cannot be recorded or compiled; "" if it can."""
+        return ""
 
     def recordings_keep_memory(self) -> bool:
         """Return whether a function that `capture` recorded keeps the memory of its intermediate results."""
@@ -349,6 +373,11 @@ class Accelerator(ABC):
         """Return the name of the torch.distributed backend for collectives on this device."""
         backend: str = torch.distributed.get_default_backend_for_device(self.device())
         return backend
+
+    def collectives_on_host(self) -> bool:
+        """Return whether collectives also take tensors of the host, so that a flag need not be read from the device."""
+        parts = [part.rpartition(":") for part in self.dist_backend().split(",")]
+        return any(name in ("gloo", "mpi") and device in ("", "cpu") for device, _, name in parts)
 
     def deepspeed_accelerator(self) -> Any:
         """Return a `DeepSpeedAccelerator` for a device that DeepSpeed does not know; None if the name is enough."""

@@ -39,6 +39,7 @@ RETURNS: Mapping[str, type | tuple[type, ...]] = {
     "memory": Memory,
     "rng_state": dict,
     "dist_backend": str,
+    "collectives_on_host": bool,
     "synchronize": type(None),
     "reset_peak": type(None),
     "empty_cache": type(None),
@@ -77,6 +78,11 @@ def check_types(accelerator: Accelerator) -> None:
     assert isinstance(accelerator.deepspeed_name, str), f"deepspeed_name is {accelerator.deepspeed_name!r}, not a str"
     size = accelerator.chunk_elements
     assert isinstance(size, int) and size > 0, f"chunk_elements is {size!r}, expected an int above 0"
+    setting = accelerator.allocator_setting
+    is_pair = isinstance(setting, tuple) and len(setting) == 2 and all(isinstance(part, str) for part in setting)
+    assert is_pair, f"allocator_setting is {setting!r}, expected the name of a variable and a value"
+    refusal = accelerator.refuse_capture("conformance")
+    assert isinstance(refusal, str), f"refuse_capture() returns {refusal!r}, expected a reason or an empty text"
     info = accelerator.info()
     named = not info.uuids or len(set(info.uuids)) == info.count
     assert named, f"info() has the uuids {info.uuids!r}, expected none, or a different one for each of {info.count}"

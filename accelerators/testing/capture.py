@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,7 +20,7 @@ from accelerators.testing.reference import assert_close, batch, model
 if TYPE_CHECKING:
     from accelerators.accelerator import Accelerator
 
-CALLS = 5
+CALLS, SIZE, RANGE = 5, 256, "conformance/range"
 
 HOST_READS: dict[str, Callable[[Tensor], Any]] = {
     ".item()": lambda x: x * x.sum().item(),
@@ -34,6 +35,26 @@ def check_step_boundary(accelerator: Accelerator) -> None:
     _check_values(accelerator)
     if not accelerator.is_lazy():
         _check_nothing_done(accelerator)
+
+
+def check_timing(accelerator: Accelerator) -> None:
+    """Check marks against the host's clock, and that ranges show in torch's profiler."""
+    factor = torch.full((SIZE, SIZE), 1 / SIZE, device=accelerator.device())
+    accelerator.synchronize()
+    clock, start, product = time.perf_counter(), accelerator.mark(), factor
+    for _ in range(CALLS):
+        product = product @ factor
+    accelerator.step_boundary("check/timing")
+    end = accelerator.mark()
+    accelerator.synchronize()
+    limit = time.perf_counter() - clock
+    seconds = end.seconds_since(start)
+    assert 0 < seconds <= 1.1 * limit, f"marks around {limit:.2g} s of work are {seconds:.2g} s apart"
+    on_host = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=on_host) as recording, accelerator.named_range(RANGE):
+        factor.add_(1)
+    names = {event.name for event in recording.events()}
+    assert RANGE in names, f"named_range({RANGE!r}) shows as no range in torch's profiler"
 
 
 def check_capture(accelerator: Accelerator) -> None:

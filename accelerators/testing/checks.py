@@ -85,6 +85,7 @@ CHECKS = (
     Check("out-of-memory", "memory_and_rng", "out-of-memory errors are recognized"),
     # execution
     Check("step-boundary", "capture", "step boundaries change no value, and cost nothing in eager execution"),
+    Check("timing", "capture", "marks measure the device's work in seconds, and ranges show in a profile"),
     Check("capture", "capture", "a captured function computes the same numbers as the plain one"),
     Check("capture-refusal", "capture", "capture refuses host reads and names the line"),
     # kernels

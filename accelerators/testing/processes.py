@@ -183,14 +183,15 @@ def check_collectives(unbound: Accelerator) -> None:
         "all_gather": [1.0, 1.0, 2.0, 2.0],
         "broadcast": [10.0] * 3,
         "all_gather_object": [{"rank": 0}, {"rank": 1}],
+        "all_reduce on the host": [3.0] * 2,
     }
     failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome.error]
     # The rank with an error message comes first; others were stopped, or saw the connection close.
     failed.sort(key=lambda pair: not pair[1].kind)
     assert not failed, f"two ranks: rank {failed[0][0]}: {failed[0][1].error}"
     for rank, outcome in enumerate(outcomes):
-        for collective, value in expected.items():
-            result = outcome.value[collective]
+        for collective, result in outcome.value.items():
+            value = expected[collective]
             assert result == value, f"{collective}: rank {rank} got {result}, expected {value}"
 
 

@@ -98,6 +98,9 @@ def collectives(publish: Publish, name: str) -> None:
     dist.all_gather(parts, torch.full((2,), rank + 1.0, device=device))
     sent = torch.full((3,), 10.0 * rank, device=device)
     dist.broadcast(sent, src=1)
+    on_host = torch.full((2,), rank + 1.0)
+    if accelerator.collectives_on_host():
+        dist.all_reduce(on_host)
     objects: list[Any] = [None, None]
     dist.all_gather_object(objects, {"rank": rank})
     publish(
@@ -107,6 +110,7 @@ def collectives(publish: Publish, name: str) -> None:
             "broadcast": sent.tolist(),
             "all_gather_object": objects,
         }
+        | ({"all_reduce on the host": on_host.tolist()} if accelerator.collectives_on_host() else {})
     )
     dist.destroy_process_group()
 

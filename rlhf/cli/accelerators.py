@@ -229,11 +229,20 @@ def _explain(name: str) -> dict[str, Any]:
         },
         "memory": asdict(accelerator.memory()),
         "health": asdict(accelerator.health()),
+        "allocator": _describe_allocator(accelerator),
         "shapes": asdict(accelerator.shape_policy()),
         "lazy": accelerator.is_lazy(),
         "dist_backend": accelerator.dist_backend(),
         "deepspeed": asdict(deepspeed),
     }
+
+
+def _describe_allocator(accelerator: Accelerator) -> str:
+    """Return the variable of the device's allocator with its value; "" if the backend names none."""
+    variable, value = accelerator.allocator_setting
+    if not variable:
+        return ""
+    return f"{variable}={os.environ[variable]}" if variable in os.environ else f"{variable} is not set, e.g. to {value}"
 
 
 def _precision(accelerator: Accelerator, wish: str) -> dict[str, Any]:
@@ -281,6 +290,7 @@ def _print_facts(facts: dict[str, Any], tsv: bool) -> None:
         *([("bandwidth", f"at most {device['peak_bandwidth'] / 1e9:,.4g} GB/s")] if device["peak_bandwidth"] else []),
         *([("health", health)] if health else []),
         ("memory", f"{format_bytes(memory['total'])}, of which this process uses {format_bytes(memory['allocated'])}"),
+        *([("allocator", facts["allocator"])] if facts["allocator"] else []),
         ("shapes", facts["shapes"]["kind"]),
         ("execution", "lazy" if facts["lazy"] else "eager"),
         ("between processes", facts["dist_backend"]),

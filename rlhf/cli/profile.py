@@ -193,6 +193,7 @@ def _measure_steps(trainer: Trainer, context: StageContext, count: int, trace: P
         for index in range(1, count + 1):
             steps.append(take_step(index))
             phase_times.append(context.phases.phase_times())
+        context.phases.waits = True
         with torch.profiler.profile(activities=torch.profiler.supported_activities()) as recording:
             take_step(count + 1)
         recording.export_chrome_trace(str(trace))

@@ -1,8 +1,8 @@
 """Timers of a stage's phases: the running phase, the duration of each phase of a step, its arithmetic and memory.
 
-A stage marks its phases and counts their work; the timers compute seconds, rates, shares, and sums over all steps. They
-wait for the device only at the end of a step's phase. A profiler records each phase as a range with its name, by which
-`profile_operators` assigns operators to phases.
+A stage marks its phases and counts their work; the timers compute seconds, rates, shares, and sums over all steps.
+Marks of the accelerator say when its device was done with a phase; the timers wait only at the end of a step. A
+profiler records each phase as a range with its name, by which `profile_operators` assigns operators to phases.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rlhf.utils.activity import activity
@@ -90,6 +90,7 @@ class PhaseTimers:
         seconds: duration of the latest step.
         peak_memory: most bytes that were in use at one time in any step so far, or between them.
         totals: seconds of all steps by phase and as `step`; `flops`, of one device.
+        waits: wait for the device at the end of each phase, for `profile_operators`.
     """
 
     def __init__(self, accelerator: Accelerator, precision: Precision, ranks: int = 1) -> None:
@@ -98,12 +99,14 @@ class PhaseTimers:
         self.current: Phase = "preparation"
         self.seconds, self.peak_memory = 0.0, 0
         self.totals: dict[str, float] = {}
+        self.waits = False
         self._start()
 
     def _start(self) -> None:
         self._seconds, self._flops, self._tokens = (defaultdict[str, float](float) for _ in range(3))
         self._decode_steps, self._bytes_read = (defaultdict[str, float](float) for _ in range(2))
         self._known = True  # the FLOPs of all phases
+        self._marks: list[tuple[Phase, Any, Any]] = []  # of phases, at their starts and ends
 
     @contextmanager
     def running(self, phase: Phase) -> Iterator[None]:
@@ -115,12 +118,13 @@ class PhaseTimers:
 
     @contextmanager
     def __call__(self, phase: Phase) -> Iterator[None]:
-        """Time a phase of the step, until the device has finished. Timed phases cannot be nested."""
-        start = time.perf_counter()
-        with self.running(phase), _profiler_range(f"{_RANGE}{phase}"):
+        """Time a phase of the step on the device. Timed phases cannot be nested."""
+        start = self._accelerator.mark()
+        with self.running(phase), self._accelerator.named_range(f"{_RANGE}{phase}"):
             yield
-            self._accelerator.synchronize()
-        self._seconds[phase] += time.perf_counter() - start
+            if self.waits:
+                self._accelerator.synchronize()
+        self._marks.append((phase, start, self._accelerator.mark()))
 
     def count_work(self, phase: Phase, *, tokens: float, flops: float | None) -> None:
         """Add the work of all ranks in a phase; `flops` is None if a model's shape is not known."""
@@ -141,10 +145,12 @@ class PhaseTimers:
         self.peak_memory = self.highest_memory()
         self._accelerator.reset_peak()
         start = time.perf_counter()
-        with _profiler_range(_STEP_RANGE):
+        with self._accelerator.named_range(_STEP_RANGE):
             yield
             self._accelerator.synchronize()
         self.seconds = time.perf_counter() - start
+        for phase, begin, end in self._marks:
+            self._seconds[phase] += end.seconds_since(begin)
         step = {"step": self.seconds, "flops": sum(self._flops.values()) / self._ranks}
         self.totals |= {name: self.totals.get(name, 0.0) + value for name, value in (self._seconds | step).items()}
 
@@ -188,12 +194,6 @@ class PhaseTimers:
             return {}
         peak = {"peak_share": flops / seconds / self._peak_flops} if self._peak_flops else {}
         return {"tflops": flops / seconds / 1e12, **peak}
-
-
-def _profiler_range(name: str) -> AbstractContextManager[Any]:
-    from torch.profiler import record_function
-
-    return record_function(name)
 
 
 class OperatorTime(NamedTuple):

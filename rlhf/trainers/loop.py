@@ -278,7 +278,9 @@ def must_stop(received: list[int], context: StageContext) -> bool:
     stops = bool(received) or (context.world.is_main and context.run.stop_file.is_file())
     if context.world.size == 1:
         return stops
-    return bool(distributed.all_sum(torch.tensor(float(stops), device=context.accelerator.device())) > 0)
+    accelerator = context.accelerator
+    device = accelerator.host_device() if accelerator.collectives_on_host() else accelerator.device()
+    return bool(distributed.all_sum(torch.tensor(float(stops), device=device)) > 0)
 
 
 def _skipped_steps(trainer: Trainer) -> int:

@@ -5,6 +5,7 @@ It is an `OutOfMemory` of one line; `rlhf.memory.advice` provides the settings.
 
 from __future__ import annotations
 
+import os
 import textwrap
 from collections import Counter
 from collections.abc import Mapping
@@ -64,6 +65,7 @@ def _describe_out_of_memory(context: StageContext, cause: BaseException) -> OutO
         {role: count - offloaded.get(role, 0) for role, count in models.items()},
         advice,
         offloaded,
+        "" if on_host else _advise_allocator(accelerator),
     )
     return OutOfMemory((f"rank {world.rank}: " if world.size > 1 else "") + message)
 
@@ -75,6 +77,7 @@ def format_message(
     models: Mapping[str, int],
     advice: tuple[list[str], list[str]],
     offloaded: Mapping[str, int] | None = None,
+    allocator: str = "",
 ) -> str:
     """Return one line: what happened, the peak, the bytes of each model on device and host, and what to do."""
     reason = textwrap.shorten(f"{type(cause).__name__}: {cause}".removesuffix(": "), 120, placeholder=" ...")
@@ -87,6 +90,8 @@ def format_message(
         parts.append(f"try, with --set and in this order: {', '.join(now)}")
     if later:
         parts.append(f"with another --output{', also' if now else ''}: {', '.join(later)}")
+    if allocator:
+        parts.append(f"if memory is fragmented, start with {allocator}")
     if not now and not later:
         parts.append("no setting of this run would help: use a device with more memory")
     return "; ".join(filter(None, parts))
@@ -133,6 +138,12 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Mapping):
         value = list(value.values())
     return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, (list, tuple)) else []
+
+
+def _advise_allocator(accelerator: Accelerator) -> str:
+    """Return the setting of the device's allocator against fragmented memory; "" if there is none, or one is set."""
+    variable, value = accelerator.allocator_setting
+    return f"{variable}={value}" if variable and variable not in os.environ else ""
 
 
 def _format_peak(accelerator: Accelerator) -> str:

@@ -10,6 +10,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -24,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from accelerators import AcceleratorError, CaptureError, DeviceInfo, Health, Precision, ShapePolicy
 from accelerators.backends.cpu.backend import CPU
 from accelerators.backends.cpu.kernels import invariant, layers, packed
+from accelerators.marks import HostMark
 from accelerators.quantized import QuantizedWeights
 from accelerators.testing.processes import STAGES, Outcome
 from tests.accelerators.fake_plugins import fast, raises
@@ -189,6 +191,11 @@ def remember_state(self):
 def restore_remembered_state(self, state):
     if state is self.state:
         CPU.set_rng_state(self, state)
+
+
+class MillisecondMark(HostMark):
+    def seconds_since(self, earlier):
+        return 1000 * super().seconds_since(earlier)
 
 
 def slow_health(self):
@@ -598,6 +605,14 @@ BROKEN: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("absent names graph_captur, expected some of adamw, ", {"absent": {"graph_captur": "none here"}}),
         ("deepspeed_name is 7, not a str", {"deepspeed_name": 7}),
         (
+            "allocator_setting is 'CONF', expected the name of a variable and a value",
+            {"allocator_setting": "CONF"},
+        ),
+        (
+            "refuse_capture() returns None, expected a reason or an empty text",
+            {"refuse_capture": lambda self, key: None},
+        ),
+        (
             "info() has the uuids ('A', 'A'), expected none, or a different one for each of 2",
             {"info": lambda self: DeviceInfo("NPU", 2, "none", uuids=("A", "A"))},
         ),
@@ -659,6 +674,10 @@ BROKEN: dict[str, list[tuple[str, dict[str, Any]]]] = {
             "precision('auto') gives (torch.float32, True, {}), but precision('fp32') (torch.float32, False",
             with_precision(auto=lambda self: replace(CPU.precision(self, "fp32"), loss_scaling=True)),
         ),
+    ],
+    "timing": [
+        ("marks around ", {"mark": lambda self: MillisecondMark()}),
+        ("named_range('conformance/range') shows as no range", {"named_range": lambda self, name: nullcontext()}),
     ],
     "deterministic": [
         ("deterministic(True) returns ('',), expected a tuple of reasons", {"deterministic": lambda self, on: ("",)}),

@@ -123,6 +123,26 @@ def test_recording_is_on_unless_it_is_turned_off():
         assert recorder.capture(lambda: "plain", key="it")() == expected
 
 
+def test_part_that_a_device_cannot_capture_runs_plainly_with_a_warning(caplog):
+    class Choosy(Recorder):
+        def refuse_capture(self, key: str) -> str:
+            return "its compiler cannot" if key == "sampling" else ""
+
+    choosy = Choosy()
+    assert choosy.capture(lambda: "plain", key="sampling")() == "plain"
+    assert choosy.capture(lambda: "plain", key="decoding")() == "replayed"
+    assert choosy.fallbacks == ["sampling"]
+    assert [record.message for record in caplog.records] == ["sampling runs operator by operator: its compiler cannot"]
+
+
+def test_collectives_of_gloo_take_tensors_of_the_host():
+    backends = {"gloo": True, "nccl": False, "cpu:gloo,cuda:nccl": True, "cuda:gloo": False, "mpi": True}
+    for name, on_host in backends.items():
+        cpu = CPU()
+        cpu.dist_backend = lambda name=name: name
+        assert cpu.collectives_on_host() == on_host
+
+
 def test_attention_cannot_be_turned_off():
     implementations = "composed, sdpa, eager"
     with pytest.raises(AcceleratorError, match=f"attention: cpu has no implementation none; .* {implementations}"):

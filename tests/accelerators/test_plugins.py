@@ -128,7 +128,9 @@ def test_plugin_that_imports_torch_works_with_a_warning(rlhf):
 
 def test_explain_shows_the_plugins_device_and_kernel(fork):
     facts = json.loads(fork("accelerators", "explain", "good", "--json", plugin="good").stdout)
-    assert facts["device"] == {"model": "Good One", "count": 2, "software": "none", "peak_flops": {}}
+    peaks = {"peak_flops": {}, "peak_bandwidth": 0.0}
+    assert facts["device"] == {"model": "Good One", "count": 2, "software": "none", **peaks, "uuids": []}
+    assert (facts["health"], facts["allocator"]) == ({"readings": {}, "problems": [], "errors": {}}, "")
     assert [kernel["name"] for kernel in facts["operations"]["attention"]["candidates"]] == [
         *("good-attention", "sdpa", "eager")
     ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -141,6 +143,14 @@ class Clock:
     def synchronize(self) -> None:
         self.now, self.queued = self.now + self.queued, 0.0
 
+    def mark(self) -> Any:
+        self.synchronize()
+        time = self.now
+        return SimpleNamespace(time=time, seconds_since=lambda earlier: time - earlier.time)
+
+    def named_range(self, name: str) -> Any:
+        return nullcontext()
+
     def reset_peak(self) -> None:
         self.peaks.append(10)
 
@@ -177,6 +187,24 @@ def test_phase_lasts_until_the_device_is_done(monkeypatch):
     summary = phases.summary()
     assert summary.pop("phases") == {"generation": 5, "scoring": 2, "training": 11, "other": 3}
     assert summary == pytest.approx({"tflops": 16 / 21, "peak_share": 16 / 21})
+
+
+def test_device_that_marks_its_queue_is_waited_for_once_a_step(monkeypatch):
+    clock = Clock(monkeypatch)
+    waits: list[float] = []
+    clock.synchronize = lambda: waits.append(clock.now)  # type: ignore[method-assign]
+    clock.mark = lambda: SimpleNamespace(seconds_since=lambda earlier: 3.0)  # type: ignore[method-assign]
+    phases = clock.phases()
+    with phases.step():
+        for name in ("generation", "scoring"):
+            with phases(name):
+                clock.now += 1.0
+        assert waits == []
+    assert waits == [2.0] and phases.phase_times()["scoring"].seconds == 3.0
+    phases.waits = True
+    with phases.step(), phases("training"):
+        pass
+    assert len(waits) == 3
 
 
 def test_current_phase_is_the_innermost_and_stays_after_an_error(monkeypatch):

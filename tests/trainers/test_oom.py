@@ -15,7 +15,7 @@ from rlhf.memory.advice import advise
 from rlhf.memory.environment import Environment
 from rlhf.models.loading import load_causal_lm
 from rlhf.trainers import oom
-from rlhf.trainers.oom import format_message
+from rlhf.trainers.oom import _advise_allocator, format_message
 from tests.engine.engines import build, train
 from tests.helpers import llama
 from tests.in_process import bytes_held, make_placement
@@ -136,6 +136,8 @@ def test_message_names_cause_peak_models_and_advice():
         "; weights, gradients and optimizer: actor 25.0 GiB, reward 300 MiB; and on the host: actor 2.0 GiB; try"
         in (format_message(lack, "", "", held, keys, {"actor": 2 << 30}))
     )
+    line = format_message(lack, "", "", {}, keys, allocator="CONF=expand")
+    assert line.endswith("; if memory is fragmented, start with CONF=expand")
     assert format_message(MemoryError(), "on the host in sft, loading", "", {}, ([], [])) == (
         "out of memory on the host in sft, loading (MemoryError); no setting of this run would help: use a device with "
         "more memory"
@@ -198,3 +200,12 @@ def test_frozen_model_holds_its_weights(accelerator, parameters, zero_stage):
         placement=make_placement(zero_stage),
     )
     assert 4 <= bytes_held(model) / parameters <= 4 * 1.01
+
+
+def test_setting_of_the_allocator_is_advised_unless_the_user_has_one(accelerator, monkeypatch):
+    assert _advise_allocator(accelerator) == ""
+    monkeypatch.setattr(type(accelerator), "allocator_setting", ("CHIP_ALLOC", "expand"))
+    monkeypatch.delenv("CHIP_ALLOC", raising=False)
+    assert _advise_allocator(accelerator) == "CHIP_ALLOC=expand"
+    monkeypatch.setenv("CHIP_ALLOC", "split")
+    assert _advise_allocator(accelerator) == ""

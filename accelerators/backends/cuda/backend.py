@@ -6,9 +6,10 @@ opens the device. Repeated work is recorded as CUDA graphs.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +19,7 @@ from accelerators.accelerator import Accelerator
 from accelerators.backends.cuda import info as cuda_info
 from accelerators.capture import StreamGraphs
 from accelerators.errors import AcceleratorError
+from accelerators.marks import EventMark
 from accelerators.precisions import choose_precision
 from accelerators.shapes import ShapePolicy
 from accelerators.types import DeviceInfo, Health, KernelImpl, Precision, Support
@@ -37,6 +39,7 @@ class CUDA(Accelerator):
 
     out_of_memory_pattern = "_STATUS_ALLOC_FAILED"  # of cuBLAS, cuDNN and cuSOLVER, which allocate without torch
 
+    allocator_setting = ("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     environment_prefixes: ClassVar[tuple[str, ...]] = ("CUDA_", "CUDNN_", "CUBLAS_", "NCCL_", "NVIDIA_", "PYTORCH_")
 
     def __init__(self) -> None:
@@ -109,6 +112,16 @@ class CUDA(Accelerator):
             "cuDNN": str(torch.backends.cudnn.version()),
             "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else "none",
         }
+
+    def mark(self) -> EventMark:
+        """Return an event in the current stream."""
+        return EventMark(self.device())
+
+    @contextlib.contextmanager
+    def named_range(self, name: str) -> Iterator[None]:
+        """Name the range for torch's profiler and, through NVTX, for NVIDIA's tools."""
+        with super().named_range(name), torch.cuda.nvtx.range(name):
+            yield
 
     def deterministic(self, on: bool) -> tuple[str, ...]:
         """Let torch and cuBLAS repeat their sums; cuBLAS reads its setting once."""
