@@ -17,6 +17,7 @@ import typer
 
 import accelerators
 from accelerators import OPERATIONS, AcceleratorError, PluginError, Report
+from rlhf.cli.diff import diff
 from rlhf.cli.options import report_interruption
 from rlhf.cli.tables import AsJSON, AsTSV, print_json, print_line, print_table
 from rlhf.errors import ConfigError
@@ -31,6 +32,9 @@ app = typer.Typer(
     help="Show and check the installed accelerator backends. RLHF_PLUGINS limits the plugins that are loaded: names of "
     "distributions or entry points, separated by commas, or none for the built-in backends only.",
 )
+
+
+app.command()(diff)
 
 
 @app.command("list")

@@ -50,6 +50,7 @@ class DecodeOptions:
         length: maximum length of a completion in tokens.
         eager: operators run eagerly, so a new shape costs nothing.
         exact: log-probabilities are computed as training computes them.
+        forced: the table of random numbers has the ids to draw instead (`Decoder.forced`).
     """
 
     eos_ids: Tensor
@@ -59,6 +60,7 @@ class DecodeOptions:
     rank_group: SingleRank
     eager: bool
     exact: bool = False
+    forced: bool = False
 
 
 class DecodeState:
@@ -115,9 +117,11 @@ class DecodeState:
             )
         self._steps = {width: self._captured_step(capture, width) for width in widths}
 
-    def fits(self, model: nn.Module, prompt_ids: Tensor, sampling: SamplingConfig) -> bool:
+    def fits(self, model: nn.Module, prompt_ids: Tensor, sampling: SamplingConfig, forced: bool) -> bool:
         """Return True if the state serves this model, shape and sampling."""
-        return self.model is model and self.shape == prompt_ids.shape and self.options.sampling == sampling
+        options = self.options
+        same_sampling = options.sampling == sampling and options.forced == forced
+        return self.model is model and self.shape == prompt_ids.shape and same_sampling
 
     def release(self) -> None:
         """Delete the steps: a captured step refers to its state, so neither would be freed while the other exists."""
@@ -221,7 +225,8 @@ class DecodeState:
         finished = self.finished[:rows]
         # Not `index_select`, which an accelerator may record wrongly.
         uniform = self.uniform[:rows].gather(1, self.draw_column.expand(rows, 1)).squeeze(1)
-        drawn, log_probs = sample(logits, uniform, options.sampling)
+        choose = score_forced if options.forced else sample
+        drawn, log_probs = choose(logits, uniform, options.sampling)
         if options.exact:
             log_probs = token_log_probs(logits, drawn, options.sampling.temperature)
         drawn, log_probs = map(options.rank_group.synchronize, (drawn, log_probs))
@@ -280,6 +285,15 @@ def sample(logits: Tensor, uniform: Tensor, config: SamplingConfig) -> tuple[Ten
     # hide the fault: `rlhf accelerators certify` looks for it.
     tokens = order.int().gather(-1, drawn).squeeze(-1).long()
     return tokens, logits.gather(-1, drawn).squeeze(-1) - normalizer
+
+
+def score_forced(logits: Tensor, ids: Tensor, config: SamplingConfig) -> tuple[Tensor, Tensor]:
+    """Return the result of `sample` if it draws `ids`, [B] float32."""
+    token = ids.long()
+    if config.temperature == 0:
+        return token, torch.zeros_like(ids)
+    log_probs = (logits.float() / config.temperature).log_softmax(-1)
+    return token, log_probs.gather(-1, token.unsqueeze(-1)).squeeze(-1)
 
 
 def _invert_in_chunks(probabilities: Tensor, uniform: Tensor) -> Tensor:

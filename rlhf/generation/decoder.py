@@ -51,6 +51,7 @@ class Decoder:
 
     Attributes:
         random: the generator of random numbers, on the host; all ranks must seed it alike.
+        forced: the ids to draw in the next calls, [B, A] on the host, instead of sampled ones; None: ids are sampled.
         steps: the decoding steps of the latest call, in all of its batches; each adds a token to every row.
     """
 
@@ -87,6 +88,7 @@ class Decoder:
         self.rank_group = rank_group or SingleRank()
         self.exact = exact
         self.random = torch.Generator(accelerator.host_device())
+        self.forced: Tensor | None = None
         self._capture: Capture | None = accelerator.capture if self.rank_group.can_capture else None
         self.steps = 0
         self._states: list[DecodeState] = []
@@ -141,12 +143,15 @@ class Decoder:
         self._draw(rows)
 
     def _draw(self, rows: int) -> Tensor:
-        """Return numbers from [0, 1) for this rank's rows of a rollout, [A, B]."""
+        """Return numbers from [0, 1) for this rank's rows of a rollout, [A, B], or the ids that are `forced`."""
         rank, size = distributed.world().rank, distributed.world().size
         numbers = torch.rand(
             self.max_new_tokens, rows * size, generator=self.random, device=self.accelerator.host_device()
         )
-        return self.accelerator.to_device(numbers[:, rank * rows : (rank + 1) * rows].contiguous())
+        own = numbers[:, rank * rows : (rank + 1) * rows]
+        if self.forced is not None:  # float32 is exact up to 2 ** 24, above every vocabulary
+            own = pad(self.forced, (0, self.max_new_tokens - self.forced.shape[1]), value=self.pad_id).T.float()
+        return self.accelerator.to_device(own.contiguous())
 
     def release(self) -> None:
         """Free the caches, buffers and captured steps; the next call makes new ones."""
@@ -219,12 +224,19 @@ class Decoder:
 
     def _find_state(self, model: nn.Module, prompt_ids: Tensor, sampling: SamplingConfig) -> DecodeState:
         for state in self._states:
-            if state.fits(model, prompt_ids, sampling):
+            if state.fits(model, prompt_ids, sampling, self.forced is not None):
                 return state
         if self.shapes.kind == "dynamic":  # a shape may never be repeated
             self._release_states()
         options = DecodeOptions(
-            self.eos_ids, self.pad_id, self.max_new_tokens, sampling, self.rank_group, self._is_eager(), self.exact
+            self.eos_ids,
+            self.pad_id,
+            self.max_new_tokens,
+            sampling,
+            self.rank_group,
+            self._is_eager(),
+            exact=self.exact,
+            forced=self.forced is not None,
         )
         state = DecodeState(options, self._capture, model, prompt_ids)
         self._states.append(state)

@@ -273,6 +273,7 @@ class PPOTrainer:
             scores = self.score(rollout, examples, reward_fn, for_update=self._reuses_passes)
         self._contents.add(rollout, scores, given=reward_fn is not None)
         mask = rollout.action_mask
+        report_scores(self.context.observation, scores, mask)
         values = torch.zeros_like(mask) if scores.values is None else scores.values * mask
         # The default limit is for the reward model's scores, not for those of a function.
         clip = self.settings.score_clip if reward_fn else self.settings.score_limit
@@ -287,7 +288,6 @@ class PPOTrainer:
             sums.add(**critic_sums(values, returns, mask))
         if self.settings.method.whiten_advantages:
             advantages = whiten(advantages, mask, distributed.all_sum)
-        report_scores(self.context.observation, scores, mask)
         report_advantages(self.context.observation, mask, rewards=rewards, advantages=advantages, returns=returns)
         self.accelerator.step_boundary("rollout/advantages")
         return Experience(
