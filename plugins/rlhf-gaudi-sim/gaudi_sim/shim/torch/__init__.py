@@ -36,6 +36,9 @@ overwrites.install()
 if not accounting.is_lazy():
     from . import compiler  # noqa: F401 (registers itself with torch.compile)
 
+from gaudi_sim import faults  # noqa: E402 (it replaces parts of the device)
+
+faults.plant_from_environment()
 if os.environ.get("RANK", "0") == "0":
     print(f"{NAME}: this is a simulation of a Gaudi on the CPU, not a Gaudi", file=sys.stderr, flush=True)
 
