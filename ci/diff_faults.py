@@ -56,7 +56,8 @@ def write_models(folder: Path, family: str, seed: int) -> dict[str, str]:
     folders = {}
     for kind, auto in (("policy", AutoModelForCausalLM), ("reward", AutoModelForSequenceClassification)):
         torch.manual_seed(seed)
-        model = auto.from_config(CONFIG_MAPPING[family](**SIZES, num_labels=1))
+        grouped = {"num_key_value_heads": 2, "head_dim": 8} if family == "mistral" else {}
+        model = auto.from_config(CONFIG_MAPPING[family](**SIZES, **grouped, num_labels=1))
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() > 1:
