@@ -135,7 +135,9 @@ class UndoableTape(Tape):
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    """Return the tensors, of expanded ones the elements that memory holds: torch writes to no others."""
+    tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    return [tensor[tuple(slice(None if stride else 1) for stride in tensor.stride())] for tensor in tensors]
 
 
 def _addresses(values: Any) -> Any:

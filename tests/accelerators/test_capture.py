@@ -64,6 +64,16 @@ def test_tensors_that_the_function_holds_change_once_a_call():
     assert history.tolist() == [0, 2, 4, 6, 8, 10]
 
 
+def test_recording_that_runs_nothing_leaves_expanded_tensors_too():
+    tape, column = stand_in.UndoableTape(), torch.ones(2, 1)
+    with tape:
+        product = column.expand(2, 3) * 2
+    tape.undo()
+    assert product.eq(0).all() and column.eq(1).all()
+    tape.replay()
+    assert product.eq(2).all()
+
+
 # arguments and results belong to the caller
 
 
