@@ -27,6 +27,7 @@ from accelerators.kernels import KernelSet
 from accelerators.marks import HostMark, Mark
 from accelerators.shapes import ShapePolicy
 from accelerators.types import (
+    DeclaredException,
     DeepSpeedView,
     DeviceInfo,
     Health,
@@ -167,6 +168,10 @@ class Accelerator(ABC):
     def host_operators(self) -> Mapping[str, int]:
         """Return how often this process ran each operator on the host, because the device does not have it."""
         return {}
+
+    def exceptions(self) -> tuple[DeclaredException, ...]:
+        """Return the known failures of certificates, each with its reason and the time when it must be gone."""
+        return ()
 
     # synchronization
 

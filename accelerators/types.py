@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -323,6 +324,29 @@ class Memory:
     def __post_init__(self) -> None:
         known = {} if self.available is None else {"available": int}
         _check_types(self, allocated=int, peak=int, total=int, **known)
+
+
+@dataclass(frozen=True)
+class DeclaredException:
+    """A failure of `rlhf accelerators certify` that a backend's author knows, with the time at which it must be gone.
+
+    Attributes:
+        check: the check that fails.
+        reason: why, and where it is followed, for readers of certificates.
+        expires: a date (2027-03-01), or a version of rlhf (0.3.0) from which on the exception does not count.
+        operator: for checks `operators` and `operations`: the one whose failure counts as known, as it is listed.
+    """
+
+    check: str
+    reason: str
+    expires: str
+    operator: str = ""
+
+    def __post_init__(self) -> None:
+        _check_types(self, check=str, reason=str, expires=str, operator=str)
+        _require_reason(False, self.reason)
+        if not re.fullmatch(r"\d{4}-\d{2}-\d{2}|\d+(\.\d+)+", self.expires):
+            raise ValueError(f"DeclaredException: expires is {self.expires!r}, expected a date or a version")
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ RETURNS: Mapping[str, type | tuple[type, ...]] = {
     "host_operators": Mapping,
     "environment_report": Mapping,
     "other_modes": Mapping,
+    "exceptions": tuple,
     "is_lazy": bool,
     "recordings_keep_memory": bool,
     "compilations": (int, type(None)),
