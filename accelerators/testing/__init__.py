@@ -15,12 +15,22 @@ from typing import TYPE_CHECKING, Any
 
 from accelerators.testing.checks import CHECKS
 from accelerators.testing.first_contact import COMPARISONS, compare_with_cpu
+from accelerators.testing.numerics import compare_operations, compare_operators
 from accelerators.testing.runner import Result, run
 
 if TYPE_CHECKING:
     from accelerators.testing.conformance import Conformance
 
-__all__ = ["CHECKS", "COMPARISONS", "Conformance", "Result", "compare_with_cpu", "run"]
+__all__ = [
+    "CHECKS",
+    "COMPARISONS",
+    "Conformance",
+    "Result",
+    "compare_operations",
+    "compare_operators",
+    "compare_with_cpu",
+    "run",
+]
 
 
 def __getattr__(name: str) -> Any:

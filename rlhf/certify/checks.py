@@ -100,11 +100,6 @@ class Subject:
         facts: Facts = json.loads(finished.stdout)
         return facts
 
-    @cached_property
-    def conformance(self) -> Finished:
-        """The end of the conformance kit, which runs once, however many levels ask for it."""
-        return self.processes.rlhf("accelerators", "check", self.name, "--json")
-
     def must(self, finished: Finished) -> Finished:
         """Return the end of a process that succeeded.
 
@@ -166,7 +161,7 @@ def check_explain(subject: Subject, facts: Facts) -> None:
 
 def check_conformance(subject: Subject, facts: Facts) -> None:
     """Run the conformance kit."""
-    finished = subject.conformance
+    finished = subject.processes.rlhf("accelerators", "check", subject.name, "--json")
     if not finished.stdout.strip():
         raise CheckFailed(finished.error)
     facts["report"] = report = json.loads(finished.stdout)
@@ -327,6 +322,24 @@ def check_ppo_steps(subject: Subject, facts: Facts) -> None:
         raise CheckFailed(f"{skipped:.0f} of {PPO_STEPS} steps were skipped because gradients overflowed")
 
 
+def check_operators(subject: Subject, facts: Facts) -> None:
+    """Repeat every operator that the stages use."""
+    facts |= subject.processes.task("compare_operators", subject.name)
+    _judge_failures(facts["failures"], facts["operators"], "operators")
+
+
+def check_operations(subject: Subject, facts: Facts) -> None:
+    """Check every implementation of every operation."""
+    facts |= subject.processes.task("compare_operations", subject.name)
+    _judge_failures(facts["failures"], len(facts["implementations"]), "implementations")
+
+
+def _judge_failures(failures: list[dict[str, str]], count: int, what: str) -> None:
+    if failures:
+        names = ", ".join(failure["operator"] for failure in failures)
+        raise CheckFailed(f"{len(failures)} of {count} {what}: {names}; {failures[0]['failure']}")
+
+
 def read_run(output: Path) -> Facts:
     """Return the contents of a run's `run.json`."""
     document: Facts = json.loads((output / "run.json").read_text(encoding="utf-8"))
@@ -354,7 +367,19 @@ def _choose_ranks(subject: Subject) -> int:
     return 1 << (min(subject.devices, 8 if subject.full else 2).bit_length() - 1)
 
 
+OPERATORS = Check(
+    "operators", "every operator that the stages use equals float64's on the CPU, both directions", check_operators
+)
+IMPLEMENTATIONS = Check(
+    "operations", "every usable implementation of an operation equals plain PyTorch", check_operations
+)
 CONFORMANCE = Check("conformance", "no check of the conformance kit fails", check_conformance)
+ZERO = Check(
+    "zero", "ZeRO 0 to 3 give the losses of one device; LoRA changes every adapter and nothing else", check_zero
+)
+RESUME = Check(
+    "resume", "a checkpoint gives the same losses on this device, in its other modes, on the CPU", check_resume
+)
 FIRST_CONTACT = (
     Check("product", "matrix products in every precision equal the CPU's, and can be read back", check_product, 600),
     Check("explain", "the backend has a precision and every required operation", check_explain, 600),
@@ -365,7 +390,7 @@ FIRST_CONTACT = (
         "decoding", "each token is the best one, recorded or not, and no graph is new after two rounds", check_decoding
     ),
     Check("stages", "SFT learns, all numbers are finite, and no stage leaves weights in memory", check_stages),
-    Check("zero", "ZeRO 0 to 3 give the losses of one device; LoRA changes every adapter and nothing else", check_zero),
-    Check("resume", "a checkpoint gives the same losses on this device, in its other modes, on the CPU", check_resume),
+    ZERO,
+    RESUME,
     Check("ppo-steps", f"{PPO_STEPS} PPO steps are finite, and compile nothing after step 3", check_ppo_steps),
 )

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from accelerators import REFERENCE
-from rlhf.certify.checks import CONFORMANCE, FIRST_CONTACT, Check
+from rlhf.certify.checks import CONFORMANCE, FIRST_CONTACT, IMPLEMENTATIONS, OPERATORS, RESUME, ZERO, Check
+from rlhf.certify.endurance import FLAT, KILL, OUT_OF_MEMORY
 from rlhf.errors import ConfigError
 
 ALL = "all"
@@ -43,6 +44,16 @@ LEVELS = (
         "first-contact", "the first hour: a device computes, trains, saves and resumes", FIRST_CONTACT, limited=False
     ),
     Level("interface", "the backend keeps every promise of the accelerator interface", (CONFORMANCE,)),
+    Level(
+        "numerics",
+        "every operator that training uses is as exact as its precision allows",
+        (OPERATORS, IMPLEMENTATIONS),
+    ),
+    Level(
+        "endurance",
+        "runs survive kills, full memory and several ranks, and need no more after many steps than after a few",
+        (RESUME, KILL, OUT_OF_MEMORY, FLAT, ZERO),
+    ),
 )
 
 

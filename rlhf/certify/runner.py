@@ -10,7 +10,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from accelerators import describe_error
 from rlhf.certify.bundle import Redactor, write_bundle
 from rlhf.certify.checks import Check, Subject
 from rlhf.certify.environment import find_commit, record_machine
+from rlhf.certify.exceptions import KnownFailure, judge, read_exceptions
 from rlhf.certify.levels import LEVELS, Level, select_levels
 from rlhf.certify.page import render_certificate
 from rlhf.certify.processes import CheckFailed, Processes
@@ -38,12 +39,15 @@ TOY_SECONDS = 1200.0
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of one check of a level; `reason` is empty if it passed."""
+    """The result of one check of a level; `reason` is empty if it passed.
+
+    It is `excepted` if it failed as the backend has declared.
+    """
 
     level: str
     check: str
     expected: str
-    result: Literal["passed", "failed"]
+    result: str
     reason: str
     seconds: float
     facts: dict[str, Any]
@@ -88,14 +92,16 @@ def certify(
         processes = Processes(Path(temporary), logs / "environment.log", TOY_SECONDS)
         subject = Subject(selection.name, max(1, probed.count if probed else 1), size == "full", processes)
         environment: dict[str, Any] = {}
+        exceptions: list[KnownFailure] = []
         results: list[CheckResult] = []
         count = sum(len(each.checks) for each in levels)
         try:
             names = ", ".join(each.name for each in levels)
             report_progress(f"{selection.name}: {names}, {size} size; recording the environment")
             environment |= record_machine() | _record_backend(processes, selection.name)
+            exceptions += _list_exceptions(processes, selection.name)
             for each in levels:
-                _run_level(each, subject, results, count, report_progress)
+                _run_level(each, subject, exceptions, results, count, report_progress)
                 if results[-1].result == "failed":
                     break
         finally:  # after an interruption too
@@ -110,7 +116,8 @@ def certify(
                 "command": shlex.join(["rlhf", *sys.argv[1:]]),
                 "size": size,
                 "date": now.isoformat(timespec="seconds"),
-                "passed": [result.result for result in results] == ["passed"] * count,
+                "passed": len(results) == count and all(result.result != "failed" for result in results),
+                "exceptions": [vars(exception) for exception in exceptions],
                 "levels": [_summarize_level(each, results, subject) for each in levels],
                 "checks": [vars(result) for result in results],
                 "not run": [
@@ -118,7 +125,7 @@ def certify(
                 ],
             }
             _write(folder, certificate, environment, logs)
-            if len(results) < count and all(result.result == "passed" for result in results):
+            if len(results) < count and all(result.result != "failed" for result in results):
                 report_progress(f"stopped; certificate of the checks so far: {folder}")
     return certificate, folder
 
@@ -141,7 +148,12 @@ def _make_folder(folder: Path) -> Path:
 
 
 def _run_level(
-    level: Level, subject: Subject, results: list[CheckResult], count: int, report_progress: Callable[[str], None]
+    level: Level,
+    subject: Subject,
+    exceptions: Sequence[KnownFailure],
+    results: list[CheckResult],
+    count: int,
+    report_progress: Callable[[str], None],
 ) -> None:
     """Add the results of a level's checks, until one fails."""
     processes, seconds = subject.processes, level.seconds(subject.name, full=subject.full)
@@ -151,10 +163,14 @@ def _run_level(
     )
     for check in level.checks:
         number = len(results) + 1
+        if earlier := next((result for result in results if result.check == check.name), None):
+            results.append(replace(earlier, level=level.name, seconds=0.0, facts={"found in": earlier.level}))
+            report_progress(f"{number:2}/{count} {check.name}: {earlier.result} in {earlier.level}")
+            continue
         report_progress(f"{number:2}/{count} {check.name}\n      expected: {check.expected}")
         processes.log = processes.log.with_name(f"{number:02}-{check.name}.log")
         processes.seconds = check.seconds if subject.full else TOY_SECONDS
-        results.append(_run_check(level, check, subject))
+        results.append(_run_check(level, check, subject, exceptions))
         report_progress(f"      {_describe(results[-1])}")
         if results[-1].result == "failed":
             return
@@ -195,7 +211,15 @@ def _record_backend(processes: Processes, name: str) -> dict[str, Any]:
         return {"backend": f"({error})"}
 
 
-def _run_check(level: Level, check: Check, subject: Subject) -> CheckResult:
+def _list_exceptions(processes: Processes, name: str) -> list[KnownFailure]:
+    try:
+        declared = processes.task("list_exceptions", name)["exceptions"]
+    except CheckFailed:  # the first check will fail, too
+        return []
+    return read_exceptions(declared, [check.name for level in LEVELS for check in level.checks])
+
+
+def _run_check(level: Level, check: Check, subject: Subject, exceptions: Sequence[KnownFailure]) -> CheckResult:
     start, facts, reason = time.monotonic(), dict[str, Any](), ""
     try:
         check.run(subject, facts)
@@ -206,4 +230,5 @@ def _run_check(level: Level, check: Check, subject: Subject) -> CheckResult:
         subject.processes.write_log(traceback.format_exc())
         reason = f"the check itself failed: {describe_error(error)}"
     seconds = round(time.monotonic() - start, 1)
-    return CheckResult(level.name, check.name, check.expected, "failed" if reason else "passed", reason, seconds, facts)
+    result, reason = judge(exceptions, check.name, reason, facts, datetime.now(timezone.utc).date())
+    return CheckResult(level.name, check.name, check.expected, result, reason, seconds, facts)

@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -42,6 +43,11 @@ def record_environment(publish: Publish, name: str) -> None:
     publish(record_backend(_select(name)))
 
 
+def list_exceptions(publish: Publish, name: str) -> None:
+    """Publish the failures that the backend declares as known."""
+    publish({"exceptions": [vars(exception) for exception in _select(name).exceptions()]})
+
+
 def list_other_modes(publish: Publish, name: str) -> None:
     """Publish the environment variables of the backend's other modes."""
     accelerator = _select(name)
@@ -56,6 +62,24 @@ def compare_with_cpu(publish: Publish, name: str, comparison: str, full: bool) -
     accelerator = _select(name)
     accelerator.bind(0)
     publish(testing.compare_with_cpu(comparison, accelerator, full=full))
+
+
+def compare_operators(publish: Publish, name: str) -> None:
+    """Repeat every recorded operator on the device."""
+    from accelerators import testing
+
+    accelerator = _select(name)
+    accelerator.bind(0)
+    publish(testing.compare_operators(accelerator, publish))
+
+
+def compare_operations(publish: Publish, name: str) -> None:
+    """Check every implementation of every operation on the device."""
+    from accelerators import testing
+
+    accelerator = _select(name)
+    accelerator.bind(0)
+    publish(testing.compare_operations(accelerator))
 
 
 def compare_decoding(publish: Publish, name: str, full: bool) -> None:
@@ -119,6 +143,64 @@ def save_in_the_middle(publish: Publish, name: str, output: str, settings: Setti
             if len(losses) == saved:
                 loop.save_checkpoint(trainer, context, saved)
         publish({"losses": losses})
+
+
+def train_until_killed(publish: Publish, name: str, output: str, settings: Settings, saved: int, killed: int) -> None:
+    """Take steps of fine-tuning, save a checkpoint after some of them, and end as by the system's SIGKILL."""
+    with _open_stage(_configure(name, output, settings), "sft") as (trainer, context):
+        from rlhf.trainers import loop
+
+        for step, _ in enumerate(_take_steps(trainer, context, killed), start=1):
+            if step == saved:
+                loop.save_checkpoint(trainer, context, step)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_out_of_memory(publish: Publish, name: str, output: str, settings: Settings, before: int, steps: int) -> None:
+    """Take steps of fine-tuning, and fill the memory after some of them; publish the message and the losses of all."""
+    losses: list[float] = []
+    with _open_stage(_configure(name, output, settings), "sft") as (trainer, context):
+        from rlhf.errors import OutOfMemory
+        from rlhf.trainers.oom import translate_stage_errors
+
+        facts: dict[str, Any] = {"precision": context.precision.name, "recognized": False}
+        for metrics in _take_steps(trainer, context, steps):
+            losses.append(metrics["loss"])
+            publish(facts | {"losses": losses})
+            if len(losses) == before:
+                try:
+                    with translate_stage_errors(context):
+                        facts["message"] = _fill_memory(context.accelerator)
+                except OutOfMemory as error:
+                    facts |= {"recognized": True, "message": str(error)}
+                except Exception as error:
+                    facts["message"] = accelerators.describe_error(error)
+                gc.collect()
+                context.accelerator.empty_cache()
+        publish(facts | {"losses": losses})
+
+
+def _fill_memory(accelerator: Accelerator) -> str:
+    """Allocate more than the device has; one that shares the host's is asked for more than any host has."""
+    import torch
+
+    separate = accelerator.host_device() != accelerator.device()
+    size = accelerator.memory().total // 16 if separate else 2**50
+    blocks = []
+    for _ in range(32):
+        blocks.append(torch.ones(size, dtype=torch.uint8, device=accelerator.device()))
+        accelerator.synchronize()
+    return f"{len(blocks)} blocks of {size:,} bytes were allocated without an error"
+
+
+def watch_steps(publish: Publish, name: str, output: str, stage: Stage, settings: Settings, steps: int) -> None:
+    """Take steps of a stage; publish memory and compilations after each."""
+    records: list[dict[str, Any]] = []
+    with _open_stage(_configure(name, output, settings), stage) as (trainer, context):
+        for _ in _take_steps(trainer, context, steps):
+            accelerator = context.accelerator
+            records.append({"memory": accelerator.memory().allocated, "compilations": accelerator.compilations()})
+            publish({"steps": records})
 
 
 def save_random_models(publish: Publish, name: str, folders: Mapping[str, str], shape: Settings) -> None:
@@ -223,12 +305,18 @@ TASKS: Mapping[str, Callable[..., None]] = {
     function.__name__: function
     for function in (
         record_environment,
+        list_exceptions,
         list_other_modes,
         compare_with_cpu,
+        compare_operators,
+        compare_operations,
         compare_decoding,
         train_stages,
         train_adapters,
         save_in_the_middle,
+        train_until_killed,
+        run_out_of_memory,
+        watch_steps,
         save_random_models,
         take_ppo_steps,
     )

@@ -133,6 +133,10 @@ def certify(
 
     [bold]interface[/]      the conformance kit, as [bold]rlhf accelerators check[/]
 
+    [bold]numerics[/]       every operator that training uses, compared with float64
+
+    [bold]endurance[/]      a killed run, full memory, two ranks, ZeRO 0 to 3, and many steps
+
     Each level is a gate: the command stops at the first check that fails. After the first contact, a level takes at
     most ten minutes on a device, and thirty on a CPU or at toy size. Each check states what it expects, and runs in
     separate processes. The command needs no network, no data and no weights.

@@ -18,6 +18,7 @@ import pytest
 from accelerators import OPERATIONS
 from rlhf.certify import runner
 from rlhf.certify.checks import FIRST_CONTACT, Subject
+from rlhf.certify.endurance import KILLED_AFTER, fit_slope
 from rlhf.certify.levels import LEVELS, select_levels
 from rlhf.certify.processes import CheckFailed, Finished, Processes
 from rlhf.errors import ConfigError
@@ -44,6 +45,11 @@ TASKS: dict[str, Any] = {
     "train_adapters": LORA,
     "save_in_the_middle": {"losses": LOSSES},
     "list_other_modes": {"eager": {"MODE": "0"}},
+    "compare_operators": {"operators": 2, "failures": []},
+    "compare_operations": {"implementations": [{"operation": "adamw"}], "failures": []},
+    "train_until_killed": CheckFailed("SIGKILL"),
+    "run_out_of_memory": {"precision": "fp32", "recognized": True, "message": "out of memory", "losses": LOSSES},
+    "watch_steps": {"steps": [{"memory": 10**6 + step % 2, "compilations": 7} for step in range(40)]},
     "save_random_models": {},
     "take_ppo_steps": {
         "fallbacks": [],
@@ -66,10 +72,13 @@ class Fake(Processes):
         self.code: Callable[[str], int] = lambda command: 0
         self.refusal = "it is refused"
         self.precision = "fp32"
+        self.recorded = KILLED_AFTER
         self.commands: list[str] = []
 
     def task(self, name: str, *arguments: Any, variables: Any = None) -> dict[str, Any]:
         self.commands.append(name)
+        if name == "train_until_killed":
+            write_steps(Path(arguments[1]), [{"loss": 1.0}] * self.recorded)
         result = self.tasks[name]
         if isinstance(result, Exception):
             raise result
@@ -97,14 +106,18 @@ class Fake(Processes):
         records = [
             {"loss": loss, "grad_norm": self.grad_norm(command)} for loss in self.losses(command, variables or {})
         ]
-        (output / "sft").mkdir(exist_ok=True)
-        (output / "sft" / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+        write_steps(output, records)
         return Finished(0, "", "", 10.0)
 
 
 def write(path: Path, document: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document))
+
+
+def write_steps(output: Path, records: list[dict[str, float]]) -> None:
+    (output / "sft").mkdir(parents=True, exist_ok=True)
+    (output / "sft" / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
 
 
 def run(processes: Fake, name: str) -> dict[str, Any]:
@@ -189,6 +202,43 @@ FAULTS: list[tuple[str, Callable[[Fake], None], str]] = [
         "ZeRO 0 on 2 devices: norms of gradients are 2.0000",
     ),
     ("zero", end_with(2, "zero_stage=3"), "ZeRO 3 on 2 devices: it is refused"),
+    (
+        "operators",
+        change("tasks.compare_operators.failures", [{"operator": "aten.mm", "failure": "aten.mm in bf16: 1 at [0]"}]),
+        "1 of 2 operators: aten.mm; aten.mm in bf16: 1 at [0]",
+    ),
+    ("operators", change("tasks.compare_operators", CheckFailed("SIGSEGV")), "SIGSEGV"),
+    (
+        "operations",
+        change("tasks.compare_operations.failures", [{"operator": "adamw: fast", "failure": "adamw by fast: nan"}]),
+        "1 of 1 implementations: adamw: fast; adamw by fast: nan",
+    ),
+    (
+        "kill",
+        attribute("losses", lambda command, _: [3.0, 2.5, 2.0, 1.6] if "--resume" in command else LOSSES),
+        "killed and resumed: losses are 3.0000, 2.5000, 2.0000, 1.6000, expected",
+    ),
+    ("kill", attribute("recorded", 2), "2 steps were recorded when the run was killed, expected 5"),
+    ("kill", change("tasks.train_until_killed", CheckFailed("exit code 1; no such key")), "no such key"),
+    (
+        "out-of-memory",
+        change("tasks.run_out_of_memory", {"recognized": False, "message": "RuntimeError: synStatus 26"}),
+        "full memory is not recognized as out of memory: RuntimeError: synStatus 26",
+    ),
+    (
+        "out-of-memory",
+        change("tasks.run_out_of_memory.losses", [3.0, 2.5, 2.5, 1.5]),
+        "after memory was full: losses are 3.0000, 2.5000, 2.5000",
+    ),
+    ("flat", change("tasks.watch_steps.steps.39.compilations", 9), "sft: 2 graphs were compiled after step 16"),
+    (
+        "flat",
+        change(
+            "tasks.watch_steps.steps",
+            [{"memory": 10**6 + 10**4 * step, "compilations": None} for step in range(40)],
+        ),
+        "sft: memory grows by 10,000 bytes per step",
+    ),
     ("ppo-steps", change("tasks.take_ppo_steps.steps.3.compilations", 9), "2 graphs were compiled after step 3"),
     ("ppo-steps", change("tasks.take_ppo_steps.fallbacks", ["generation"]), "generation were not recorded"),
     ("ppo-steps", change("tasks.take_ppo_steps.steps.2.skipped_steps", 11.0), "11 of 20 steps were skipped"),
@@ -210,6 +260,14 @@ NAMES = sorted({check.name for level in LEVELS for check in level.checks})
 
 def test_every_check_has_a_fault() -> None:
     assert sorted({name for name, _, _ in FAULTS}) == NAMES
+
+
+def test_slope_and_its_interval_are_those_of_least_squares() -> None:
+    """By hand: residuals 0.3, -0.4, -0.1, 0.2 of 1.1 per place; t for two degrees of freedom is 4.303."""
+    slope, margin = fit_slope([1.0, 1.4, 2.8, 4.2])
+    residuals = [value - (0.71 + 1.1 * place) for place, value in enumerate([1.0, 1.4, 2.8, 4.2])]
+    assert slope == pytest.approx(1.1)
+    assert margin == pytest.approx(4.3027 * (sum(left**2 for left in residuals) / 2 / 5) ** 0.5, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -244,7 +302,9 @@ def test_first_failure_ends_all_levels_and_the_certificate_is_written(
 ) -> None:
     fake = Fake(tmp_path)
     fake.kit[0] |= {"result": "failed", "reason": "bucket(3) is 2"}
-    monkeypatch.setattr(fake, "tasks", fake.tasks | {"record_environment": {"facts": {}}})
+    monkeypatch.setattr(
+        fake, "tasks", fake.tasks | {"record_environment": {"facts": {}}, "list_exceptions": {"exceptions": []}}
+    )
     monkeypatch.setattr(runner, "Processes", lambda *arguments: fake)
     lines: list[str] = []
     options = {"level": "all", "output": tmp_path / "c", "report_progress": lines.append}
@@ -272,7 +332,9 @@ def test_certificate_is_written_whatever_ends_a_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, reason: str | None
 ) -> None:
     fake = Fake(tmp_path)
-    monkeypatch.setattr(fake, "tasks", fake.tasks | {"record_environment": {"facts": {}}})
+    monkeypatch.setattr(
+        fake, "tasks", fake.tasks | {"record_environment": {"facts": {}}, "list_exceptions": {"exceptions": []}}
+    )
     monkeypatch.setattr(runner, "Processes", lambda *arguments: fake)
 
     def rlhf(*arguments: str, variables: Any = None) -> Finished:
@@ -334,10 +396,14 @@ def test_levels_are_chosen_in_their_order(options: dict[str, Any], names: list[s
 
 def test_conformance_kit_runs_once_for_two_levels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = Fake(tmp_path)
-    monkeypatch.setattr(fake, "tasks", fake.tasks | {"record_environment": {"facts": {}}})
+    monkeypatch.setattr(
+        fake, "tasks", fake.tasks | {"record_environment": {"facts": {}}, "list_exceptions": {"exceptions": []}}
+    )
     monkeypatch.setattr(runner, "Processes", lambda *arguments: fake)
     report, _ = runner.certify("cpu", up_to="interface", only=["conformance"], size="toy", output=tmp_path / "c")
-    assert [check["level"] for check in report["checks"]] == ["first-contact", "interface"]
+    first, second = report["checks"]
+    assert [first["level"], second["level"]] == ["first-contact", "interface"]
+    assert second["result"] == "passed" and second["facts"] == {"found in": "first-contact"}
     assert report["passed"] and fake.commands.count("accelerators check cpu --json") == 1
 
 

@@ -33,6 +33,7 @@ CERTIFICATE: dict[str, Any] = {
         }
     ],
     "not run": ["explain"],
+    "exceptions": [{"check": "operators", "reason": "ticket 4711", "expires": "2027-03-01", "state": "applied"}],
     "environment": {"versions": {"torch": "2.13.0"}, "limits": None},
 }
 
@@ -44,6 +45,7 @@ def test_page_has_the_results_and_what_is_needed_to_repeat_them() -> None:
         *("Certificate of npu (NPU &lt;1&gt;)", "✗ failed", "– not run", "differs by 0.5 &lt;script&gt;"),
         *("operator ratio aten.mm 12.35", "Not run: explain.", "An earlier level failed", "of at most 10:00"),
         *("rlhf accelerators certify npu --level all", "0.1.0 at 98af84c77deb", "torch 2.13.0"),
+        "operators ticket 4711 2027-03-01 applied",
     ):
         assert part in text, part
 
