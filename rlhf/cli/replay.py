@@ -85,7 +85,7 @@ def _summarize(result: Any, differences: Sequence[Difference], is_changed: bool)
         "equal": not result.found,
         "rounding": result.rounding,
         "different": [{"phase": phase, "text": text} for phase, text in result.found],
-        "not_taken": result.origin,
+        "not_taken": result.not_taken,
         "metrics": result.metrics,
     }
     if is_changed:
@@ -100,8 +100,8 @@ def _print(result: Any, differences: Sequence[Difference], change: Sequence[str]
     print_line(f"{name} step {found.record.step}: computed from {start}, {len(result.entries):,} tensors")
     if result.rounding:
         print_line(f"note: another machine ({result.rounding}): numbers are compared within rounding")
-    if result.origin:
-        print_line(f"the step was not taken: {result.origin}")
+    if result.not_taken:
+        print_line(f"the step is not taken: {result.not_taken}")
         for path in result.kept:
             print_line(f"the run kept its rows in {path}")
     if result.found:

@@ -9,6 +9,8 @@ from typing import Any
 
 from rlhf.config.schema import Stage
 from rlhf.replay.recording import Entry
+from rlhf.runs.stage_directory import StageDirectory
+from rlhf.utils.atomic_io import read_json
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,20 @@ class Job:
         return cls(**json.loads(file.read_text(encoding="utf-8")))
 
 
+def list_kept(stage: StageDirectory, step: int) -> dict[int, Path]:
+    """Return the files that a step left that was not taken, because numbers were not finite, by rank."""
+    paths = stage.not_finite.glob(f"step-{step:08d}-rank*.json")
+    return {int(path.stem.rpartition("rank")[2]): path for path in paths}
+
+
+def read_origin(path: Path) -> dict[str, Any]:
+    """Return what such a file says without the rows' tokens and texts: model, layer, quantity, count, rows."""
+    content = read_json(path)
+    return {name: content.get(name) for name in ("model", "layer", "quantity", "count", "size")} | {
+        "rows": [row["row"] for row in content.get("rows", ())]
+    }
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What one rank computed.
@@ -64,7 +80,8 @@ class Outcome:
         entries: its tensors.
         differences: what differs from the record on this rank before any metric, by phase.
         machine: the machine's entries of a session.
-        origin: the reason of a step that was not taken.
+        taken: False if the gradients were not finite.
+        origin: the first numbers that are not finite, as a run keeps them in `not-finite`, with the rows' numbers.
     """
 
     rank: int
@@ -72,7 +89,8 @@ class Outcome:
     entries: list[Entry]
     differences: dict[str, str] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
-    origin: str = ""
+    taken: bool = True
+    origin: dict[str, Any] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
         """Write the outcome next to the job."""

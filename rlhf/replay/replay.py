@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from rlhf.config.trust import admit_code
 from rlhf.errors import ConfigError, RLHFError, RunError
 from rlhf.launchers import local
 from rlhf.launchers.exit_status import USER_ERROR, InternalError
-from rlhf.replay.job import Job, Outcome
+from rlhf.replay.job import Job, Outcome, list_kept, read_origin
 from rlhf.replay.recording import Difference, Entry, compare_entries
 from rlhf.reporting.step_records import StepRecord, read_steps
 from rlhf.runs.description import read_description
@@ -72,7 +73,8 @@ class Replay:
         found: what differs from the record, as (phase, line), the earliest phase first.
         entries: the tensors of all ranks.
         rounding: the reason why numbers were compared within rounding; empty: bit for bit.
-        origin: the reason if the step was not taken.
+        not_taken: why the step was not taken; empty if it was.
+        kept: the run's files about a step that was not taken.
     """
 
     step: RecordedStep
@@ -80,7 +82,7 @@ class Replay:
     entries: list[Entry]
     metrics: Mapping[str, float]
     rounding: str = ""
-    origin: str = ""
+    not_taken: str = ""
     kept: list[Path] = field(default_factory=list)
 
 
@@ -252,7 +254,8 @@ def _run(job: Job) -> list[Outcome]:
     before = {name: os.environ.get(name) for name in threads}
     os.environ.update(threads)
     try:
-        status = local.spawn_ranks(job.session["ranks"], local.rank_command(["recompute-step", str(job.file)]))
+        command = local.rank_command(["recompute-step", str(job.file)])
+        status = local.spawn_ranks(job.session["ranks"], command, console=sys.stderr.buffer)  # the result is on stdout
     finally:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
@@ -275,10 +278,36 @@ def _judge(found: RecordedStep, outcomes: Sequence[Outcome]) -> Replay:
             if not tolerance or phase == "rows":
                 found_lines.append((phase, f"{line}{f' (rank {outcome.rank})' if outcome.rank else ''}"))
     found_lines += _compare_metrics(record.metrics, outcomes[0].metrics, tolerance)
-    found_lines.sort(key=lambda pair: PHASES.index(pair[0]))
     entries = [entry for outcome in outcomes for entry in outcome.entries]
-    kept = sorted(found.stage.not_finite.glob(f"step-{record.step:08d}-rank*.json"))
-    return Replay(found, found_lines, entries, outcomes[0].metrics, "; ".join(others), outcomes[0].origin, kept)
+    kept = list_kept(found.stage, record.step)
+    found_lines += _compare_origins(record, outcomes, kept)
+    found_lines.sort(key=lambda pair: PHASES.index(pair[0]))
+    not_taken = "" if outcomes[0].taken else "its gradients are not finite"
+    for outcome in outcomes:
+        if origin := outcome.origin:
+            place = f"the {origin['quantity']} of {origin['layer'] or 'the loss'} ({origin['model']} model)"
+            not_taken = f"the first numbers that are not finite are in {place}, rows {origin['rows']}"
+            break
+    return Replay(
+        found,
+        found_lines,
+        entries,
+        outcomes[0].metrics,
+        "; ".join(others),
+        not_taken,
+        [kept[rank] for rank in sorted(kept)],
+    )
+
+
+def _compare_origins(
+    record: StepRecord, outcomes: Sequence[Outcome], kept: Mapping[int, Path]
+) -> Iterator[tuple[str, str]]:
+    """Yield what differs about a step that was not taken, then or now."""
+    if outcomes[0].taken and not record.metrics:
+        yield "gradients", "the step was not taken because its gradients were not finite, and now they are"
+    for outcome in outcomes:
+        if outcome.origin and outcome.rank in kept and outcome.origin != (then := read_origin(kept[outcome.rank])):
+            yield "gradients", f"numbers that are not finite began elsewhere: {outcome.origin}, then {then}"
 
 
 def _compare_metrics(

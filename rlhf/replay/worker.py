@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf.config.schema import Config, build_config
 from rlhf.engine.select import choose_kernels, choose_shapes, select_accelerator
 from rlhf.errors import RunError, StepNotTakenError
-from rlhf.replay.job import Job, Outcome
+from rlhf.replay.job import Job, Outcome, list_kept, read_origin
 from rlhf.reporting.console import console
 from rlhf.reporting.progress import progress
 from rlhf.reporting.step_records import RankStep, StepRecord, read_steps
@@ -76,7 +76,7 @@ def _compute(job: Job, config: Config, accelerator: Accelerator) -> Outcome:
                 _save(trainer, context, job)
             recording = StepRecording(rank, accelerator.host_device())
             context.observation.observer = recording
-            metrics, origin = _take_last(trainer, context, job, records[job.step])
+            metrics = _take_last(trainer, context, job, records[job.step])
             context.observation.observer = None
             console.quiet = False
             bar.advance()
@@ -85,7 +85,9 @@ def _compute(job: Job, config: Config, accelerator: Accelerator) -> Outcome:
     differences = _compare(own, records[job.step].ranks[rank]) if rank < len(records[job.step].ranks) else {}
     machine = pipeline.describe_session(context)
     machine.pop("config")
-    return Outcome(rank, loop.select_repeatable(metrics), recording.entries, differences, machine, origin)
+    origin = read_origin(place) if (place := list_kept(context.directory, job.step).get(rank)) else {}
+    numbers = loop.select_repeatable(metrics)
+    return Outcome(rank, numbers, recording.entries, differences, machine, bool(metrics), origin)
 
 
 def _build_context(job: Job, config: Config, accelerator: Accelerator) -> StageContext:
@@ -166,23 +168,20 @@ def _take_with_rewards(trainer: PPOTrainer, context: StageContext, index: int, o
         trainer.reward_fn = settings_reward
 
 
-def _take_last(trainer: Trainer, context: StageContext, job: Job, record: StepRecord) -> tuple[dict[str, float], str]:
-    """Take the step of interest, drawing again; return its metrics, and why it was not taken if it was not."""
+def _take_last(trainer: Trainer, context: StageContext, job: Job, record: StepRecord) -> dict[str, float]:
+    """Take the step of interest, drawing again; return its metrics, or nothing if it was not taken."""
     from rlhf.trainers import loop
 
     rank = context.world.rank
     own = record.ranks[rank] if rank < len(record.ranks) else RankStep([])
-    left_out = len(context.left_out)
     try:
         if "ids" in own.arrays:
             ppo: PPOTrainer = trainer  # type: ignore[assignment]
             ppo.generate = partial(_generate_in_columns, ppo, ppo.generate, own.columns)  # type: ignore[method-assign]
-            metrics = _take_with_rewards(ppo, context, job.step - 1, own)
-        else:
-            metrics = loop.take_step(trainer, context, job.step - 1)
-    except StepNotTakenError as error:
-        return {}, error.reason
-    return metrics, "left out" if len(context.left_out) > left_out else ""
+            return _take_with_rewards(ppo, context, job.step - 1, own)
+        return loop.take_step(trainer, context, job.step - 1)
+    except StepNotTakenError:
+        return {}
 
 
 def _generate_in_columns(

@@ -16,6 +16,7 @@ from rlhf.replay.bisect import compare_origins, find_first_difference, list_comm
 from rlhf.reporting.step_records import StepRecord, StepRecorder, read_steps
 from rlhf.runs.directory import RunDirectory
 from tests.helpers import sets
+from tests.replay.test_replay import run
 
 Change = Callable[[StepRecord], StepRecord]
 
@@ -118,7 +119,7 @@ def test_runs_without_common_records_are_refused(finished_run: Path, tmp_path: P
 def test_step_is_computed_again_for_both(rlhf: Any, finished_run: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     rlhf("sft", "--output", output, *sets("sft.optimizer.betas=[0.5, 0.95]"))
-    done = rlhf("bisect", finished_run, output, "--json", recipe=None, check=False)
+    done = run("bisect", finished_run, output, "--json")
     assert done.returncode == 3, done.stderr
     summary = json.loads(done.stdout)
     assert (summary["stage"], summary["step"]) == ("sft", 2)

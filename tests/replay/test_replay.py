@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,13 @@ from rlhf.errors import ConfigError, RunError
 from rlhf.replay.replay import find_step
 from rlhf.reporting.step_records import StepRecorder, read_steps
 from rlhf.runs.directory import RunDirectory
+from tests.helpers import sets, user_environment
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a command in a new process: a fork that leaves its parent's frames would delete the job's folder."""
+    command = [sys.executable, "-m", "rlhf", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=user_environment(), timeout=600)
 
 
 def fingerprint(folder: Path) -> dict[str, str]:
@@ -27,18 +36,34 @@ def copied(finished_run: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
-def test_a_step_equals_its_record_and_the_run_is_not_touched(rlhf: Any, finished_run: Path, stage: str) -> None:
+def test_a_step_equals_its_record_and_the_run_is_not_touched(finished_run: Path, stage: str) -> None:
     before = fingerprint(finished_run)
-    done = rlhf("replay", finished_run, "--stage", stage, "--step", 2, recipe=None)
-    assert "equals the record bit for bit" in done.stdout
+    done = run("replay", finished_run, "--stage", stage, "--step", 2)
+    assert done.returncode == 0 and "equals the record bit for bit" in done.stdout, done.stderr
     assert fingerprint(finished_run) == before
 
 
 @pytest.mark.slow
-def test_a_change_is_named_at_the_first_phase_that_moves(rlhf: Any, finished_run: Path, tmp_path: Path) -> None:
+def test_a_step_that_was_not_taken_is_found_again_with_its_origin(rlhf: Any, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    done = rlhf("sft", "--output", output, *sets("sft.optimizer.learning_rate=1e30"), check=False)
+    assert done.returncode == 2 and "are not finite at step 2" in done.stderr, done.stderr
+    (kept,) = (output / "sft" / "not-finite").iterdir()
+    done = run("replay", output, "--step", 2)
+    origin = json.loads(kept.read_text())
+    assert done.returncode == 0, done.stderr
+    assert f"not finite are in the {origin['quantity']} of {origin['layer']}" in done.stdout
+    assert f"the run kept its rows in {kept}" in done.stdout
+    kept.write_text(json.dumps(origin | {"layer": "model.layers.7"}))
+    done = run("replay", output, "--step", 2)
+    assert done.returncode == 3 and "began elsewhere" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_change_is_named_at_the_first_phase_that_moves(finished_run: Path, tmp_path: Path) -> None:
     options = ("--stage", "sft", "--step", 2, "--change", "sft.optimizer.learning_rate=0.5", "--json")
     record = tmp_path / "step.json"
-    done = rlhf("replay", finished_run, *options, "--record", record, recipe=None, check=False)
+    done = run("replay", finished_run, *options, "--record", record)
     assert done.returncode == 3, done.stderr
     summary = json.loads(done.stdout)
     assert summary["equal"] and {item["phase"] for item in summary["moved"]} == {"update"}
@@ -47,7 +72,7 @@ def test_a_change_is_named_at_the_first_phase_that_moves(rlhf: Any, finished_run
 
 
 @pytest.mark.slow
-def test_a_record_that_was_changed_differs(rlhf: Any, copied: Path) -> None:
+def test_a_record_that_was_changed_differs(copied: Path) -> None:
     place = RunDirectory(copied).stage("sft")
     records = list(read_steps(place.steps))
     recorder = StepRecorder(place, enabled=True, resume_step=None)
@@ -55,7 +80,7 @@ def test_a_record_that_was_changed_differs(rlhf: Any, copied: Path) -> None:
     for record in records:
         recorder.write(record.step, record.metrics | {"grad_norm": 1.5}, record.ranks)
     recorder.close()
-    done = rlhf("replay", copied, "--stage", "sft", "--step", 1, recipe=None, check=False)
+    done = run("replay", copied, "--stage", "sft", "--step", 1)
     assert done.returncode == 3 and "first in gradients: grad_norm is" in done.stdout, done.stderr
 
 
