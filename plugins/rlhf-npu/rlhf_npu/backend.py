@@ -6,6 +6,7 @@ it is used:
 [attention] github.com/Ascend/op-plugin, op_plugin/ops/opapi, `scaled_dot_product_attention`
 [adamw] hiascend.com, CANN, aclnnApplyAdamWV2, which `torch._fused_adamw_` calls: Atlas A2 and later
 [graphs] torch_npu/npu/graphs.py; hiascend.com, CANN, aclmdlRICaptureBegin: Atlas A2 and later, experimental
+[memory] hiascend.com, Ascend Extension for PyTorch, environment variable PYTORCH_NPU_ALLOC_CONF
 [errors] torch_npu; hiascend.com, CANN troubleshooting: EL0004 (driver), EI0011 (HCCL), 207001 (ACL)
 """
 
@@ -23,6 +24,8 @@ from accelerators import (
     Accelerator,
     AcceleratorError,
     DeviceInfo,
+    EventMark,
+    Health,
     KernelImpl,
     Precision,
     ShapePolicy,
@@ -45,16 +48,8 @@ class NPU(Accelerator):
         "inference_weights": "torch_npu's matrix products read weights in the order that they are trained in",
         "fused_layers": "torch_npu has fused operators, but no fused form of a whole layer that trains",
     }
-    environment_prefixes = (
-        "ASCEND_",
-        "HCCL_",
-        "ACL_",
-        "TORCH_NPU_",
-        "PYTORCH_NPU_",
-        "TASK_QUEUE_",
-        "INF_NAN_",
-        "CPU_AFF",
-    )
+    environment_prefixes = ("ASCEND_", "HCCL_", "ACL_", "TORCH_NPU_", "PYTORCH_NPU_", "TASK_QUEUE_", "INF_NAN_")
+    allocator_setting = ("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True")  # [memory]
     out_of_memory_pattern = r"NPU out of memory|\b(?:EL0004|EI0011|207001)\b"  # [errors]
 
     @property
@@ -80,9 +75,17 @@ class NPU(Accelerator):
         software = f"torch {torch.__version__}, torch_npu {extension}, CANN {npu.utils.get_cann_version()}"
         return DeviceInfo(npu.get_device_name(), npu.device_count(), software)
 
+    def health(self) -> Health:
+        """Return what npu-smi says of the NPU."""
+        return plugin.health(self.device().index or 0)
+
     def environment_report(self) -> Mapping[str, str]:
         """Return what npu-smi, the driver's files and CANN say."""
         return plugin.environment_report()
+
+    def mark(self) -> EventMark:
+        """Return an event in the current stream."""
+        return EventMark(self.device())
 
     def precision(self, wish: str = "auto") -> Precision:
         """Return bf16 from Ascend 910B on, else fp16 with loss scaling, or the wished one."""

@@ -2,7 +2,8 @@
 
 Sources, each named where it is used:
 [files] hiascend.com, MindCluster, "Default Content Mounted by Ascend Docker Runtime"
-[smi] hiascend.com, npu-smi command reference, `npu-smi info -m`: the chips; other rows (Mcu) have no logic id
+[smi] hiascend.com, npu-smi command reference, `npu-smi info -m`: the chips; other rows (Mcu) have no logic id;
+    `-t health` and `-t ecc`: the state of a chip, and errors of its memory since the last start of the machine
 [visible] hiascend.com, CANN, environment variable ASCEND_RT_VISIBLE_DEVICES; torch_npu/npu/__init__.py,
     `_parse_visible_devices` and `_device_count_ascend_hal`
 [torch] the metadata of torch_npu: each release requires the torch of its version
@@ -23,6 +24,7 @@ from typing import Any
 
 from accelerators import (
     AcceleratorSpec,
+    Health,
     Probe,
     describe_files,
     hookimpl,
@@ -53,15 +55,39 @@ def shown(present: list[Path]) -> list[Path]:
     return [present[number] for number in ids] if ids == sorted(set(ids)) else []
 
 
-def model() -> str:
-    """Return the names of the chips according to npu-smi [smi]; "Ascend" if it does not tell."""
+def ask(*question: str) -> str:
+    """Return the answer of npu-smi [smi]; "" if it has none."""
     try:
-        lines = run_tool("npu-smi", "info", "-m").stdout.splitlines()
+        return run_tool("npu-smi", "info", *question).stdout
     except (OSError, subprocess.TimeoutExpired):
-        return "Ascend"
-    rows = [re.split(r"\s{2,}", line.strip()) for line in lines]
-    names = [row[-1] for row in rows if len(row) > 3 and all(field.isdigit() for field in row[:-1])]
-    return " / ".join(dict.fromkeys(names)) or "Ascend"
+        return ""
+
+
+def rows() -> list[list[str]]:
+    """Return card, chip, logic id and name of each chip, according to npu-smi."""
+    fields = [re.split(r"\s{2,}", line.strip()) for line in ask("-m").splitlines()]
+    return [row for row in fields if len(row) > 3 and all(field.isdigit() for field in row[:-1])]
+
+
+def model() -> str:
+    """Return the names of the chips; "Ascend" if npu-smi does not tell."""
+    return " / ".join(dict.fromkeys(row[-1] for row in rows())) or "Ascend"
+
+
+def health(index: int) -> Health:
+    """Return the state of a device of torch_npu, and the errors of its memory that were not corrected."""
+    present, table = chips(), rows()
+    devices = shown(present)
+    if index >= len(devices) or len(table) != len(present):
+        return Health()
+    card, chip = table[present.index(devices[index])][:2]
+    place = ("-i", card, "-c", chip)
+    lines = (ask("-t", "health", *place) + ask("-t", "ecc", *place)).splitlines()
+    facts = {name.strip(): value.strip() for name, _, value in (line.partition(" : ") for line in lines)}
+    state = facts.get("Health Status", "UNKNOWN")
+    problem = (f"npu-smi: {state}, {facts.get('Error Information')}",) if state not in ("OK", "UNKNOWN") else ()
+    counts = [int(facts[name]) for name in facts if re.search(r"(?i)double.bit error count", name)]
+    return Health({"state": state}, problem, {"double-bit errors of memory": sum(counts)})
 
 
 def probe() -> Probe:
@@ -104,6 +130,4 @@ def environment_report() -> dict[str, str]:
 @hookimpl
 def rlhf_accelerators() -> Iterable[AcceleratorSpec]:
     """Offer the backend."""
-    return [
-        AcceleratorSpec(name="npu", api_version=3, factory="rlhf_npu.backend:NPU", probe=probe, priority=105),
-    ]
+    return [AcceleratorSpec(name="npu", api_version=3, factory="rlhf_npu.backend:NPU", probe=probe, priority=105)]

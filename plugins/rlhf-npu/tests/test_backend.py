@@ -14,9 +14,10 @@ import pytest
 import torch
 import transformers.modeling_utils  # noqa: F401 (before a stand-in: transformers looks for torch_npu once)
 from rlhf_npu import backend as backend_module
+from rlhf_npu import plugin
 from rlhf_npu.backend import NPU
 
-from accelerators import AcceleratorError
+from accelerators import Accelerator, AcceleratorError
 from accelerators.testing import CHECKS
 from accelerators.testing.stand_in import Streams, subject
 
@@ -44,6 +45,7 @@ class Torch(ModuleType):
 @pytest.fixture
 def runtime(monkeypatch):
     """Install a torch_npu that answers as with this chip, and return it; `chosen` lists the devices of `set_device`."""
+    monkeypatch.setattr(plugin, "chips", list)
 
     def install(chip: str = "Ascend910B3", count: int = 8) -> ModuleType:
         monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
@@ -77,6 +79,8 @@ class OnCPU(NPU):
 
     def pins_memory(self) -> bool:
         return False
+
+    mark = Accelerator.mark  # the CPU has no events
 
 
 # placement

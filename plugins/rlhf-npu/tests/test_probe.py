@@ -1,4 +1,4 @@
-"""Finding Ascend NPUs by copies of the driver's files and recorded answers of npu-smi."""
+"""Finding Ascend NPUs by copies of the driver's files and answers of npu-smi."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from subprocess import CompletedProcess, TimeoutExpired
 import pytest
 from rlhf_npu import plugin
 
-from accelerators import TorchBuild
+from accelerators import Health, TorchBuild
 
 # As published: the command reference of Atlas A2 and A3, and Ascend/msinsight's and xllm's documents.
 SMI_910B = """\
@@ -26,6 +26,26 @@ SMI_A3 = """\
     0                              1                              1                              1                              Ascend910
     0                              2                              -                              -                              Mcu
 """  # noqa: E501
+HEALTH = """\
+        Health Status                  : OK
+        Error Code                     : NA
+        Error Information              : NA
+"""
+ECC = """\
+        Single-bit Error Count                   : 3
+        Double-bit Error Count                   : 0
+"""
+ECC_910B = """\
+        DDR Single Bit Error Count               : 0
+        DDR Double Bit Error Count               : 0
+        DDR Double Bit Aggregate Total Err Cnt   : 0
+        HBM Single Bit Error Count               : 5
+        HBM Double Bit Error Count               : 2
+        HBM Double Bit Aggregate Total Err Cnt   : 9
+        HBM Double Bit Isolated Pages Count      : 1
+        Chip ID                                  : 0
+"""
+CHIP_1 = (("-t", "health", "-i", "1", "-c", "0"), ("-t", "ecc", "-i", "1", "-c", "0"))
 
 
 @pytest.fixture
@@ -37,7 +57,11 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(plugin.HOME, "/usr/local/Ascend/ascend-toolkit/latest")
 
     def write(
-        *numbers: int, smi: str | Exception = SMI_910B, torch="2.13.0+cpu", extension: str | None = "2.13.0.post2"
+        *numbers: int,
+        smi: str | Exception = SMI_910B,
+        state: dict[tuple[str, ...], str] | None = None,
+        torch="2.13.0+cpu",
+        extension: str | None = "2.13.0.post2",
     ):
         for number in numbers:
             (tmp_path / f"davinci{number}").touch()
@@ -45,10 +69,11 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             (tmp_path / plugin.MANAGER).touch()
 
         def run_tool(*command: str) -> CompletedProcess[str]:
-            assert command == ("npu-smi", "info", "-m")
+            assert command[:2] == ("npu-smi", "info")
             if isinstance(smi, Exception):
                 raise smi
-            return CompletedProcess(command, 0, smi, "")
+            answers = {("-m",): smi, **dict.fromkeys(CHIP_1, "")} | (state or {})
+            return CompletedProcess(command, 0, answers[command[2:]], "")
 
         find = importlib.util.find_spec
         found = {plugin.RUNTIME: extension and find("json")}
@@ -148,6 +173,27 @@ def test_npu_without_the_environment_of_cann_is_present(machine, monkeypatch):
     found = plugin.probe()
     assert (found.ok, found.present) == (False, True)
     assert found.reason.endswith("ASCEND_HOME_PATH is not set; source its set_env.sh")
+
+
+def test_health_is_that_of_the_visible_chip(machine, monkeypatch):
+    machine(0, 1, state=dict(zip(CHIP_1, (HEALTH, ECC), strict=True)))
+    monkeypatch.setenv(plugin.VISIBLE, "1")
+    assert plugin.health(0) == Health({"state": "OK"}, (), {"double-bit errors of memory": 0})
+    assert plugin.health(1) == Health()
+
+
+def test_errors_of_memory_that_were_not_corrected_are_counted(machine):
+    machine(0, 1, state=dict(zip(CHIP_1, (HEALTH.replace("OK", "Alarm"), ECC_910B), strict=True)))
+    found = plugin.health(1)
+    assert found.problems == ("npu-smi: Alarm, NA",)
+    assert found.errors == {"double-bit errors of memory": 2}
+
+
+def test_health_is_not_told_if_the_tool_lists_other_chips_or_fails(machine):
+    machine(0)
+    assert plugin.health(0) == Health()
+    machine(0, smi=FileNotFoundError("npu-smi"))
+    assert plugin.health(0) == Health()
 
 
 def test_report_has_driver_and_files(machine, tmp_path):

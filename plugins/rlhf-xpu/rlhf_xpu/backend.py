@@ -21,6 +21,8 @@ from accelerators import (
     Accelerator,
     AcceleratorError,
     DeviceInfo,
+    EventMark,
+    Health,
     KernelImpl,
     Memory,
     Precision,
@@ -67,12 +69,22 @@ class XPU(Accelerator):
     def info(self) -> DeviceInfo:
         """Return what the runtime says of the devices."""
         models = " / ".join(dict.fromkeys(properties.name for properties in self._properties))
-        driver = self._properties[0].driver_version
-        return DeviceInfo(models, len(self._properties), f"torch {torch.__version__}, compute runtime {driver}")
+        software = f"torch {torch.__version__}, compute runtime {self._properties[0].driver_version}"
+        uuids = tuple(str(properties.uuid) for properties in self._properties)
+        distinct = len(set(uuids)) == len(uuids)  # zeros for devices that do not tell theirs
+        return DeviceInfo(models, len(uuids), software, uuids=uuids if distinct else ())
+
+    def health(self) -> Health:
+        """Return the clock, and the kernel's reasons for a lower one."""
+        return plugin.health(self.device().index or 0)
 
     def environment_report(self) -> Mapping[str, str]:
         """Return what xpu-smi, the kernel's files and torch's build say."""
         return plugin.environment_report() | {"oneAPI of torch": str(torch.version.xpu)}
+
+    def mark(self) -> EventMark:
+        """Return an event in the current stream."""
+        return EventMark(self.device())
 
     def precision(self, wish: str = "auto") -> Precision:
         """Return bf16 if every device converts to it, else fp16 if every device has it, or the wished one."""

@@ -6,6 +6,7 @@ Sources, each named where it is used:
 [order] github.com/intel/compute-runtime, `sortNeoDevices`: ZE_ENABLE_PCI_ID_DEVICE_ORDER sorts devices by PCI address
 [tiles] Linux, drivers/gpu/drm/xe/xe_tile_sysfs.c: a folder `tile<n>` for each tile of a GPU
 [torch] torch/xpu/__init__.py, `_parse_visible_devices` and `_enum_zes_device_infos`: how torch numbers devices
+[health] Linux, drivers/gpu/drm/xe/xe_gt_throttle.c and drivers/gpu/drm/i915/gt/intel_gt_sysfs_pm.c
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerators import AcceleratorSpec, Probe, describe_files, hookimpl, read_command, read_text, torch_build
+from accelerators import AcceleratorSpec, Health, Probe, describe_files, hookimpl, read_command, read_text, torch_build
 
 DRM, DEV = Path("/sys/class/drm"), Path("/dev/dri")
 VENDOR = "0x8086"
@@ -98,6 +99,24 @@ def environment(run: Mapping[str, Any]) -> dict[str, str]:
     return {"ZE_ENABLE_PCI_ID_DEVICE_ORDER": "1"}
 
 
+def health(index: int) -> Health:
+    """Return the clock of a device of torch, and the kernel's reasons for a lower one [health]."""
+    devices = shown(gpus())
+    if index >= len(devices):
+        return Health()
+    facts = DRM / devices[index].file.name / "device"
+    units = [*facts.glob("tile*/gt*/freq*"), *facts.glob("drm/card*/gt/gt*")]  # of the drivers xe and i915
+    clocks = [int(read_text(file)) for unit in units for file in unit.glob("*act_freq*")]
+    limits = {file.name.rpartition("reason_")[2] for unit in units for file in unit.rglob("*reason_*") if _is_set(file)}
+    reasons = ", ".join(sorted(limits - {"status"}))
+    problems = (f"its clock is limited ({reasons})",) if reasons else ()
+    return Health({"clock": f"{max(clocks):,} MHz"} if clocks else {}, problems)
+
+
+def _is_set(file: Path) -> bool:
+    return read_text(file).strip() == "1"
+
+
 def environment_report() -> dict[str, str]:
     """Return facts about GPUs and drivers (`Accelerator.environment_report`)."""
     return {
@@ -110,13 +129,5 @@ def environment_report() -> dict[str, str]:
 @hookimpl
 def rlhf_accelerators() -> Iterable[AcceleratorSpec]:
     """Offer the backend, below NVIDIA's: a machine with both has an Intel GPU for its screen."""
-    return [
-        AcceleratorSpec(
-            name="xpu",
-            api_version=3,
-            factory="rlhf_xpu.backend:XPU",
-            probe=probe,
-            env=environment,
-            priority=90,
-        )
-    ]
+    factory = "rlhf_xpu.backend:XPU"
+    return [AcceleratorSpec(name="xpu", api_version=3, factory=factory, probe=probe, env=environment, priority=90)]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from rlhf_xpu.backend import XPU
 
-from accelerators import AcceleratorError, CaptureError
+from accelerators import Accelerator, AcceleratorError, CaptureError
 from accelerators.testing import CHECKS
 from accelerators.testing.stand_in import Streams, subject
 
@@ -36,7 +36,8 @@ def runtime(monkeypatch):
 
         def properties(device) -> SimpleNamespace:
             name, bf16, fp16 = CHIPS[chips[getattr(device, "index", device) or 0]]
-            facts = {"driver_version": "1.14.37020", "total_memory": 12 * GIB}
+            uuid = f"868080e2-0000-0000-0300-00000000000{getattr(device, 'index', device) or 0}"
+            facts = {"driver_version": "1.14.37020", "total_memory": 12 * GIB, "uuid": uuid}
             return SimpleNamespace(name=name, has_bfloat16_conversions=bf16, has_fp16=fp16, **facts)
 
         replaced = {
@@ -63,6 +64,8 @@ class OnCPU(XPU):
 
     def pins_memory(self) -> bool:
         return False
+
+    mark = Accelerator.mark  # the CPU has no events
 
 
 # placement
@@ -95,6 +98,7 @@ def test_device_info_and_memory_are_the_runtimes(runtime):
     info, memory = backend.info(), backend.memory()
     assert (info.model, info.count) == ("Intel(R) Arc(TM) B580 Graphics", 2)
     assert info.software == f"torch {torch.__version__}, compute runtime 1.14.37020"
+    assert [uuid[-1] for uuid in info.uuids] == ["0", "1"]
     assert (memory.allocated, memory.peak, memory.total) == (3 * GIB, 4 * GIB, 12 * GIB)
 
 
@@ -121,6 +125,17 @@ def test_precision_that_a_device_lacks_is_refused_with_its_name(runtime):
     runtime("B580", "without bf16")
     with pytest.raises(AcceleratorError, match="bf16 on xpu: a chip without bf16 lacks it; use auto, fp16 or fp32"):
         XPU().precision("bf16")
+
+
+def test_time_is_measured_by_events_of_the_device(runtime, monkeypatch):
+    runtime("B580")
+    backend, made = XPU(), []
+    backend.bind(0)
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None, elapsed_time=lambda end: 1500.0)
+    monkeypatch.setattr(torch, "Event", lambda device, enable_timing: made.append((device, enable_timing)) or event)
+    start = backend.mark()
+    assert backend.mark().seconds_since(start) == 1.5
+    assert made == [(torch.device("xpu", 0), True)] * 2
 
 
 # lack of memory
@@ -171,6 +186,14 @@ def test_operator_that_cannot_be_recorded_is_a_capture_error(runtime, monkeypatc
     with pytest.raises(CaptureError, match="step cannot be recorded"):
         step(torch.ones(1))
     assert backend.compilations() == 0
+
+
+def test_devices_that_do_not_tell_their_uuids_have_none(runtime, monkeypatch):
+    runtime("B580", "B580")
+    backend = XPU()
+    for properties in backend._properties:
+        properties.uuid = "00000000-0000-0000-0000-000000000000"
+    assert backend.info().uuids == ()
 
 
 def test_torch_without_graphs_records_nothing_and_says_so(runtime, monkeypatch):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rlhf_xpu import plugin
 
-from accelerators import TorchBuild
+from accelerators import Health, TorchBuild
 
 MAX_1550, B580, A770, CORE_ULTRA = "0x0bd5", "0xe20b", "0x56a0", "0x7d55"
 FLEX_170, UHD_770 = "0x56c0", "0x4680"
@@ -130,6 +130,29 @@ def test_gpu_whose_file_cannot_be_opened_names_file_and_remedy(machine):
     found = plugin.probe()
     assert (found.ok, found.present) == (False, True)
     assert "renderD128; join the group of the file (render)" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("folder", "clock", "reason"),
+    [
+        ("tile0/gt0/freq0", "act_freq", "throttle/reason_"),
+        ("drm/card1/gt/gt0", "rps_act_freq_mhz", "throttle_reason_"),
+    ],
+    ids=["xe", "i915"],
+)
+def test_health_is_the_clock_and_what_limits_it(machine, folder, clock, reason):
+    machine(("0000:03:00.0", B580))
+    unit = plugin.DRM / "renderD128" / "device" / folder
+    for name, value in {clock: "2400", f"{reason}status": "1", f"{reason}thermal": "1", f"{reason}pl1": "0"}.items():
+        (unit / name).parent.mkdir(parents=True, exist_ok=True)
+        (unit / name).write_text(f"{value}\n")
+    assert plugin.health(0) == Health({"clock": "2,400 MHz"}, ("its clock is limited (thermal)",))
+    assert plugin.health(1) == Health()
+
+
+def test_driver_that_tells_no_clock_has_no_readings(machine):
+    machine(("0000:03:00.0", B580))
+    assert plugin.health(0) == Health()
 
 
 def test_report_has_gpus_and_files(machine):
