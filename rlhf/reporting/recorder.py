@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rlhf.reporting.step_records import StepRecorder
 from rlhf.utils.atomic_io import atomic_file, open_no_link
 from rlhf.utils.full_disk import retry_when_full
 from rlhf.utils.jsonl import read_records
@@ -57,6 +56,8 @@ class Recorder(AbstractContextManager["Recorder"]):
         sink: Sink | None = None,
     ) -> None:
         self._directory, self._enabled, self._resume_step = directory, enabled, resume_step
+        from rlhf.reporting.step_records import StepRecorder  # imports numpy, which `rlhf --help` does not need
+
         self.steps = StepRecorder(directory, enabled=enabled, resume_step=resume_step)
         self._sink = sink
         self._file: TextIO | None = None
