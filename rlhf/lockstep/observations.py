@@ -83,6 +83,9 @@ def measure_bands(
             bands[item.key] = max(SPREAD * max(finite, default=0.0), own, defined)
         else:
             bands[item.key] = 0.0
+    # DPO scores by its reference before the first step, so no repetition of a step perturbs it.
+    for key in [key for key in bands if key[2] == "reference"]:
+        bands[key] = max(bands[key], bands.get((*key[:2], "log_probs", *key[3:]), 0.0))
     return bands
 
 

@@ -32,6 +32,13 @@ def test_band_is_at_least_one_rounding_of_the_elements() -> None:
     assert band == pytest.approx(2**-8 * math.sqrt(7.5))
 
 
+def test_band_of_a_reference_is_that_of_the_policy_if_no_repetition_computes_it() -> None:
+    step = [*STEP, observed(VALUES, "reference")]
+    perturbed = [[observed(VALUES + 0.001), observed(VALUES, "reference")]]
+    policy, reference = measure_bands(step, perturbed, [], torch.float32).values()
+    assert reference == policy == pytest.approx(SPREAD * 0.001, rel=1e-3)
+
+
 def test_tensor_beyond_its_band_is_described_by_its_worst_element() -> None:
     bands = {STEP[0].key: 0.1}
     assert compare(STEP, [observed(VALUES + 0.09)], bands) == []

@@ -181,6 +181,10 @@ def _is_matrix(*args: Any, **options: Any) -> bool:
     return isinstance(args[0], Tensor) and args[0].dim() > 1 and args[0].is_floating_point()
 
 
+def _is_lookup(table: Tensor, dim: int, *args: Any) -> bool:
+    return table.dim() == 2 and dim == 0
+
+
 def _is_table(values: Any, *args: Any, **options: Any) -> bool:
     """Return whether a copy is that of the random numbers of a rollout, which come from the host."""
     return isinstance(values, Tensor) and values.dim() == 2 and values.is_floating_point() and values.shape[1] <= 8
@@ -203,14 +207,14 @@ FAULTS: dict[str, Fault] = {
     "bmm-bf16-accumulation": Fault("bf16 accumulation", "aten::bmm", accumulate_in_bf16),
     "bmm-row-late": Fault("off by one", "aten::bmm", after(lambda result: result.roll(1, -2)), backward=False),
     "embedding-wraps": Fault(
-        "index wrap", "aten::embedding", _wrap(8, 2), kernel="aten::index_select", when=_is_matrix
+        "index wrap", "aten::embedding", _wrap(8, 2), kernel="aten::index_select", when=_is_lookup
     ),
     "embedding-off-by-one": Fault(
         "off by one",
         "aten::embedding",
         lambda run, table, dim, ids: run(table, dim, (ids - 1).clamp_min(0)),
         kernel="aten::index_select",
-        when=_is_matrix,
+        when=_is_lookup,
     ),
     "softmax-wrong-axis": Fault(
         "wrong reduction axis", "aten::_safe_softmax", over_wrong_axis, kernel="aten::_softmax", when=_is_matrix
