@@ -53,15 +53,15 @@ VARIANTS: Mapping[str, tuple[tuple[Stage, ...], dict[str, Any]]] = {
 def sources() -> dict[str, Source]:
     """Return the family, stages and settings of each source by name.
 
-    One family of each kind goes through the three stages. Of the others, fine-tuning has all that is their own: forward
-    and backward passes, and greedy completions with the decoder.
+    One family of each kind goes through the three stages, in fp32 and in bf16. Of the others, fine-tuning in fp32 has
+    all that is their own: forward and backward passes, and greedy completions with the decoder.
     """
     from tests.families.table import FAMILIES, OFTEN
 
     result: dict[str, Source] = {}
-    for precision in ("fp32", "bf16"):
-        for family in FAMILIES:
-            stages: tuple[Stage, ...] = STAGES if family.name in OFTEN else ("sft",)
+    for family in FAMILIES:
+        stages: tuple[Stage, ...] = STAGES if family.name in OFTEN else ("sft",)
+        for precision in ("fp32", "bf16") if family.name in OFTEN else ("fp32",):
             result[f"{family.name}, {precision}"] = (family.name, stages, {"precision": precision})
     for name, (varied, settings) in VARIANTS.items():
         result[f"{VARIED} with {name}, bf16"] = (VARIED, varied, settings | {"precision": "bf16"})
@@ -183,14 +183,21 @@ def recorded_versions() -> dict[str, str]:
 
 
 def find_stale(name: str, calls: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the kinds of calls of a source that the list lacks, and those that the source does not make any more."""
+    """Return what a source calls and the list lacks, and what the list has of it and it does not call any more.
+
+    Operators with the dtypes of their tensors are compared: kinds of values depend on the numbers that a run draws.
+    """
     from accelerators.testing.numerics import entries
+
+    def form(call: entries.Call) -> str:
+        return " ".join([call.operator, *dict.fromkeys(spec.dtype for spec in call.specs())])
 
     names, lines = entries.read_calls()
     bit = 1 << names.index(name)
-    listed = {entries.Call.decode(line).kind() for line, bits in lines.items() if bits & bit}
-    made = {call.kind() for call in calls.values()}
-    return sorted(made - listed), sorted(listed - made)
+    made = {form(call) for call in calls.values()}
+    listed = {line: form(entries.Call.decode(line)) for line in lines}
+    own = {listed[line] for line, bits in lines.items() if bits & bit}
+    return sorted(made - set(listed.values())), sorted(own - made)
 
 
 def write_tolerances() -> None:

@@ -30,8 +30,8 @@ MARGIN = 4.0
 """A tolerance is this many times the largest error of torch on the CPU, up to the next power of two; at least `LEAST`.
 Another device adds in another order, and evaluates functions by other polynomials."""
 LEAST = 4.0
-DRAWS = 2
-"""Changes of an argument by which its spread is estimated; the larger one counts."""
+DRAWS = 4
+"""Changes of an argument by which its spread is estimated; the largest one counts."""
 CHANGE = 2.0**-20
 OWN_SUMS = (
     "aten.embedding_dense_backward",
