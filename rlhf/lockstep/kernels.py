@@ -91,6 +91,8 @@ def _compare_attention(name: str, result: Tensor, truth: Tensor, seen: Tensor, q
 def _read(optimizer: Any) -> dict[int, list[dict[str, Any]]]:
     """Return what an optimizer step starts from: weights, gradients, moments and steps, on the host."""
     rows = []
+    scale = getattr(optimizer, "grad_scale", None)  # by which a fused step of torch divides, such as to clip gradients
+    divisor = 1.0 if scale is None else float(scale)
     for group in optimizer.param_groups:
         if not {"betas", "eps", "lr"} <= group.keys():
             continue
@@ -102,7 +104,7 @@ def _read(optimizer: Any) -> dict[int, list[dict[str, Any]]]:
                         "parameter": parameter,
                         "group": {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")},
                         "weight": _host(parameter).double(),
-                        "gradient": _host(parameter.grad).double(),
+                        "gradient": _host(parameter.grad).double() / divisor,
                         "first": _host(state["exp_avg"]).double() if "exp_avg" in state else None,
                         "second": _host(state["exp_avg_sq"]).double() if "exp_avg_sq" in state else None,
                         "step": float(state.get("step", 0)),

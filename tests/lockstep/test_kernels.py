@@ -85,3 +85,14 @@ def test_optimizer_with_another_beta_is_blamed(beta: float) -> None:
             weight.grad = torch.randn(5)
             optimizer.step()
     assert [fault[0] for fault in blamed] == ([] if beta == 0.9 else ["adamw (Mine)"] * 2)
+
+
+def test_optimizer_that_divides_the_gradients_is_not_blamed() -> None:
+    weight = torch.nn.Parameter(torch.randn(5))
+    optimizer, blamed = torch.optim.AdamW([weight], lr=0.01, fused=True), []
+    with judge_kernels(set(), lambda *fault: blamed.append(fault)):
+        for divisor in (1.0, 3.0):
+            weight.grad = torch.randn(5)
+            optimizer.grad_scale = torch.tensor(divisor)
+            optimizer.step()
+    assert not blamed
