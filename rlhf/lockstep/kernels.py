@@ -31,11 +31,11 @@ def judge_kernels(names: set[str], blame: Blame) -> Iterator[None]:
             attend = ALL_ATTENTION_FUNCTIONS[name]
             ALL_ATTENTION_FUNCTIONS[name] = _judged_attention(name, attend, blame)
             stack.callback(ALL_ATTENTION_FUNCTIONS.__setitem__, name, attend)
-        before: dict[int, list[dict[str, Any]]] = {}
-        first = hooks.register_optimizer_step_pre_hook(lambda optimizer, *_: before.update(_read(optimizer)))
+        before: list[list[dict[str, Any]]] = []  # the last is of the innermost: a step may call that of its base class
+        first = hooks.register_optimizer_step_pre_hook(lambda optimizer, *_: before.append(_read(optimizer)))
         stack.callback(first.remove)
         second = hooks.register_optimizer_step_post_hook(
-            lambda optimizer, *_: _judge_adamw(optimizer, before.pop(id(optimizer), []), blame)
+            lambda optimizer, *_: _judge_adamw(optimizer, before.pop(), blame)
         )
         stack.callback(second.remove)
         yield
@@ -88,7 +88,7 @@ def _compare_attention(name: str, result: Tensor, truth: Tensor, seen: Tensor, q
         blame(f"attention ({name})", find_line(), worst / band, index, *values, shape)
 
 
-def _read(optimizer: Any) -> dict[int, list[dict[str, Any]]]:
+def _read(optimizer: Any) -> list[dict[str, Any]]:
     """Return what an optimizer step starts from: weights, gradients, moments and steps, on the host."""
     rows = []
     scale = getattr(optimizer, "grad_scale", None)  # by which a fused step of torch divides, such as to clip gradients
@@ -110,7 +110,7 @@ def _read(optimizer: Any) -> dict[int, list[dict[str, Any]]]:
                         "step": float(state.get("step", 0)),
                     }
                 )
-    return {id(optimizer): rows}
+    return rows
 
 
 def _judge_adamw(optimizer: Any, rows: list[dict[str, Any]], blame: Blame) -> None:

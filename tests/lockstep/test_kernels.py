@@ -78,13 +78,15 @@ def test_optimizer_with_another_beta_is_blamed(beta: float) -> None:
             super().step()
             group["betas"] = given
 
+    torch.optim.AdamW([torch.zeros(1)])  # the first object of a class lets its step call the hooks, below Mine's
     weight = torch.nn.Parameter(torch.randn(5))
     optimizer, blamed = Mine([weight], lr=0.01, betas=(0.9, 0.999)), []
     with judge_kernels(set(), lambda *fault: blamed.append(fault)):
         for _ in range(2):
             weight.grad = torch.randn(5)
             optimizer.step()
-    assert [fault[0] for fault in blamed] == ([] if beta == 0.9 else ["adamw (Mine)"] * 2)
+    # The first step starts from no moments, and is the same with every beta.
+    assert {fault[0] for fault in blamed} == (set() if beta == 0.9 else {"adamw (Mine)"})
 
 
 def test_optimizer_that_divides_the_gradients_is_not_blamed() -> None:
