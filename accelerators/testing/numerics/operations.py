@@ -7,23 +7,20 @@ from typing import TYPE_CHECKING, Any
 from unittest import SkipTest
 
 from accelerators.errors import describe_error
-from accelerators.testing.checks import CHECKS
+from accelerators.testing.checks import CHECKS, Check
 from accelerators.types import AUTO, OPERATIONS
 
 if TYPE_CHECKING:
     from accelerators.accelerator import Accelerator
 
-CHECK_OF = {
-    "adamw": "adamw",
-    "adamw_cpu_offload": "offload",
-    "clip_grad_norm": "clip-grad-norm",
-    "attention": "attention",
-    "graph_capture": "capture",
-    "quantized_weights": "quantized-weights",
-    "inference_weights": "inference-weights",
-    "fused_layers": "fused-layers",
-}
-"""The kit's check of each operation; they compare it with plain PyTorch on the CPU."""
+NAMES = {"adamw_cpu_offload": "offload", "graph_capture": "capture"}
+"""Checks of the kit whose names are not those of their operations."""
+
+
+def find_check(operation: str) -> Check:
+    """Return the kit's check of an operation, which compares it with plain PyTorch on the CPU."""
+    name = NAMES.get(operation, operation.replace("_", "-"))
+    return next(check for check in CHECKS if check.name == name)
 
 
 def compare_operations(accelerator: Accelerator) -> dict[str, Any]:
@@ -35,7 +32,7 @@ def compare_operations(accelerator: Accelerator) -> dict[str, Any]:
     subject: Any = SimpleNamespace(accelerator=accelerator)
     results, failures = [], []
     for operation in OPERATIONS:
-        (check,) = (check for check in CHECKS if check.name == CHECK_OF[operation])
+        check = find_check(operation)
         for name in [implementation.name for implementation, _ in accelerator.kernels.usable(operation)]:
             accelerator.kernels.choose(operation, name)
             try:
