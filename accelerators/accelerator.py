@@ -185,7 +185,8 @@ class Accelerator(ABC):
 
         A device with a queue returns an `EventMark`, for which nothing waits.
         """
-        self.synchronize()
+        with naming_method(self, "synchronize"):
+            self.synchronize()
         return HostMark()
 
     def named_range(self, name: str) -> AbstractContextManager[Any]:
