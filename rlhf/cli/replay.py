@@ -137,7 +137,7 @@ def _print_changes(differences: Sequence[Difference], change: Sequence[str], res
 
 
 @report_interruption()
-def recompute_step(job: Path) -> None:
+def recompute_step(job: Annotated[Path, typer.Argument(help="File of the job.")]) -> None:
     """Compute the step of a job; `rlhf replay` starts it, once for each rank."""
     from rlhf.replay.worker import recompute
 

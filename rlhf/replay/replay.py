@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -255,7 +254,8 @@ def _run(job: Job) -> list[Outcome]:
     os.environ.update(threads)
     try:
         command = local.rank_command(["recompute-step", str(job.file)])
-        status = local.spawn_ranks(job.session["ranks"], command, console=sys.stderr.buffer)  # the result is on stdout
+        with open(2, "wb", closefd=False) as console:  # standard output is for the result
+            status = local.spawn_ranks(job.session["ranks"], command, console=console)
     finally:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
