@@ -1,13 +1,13 @@
 """Plant faults in the simulated Gaudi, and count how many of them `rlhf accelerators diff` names.
 
-python ci/diff_faults.py --site FOLDER                  faults and clean pairs; writes ci/results/diff.json
-python ci/diff_faults.py --site FOLDER --only mm-scale  faults with this word in their names; writes nothing
+    pip install --no-deps --target build/gaudi-sim ./plugins/rlhf-gaudi-sim
+    python ci/diff_faults.py                    # faults and clean pairs; writes ci/results/diff.json
+    python ci/diff_faults.py --only mm-scale    # faults with this word in their names; writes nothing
 
-FOLDER is where rlhf-gaudi-sim is installed (`pip install --target`). The simulated device, in lazy mode, takes a step
-of each stage as it is, and again with each fault. A fault is named if the first operator of the report is the one whose
-kernel was replaced, in the phase in which it first runs. Clean pairs differ in family, seed, stage and precision: fp32
-is compared with the CPU, bf16 with the device itself, since not every CPU has it. There every operator is judged, and
-none may be blamed.
+The simulated device, in lazy mode, takes a step of each stage as it is, and again with each fault. A fault is named
+if the first operator of the report is the one whose kernel was replaced, in the phase in which it first runs. Clean
+pairs differ in family, seed, stage and precision: fp32 is compared with the CPU, bf16 with the device itself, since
+not every CPU has it. There every operator is judged, and none may be blamed.
 """
 
 from __future__ import annotations
@@ -291,7 +291,7 @@ def list_cases(folder: Path, only: str, clean: int) -> list[dict[str, Any]]:
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--site", required=True)
+    parser.add_argument("--site", default="build/gaudi-sim", help="folder into which pip installed the simulated Gaudi")
     parser.add_argument("--only", default="")
     parser.add_argument("--clean", type=int, default=50, help="clean pairs")
     parser.add_argument("--folder", help="keep everything here; what is there is not done again")
