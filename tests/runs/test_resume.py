@@ -174,7 +174,7 @@ def test_stage_resumes_with_settings_that_change_no_result(
 
 
 HARMLESS = {
-    *("output", "accelerator", "precision", "sinks", "sinks_timeout"),
+    *("output", "accelerator", "precision", "record_steps", "sinks", "sinks_timeout"),
     *("alarms.stop", "alarms.compare_every", "alarms.skip_not_finite"),
     *("model.gradient_checkpointing", "data.datasets.0.prefer.nothing"),
     *(

@@ -32,9 +32,9 @@ def test_steps_from_kept_rollouts_equal_those_that_drew_them(
     for index in range(2):
         drawn = take_step(drawing, drawing.context, index)
         repeating.given = drawing.describe_step()
-        assert select_repeatable(take_step(repeating, repeating.context, index)).keys() == drawn.keys() & set(
-            select_repeatable(drawn)
-        )
+        again = select_repeatable(take_step(repeating, repeating.context, index))
+        # Kept log-probabilities are rounded, so no gap to them is measured.
+        assert again.keys() == {name for name in select_repeatable(drawn) if not name.startswith("draw_")}
         before, after = drawing.describe_step(), repeating.describe_step()
         assert {name: before.digests[name] for name in ("rows", "generator")} == {
             name: after.digests[name] for name in ("rows", "generator")

@@ -176,7 +176,7 @@ def test_resume_refuses_damage_and_code_in_a_checkpoint(rlhf, killed, tmp_path, 
     resume = ["ppo", "--output", output, "--resume"]
     *_, before, newest = StageDirectory(output / "ppo", "ppo").all_checkpoints
     files = sorted(path for path in newest.rglob("*.pt" if is_malicious else "*") if path.is_file())
-    assert len(files) == (2 if is_malicious else 5)
+    assert len(files) == (2 if is_malicious else 6)
     for file in files:
         intact = file.read_bytes()
         if is_malicious:

@@ -70,7 +70,7 @@ class Ran:
 
 @pytest.fixture(scope="module")
 def run_stage(accelerator, tmp_path_factory):
-    """Run a stage on an accelerator that counts compilations, as if its precision scaled losses."""
+    """Run a stage on an accelerator that counts compilations and host calls, as if its precision scaled losses."""
 
     def run(stage: str, values: dict[str, Any], call: Any) -> Ran:
         folder = tmp_path_factory.mktemp(stage)
@@ -78,6 +78,7 @@ def run_stage(accelerator, tmp_path_factory):
         data = {"max_prompt_length": 3, "max_completion_length": 5}
         with pytest.MonkeyPatch.context() as patch, Recorder(RunDirectory(folder).stage(stage)) as recorder:
             patch.setattr(accelerator, "compilations", lambda: 7)
+            patch.setattr(accelerator, "host_operators", lambda: {"aten::sort": 2, "aten::unique": 3})
             info = replace(accelerator.info(), peak_flops={"fp32": PEAK})
             patch.setattr(accelerator, "info", lambda: info)
             patch.setattr(TrainingEngine, "loss_scale", lambda engine: 1.0)
@@ -417,7 +418,7 @@ def test_keys_that_only_some_runs_have_are_those_of_the_table(sft_ran, reward_ra
     elsewhere |= {"peak_share", "direction"} if stage == "ppo" else set()
     assert ran.keys >= only - elsewhere - {"lora_learning_rate", "kl_loss", "ptx_loss", "equal_group_share"}
     assert ran.keys <= {key for name, key, _ in table(*RECORDS) if name == stage}
-    assert ran.step["compilations"] == 7
+    assert ran.step["compilations"] == 7 and ran.step["host_operators"] == 2 + 3
 
 
 def test_a_fallback_is_recorded_by_accelerators_that_count_nothing(accelerator, monkeypatch, tmp_path):
