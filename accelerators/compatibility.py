@@ -1,8 +1,7 @@
 """Plugins of former versions of the interface: which are accepted, and all that rlhf does so that they keep working.
 
-A new version adds members with defaults, so that plugins of the version before need no adapter. If something gets
-another name, its former name is served here and nowhere else, and named once in each process. This module does not
-import torch.
+A new version adds members with defaults, so that plugins of the version before need no adapter. Only this module
+translates former names; it logs each of them once in a process. It does not import torch.
 """
 
 from __future__ import annotations

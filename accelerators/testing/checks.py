@@ -77,7 +77,7 @@ CHECKS = (
     Check("shapes", "capabilities", "padded lengths are buckets: idempotent, monotone, never too short"),
     Check("precision", "capabilities", "every precision is granted as requested, or refused with a reason"),
     Check("deterministic", "capabilities", "a backend that promises equal results repeats a step bit for bit"),
-    Check("health", "memory_and_rng", "the health is told at once in words, and counts of errors never fall"),
+    Check("health", "memory_and_rng", "health is reported quickly and in words, and counts of errors never fall"),
     # state
     Check("placement", "memory_and_rng", "the device is known after bind, and whole batches move there"),
     Check("random-numbers", "memory_and_rng", "a seed and a saved state reproduce samples"),
