@@ -86,7 +86,8 @@ class Process:
         else:
             self._process = forks.start(*command, cwd=folder)
         self._cold, self.started = cold, time.monotonic()
-        self._seen: set[int] = set()  # a killed process keeps its lock until its last thread has ended
+        # A killed process keeps its lock until its last thread has ended; by then another may have its number.
+        self._seen: set[tuple[int, str]] = set()
 
     def lasts(self, seconds: float) -> bool:
         """Wait so long; return whether it still runs."""
@@ -104,20 +105,21 @@ class Process:
 
     def _list(self) -> list[int]:
         found = _list_processes(self._folder)
-        self._seen.update(found)
+        self._seen.update((pid, _read_stat(pid)[1]) for pid in found)
         return found
 
     def wait(self) -> tuple[int, str]:
         """Return the exit code and what it wrote to standard error.
 
         Raises:
-            TimeoutError: it, or a process that it has started, has not ended.
+            TimeoutError: it, or a process that it has started, has not ended; the message names them.
         """
         end = time.monotonic() + _BOUND
-        while self._process.poll() is None or self._list() or any(map(_is_alive, self._seen)):
+        while self._process.poll() is None or self._list() or any(_is_alive(*seen) for seen in self._seen):
             if time.monotonic() > end:
+                left = [f"{pid} ({_describe(pid)})" for pid, start in self._seen if _is_alive(pid, start)]
                 self.send(signal.SIGKILL, "all processes")
-                raise TimeoutError
+                raise TimeoutError(f"processes stay {_BOUND:.0f} s: {', '.join(left) or 'only the command'}")
             time.sleep(0.01)
         if self._cold:
             return self._process.wait(), (self._folder / "errors").read_text(errors="replace")
@@ -167,8 +169,8 @@ class Chaos:
             faults.append(f"SIGKILL, {_count(ranks)}: {victim}")
             try:
                 process.wait()
-            except TimeoutError:
-                outcome = f"processes stay {_BOUND:.0f} s"
+            except TimeoutError as error:
+                outcome = str(error)
                 break
         if faults and outcome == SAME:
             outcome = self._continue(run, ranks)
@@ -222,8 +224,8 @@ class Chaos:
         """Return how a run has ended after a signal."""
         try:
             code, errors = process.wait()
-        except TimeoutError:
-            return f"processes stay {_BOUND:.0f} s"
+        except TimeoutError as error:
+            return str(error)
         if code == 130 and "Traceback" not in errors:
             return SAME
         if code == 0:
@@ -244,8 +246,8 @@ class Chaos:
         """Continue a run to its end, and compare its result."""
         try:
             code, errors = self._start(run, ranks).wait()
-        except TimeoutError:
-            return "hangs when it is continued"
+        except TimeoutError as error:
+            return f"hangs when it is continued: {error}"
         if code:
             return f"cannot be continued: exit code {code}: {errors[-300:]}"
         if remains := [path.name for path in run.parent.rglob("*") if path.suffix in (".partial", ".replaced")]:
@@ -313,12 +315,29 @@ def _list_processes(folder: Path) -> list[int]:
     return found
 
 
-def _is_alive(pid: int) -> bool:
+def _read_stat(pid: int) -> tuple[str, str]:
+    """Return the state of a process and the time of its start; empty texts if there is none."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return state != "Z" or len(os.listdir(f"/proc/{pid}/task")) > 1
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return False
+        return "", ""
+    return fields[0], fields[19]
+
+
+def _is_alive(pid: int, start: str) -> bool:
+    state, started = _read_stat(pid)
+    with suppress(OSError):
+        return started == start != "" and (state != "Z" or len(os.listdir(f"/proc/{pid}/task")) > 1)
+    return False
+
+
+def _describe(pid: int) -> str:
+    """Return the state of a process, the call of the kernel that it waits in, and its command line."""
+    texts = [_read_stat(pid)[0]]
+    for name in ("wchan", "cmdline"):
+        with suppress(OSError):
+            texts.append(Path(f"/proc/{pid}/{name}").read_text(errors="replace").replace("\0", " ")[:200])
+    return " ".join(texts)
 
 
 def _read_result(run: Path) -> dict[str, Any]:

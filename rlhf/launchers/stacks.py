@@ -13,11 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rlhf.utils.atomic_io import open_no_link, refuse_link
+from rlhf.utils.atomic_io import STACKS, open_no_link, refuse_link
 
 SIGNAL = signal.SIGUSR2
-FOLDER = "stacks"
-
 _files: list[int] = []  # descriptors, of nested runs the last one
 
 
@@ -27,9 +25,9 @@ def keep_stacks(folder: Path, rank: int) -> Iterator[None]:
 
     The file is removed if nothing was written.
     """
-    refuse_link(folder / FOLDER)
-    (folder / FOLDER).mkdir(parents=True, exist_ok=True)
-    path = folder / FOLDER / f"rank{rank}.txt"
+    refuse_link(folder / STACKS)
+    (folder / STACKS).mkdir(parents=True, exist_ok=True)
+    path = folder / STACKS / f"rank{rank}.txt"
     with open_no_link(path, "w") as file:
         _files.append(file.fileno())
         faulthandler.register(SIGNAL, file, all_threads=True)

@@ -35,7 +35,16 @@ from rlhf.runs.resume import (
     stage_settings,
 )
 from rlhf.runs.stage_directory import StageDirectory
-from rlhf.utils.atomic_io import CONSOLE, PARTIAL, atomic_write_json, check_writable, refuse_link, remove_folder, sync
+from rlhf.utils.atomic_io import (
+    CONSOLE,
+    PARTIAL,
+    STACKS,
+    atomic_write_json,
+    check_writable,
+    refuse_link,
+    remove_folder,
+    sync,
+)
 from rlhf.utils.file_lock import LOCK, LOCK_FILES, lock_folder
 from rlhf.utils.process_info import SECRET_FILE, current_process, get_command_line
 
@@ -446,7 +455,7 @@ class RunDirectory:
             raise RunError(f"{self.path}: is a file; choose a folder with --output")
         # Files that may remain from a run that could not start.
         partial = (self.recipe.name + PARTIAL, self.description.name + PARTIAL)
-        known = ("traceback*.txt", CONSOLE, self.stop_file.name, SECRET_FILE, *LOCK_FILES, *partial)
+        known = ("traceback*.txt", STACKS, CONSOLE, self.stop_file.name, SECRET_FILE, *LOCK_FILES, *partial)
         files = self.path.iterdir() if self.path.is_dir() else ()
         if not all(any(path.match(name) for name in known) for path in files):
             raise RunError(

@@ -24,6 +24,9 @@ PICKLE_PROTOCOL = 2
 CONSOLE = "console.log"
 """The file with a run's output in its folder, if its caller (`rlhf sweep`) stores it."""
 
+STACKS = "stacks"
+"""The folder in a run's with the stacks of ranks that were ended because they hung."""
+
 
 def refuse_link(path: Path) -> None:
     """Raise `RunError` if `path` is a link, which may lead to a file that is not the run's."""

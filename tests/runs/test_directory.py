@@ -59,11 +59,12 @@ def test_a_complete_run_on_a_read_only_disk_is_no_error(tmp_path: Path, monkeypa
         check(config, stages=("reward",))
 
 
-@pytest.mark.parametrize("leftover", [None, "traceback-rank1.txt"])
+@pytest.mark.parametrize("leftover", [None, "traceback-rank1.txt", "stacks/rank1.txt"])
 def test_folder_without_a_run_may_be_written_to(tmp_path: Path, leftover: str | None) -> None:
     config = config_in(tmp_path / "run")
     config.output.mkdir()
     if leftover:  # of a run that could not start
+        (config.output / leftover).parent.mkdir(exist_ok=True)
         (config.output / leftover).write_text("Traceback")
     assert run_stages(config, "sft").stage("sft").done
 
