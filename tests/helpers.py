@@ -43,10 +43,13 @@ def mark_slow(cases: Mapping[str, Any], *, except_for: Collection[str]) -> list[
     ]
 
 
+LAUNCHER = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "RLHF_ACCELERATOR", "DS_ACCELERATOR"}
+"""Variables that a process group in this process sets while it exists, as the fixture `accelerator` does."""
+
+
 def user_environment() -> dict[str, str]:
     """The environment of a user's shell: without what a process group in this process has set."""
-    launcher = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "RLHF_ACCELERATOR", "DS_ACCELERATOR"}
-    return {name: value for name, value in os.environ.items() if name not in launcher} | {"RLHF_PLUGINS": "none"}
+    return {name: value for name, value in os.environ.items() if name not in LAUNCHER} | {"RLHF_PLUGINS": "none"}
 
 
 def build_tokenizer() -> Any:

@@ -18,6 +18,7 @@ import pytest
 import accelerators
 from accelerators import discovery
 from tests.accelerators import fake_plugins, nvml
+from tests.helpers import LAUNCHER
 
 SOURCES = Path(__file__).parent / "plugins"
 
@@ -57,7 +58,7 @@ def run_python(install: Callable[[str], Path]) -> Run:
     def run(
         *arguments: str, plugins: tuple[str, ...] = (), env: dict[str, str] | None = None, seconds: float = 300
     ) -> subprocess.CompletedProcess[str]:
-        clean = {key: value for key, value in os.environ.items() if not key.startswith(("RLHF_", "DS_ACCELERATOR"))}
+        clean = {key: value for key, value in os.environ.items() if key not in LAUNCHER and not key.startswith("RLHF_")}
         path = os.pathsep.join(map(str, map(install, plugins)))
         return subprocess.run(
             [sys.executable, *arguments],
