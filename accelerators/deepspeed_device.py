@@ -16,6 +16,7 @@ import torch
 from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 
 from accelerators.errors import AcceleratorError, PluginError, is_built_in, name_backend
+from accelerators.precisions import holds_float64
 
 if TYPE_CHECKING:
     from accelerators.accelerator import Accelerator
@@ -178,6 +179,9 @@ class DeepSpeedDevice(DeepSpeedAccelerator):
 
     def is_fp16_supported(self) -> bool:
         return self._grants("fp16")
+
+    def is_fp64_supported(self) -> bool:
+        return holds_float64(self._accelerator.device())
 
     def _grants(self, precision: str) -> bool:
         try:

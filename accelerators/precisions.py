@@ -38,3 +38,12 @@ def choose_precision(backend: str, wish: str, supports: Mapping[str, Support]) -
         refusal = f"precision {wish} on {backend}: {supports[wish].reason}"
         raise AcceleratorError(f"{refusal}; use {', '.join(others)} or {last}")
     return Precision(_DTYPES[name], name, reason, loss_scaling=name == "fp16")
+
+
+def holds_float64(device: torch.device) -> bool:
+    """Return whether a device can hold numbers in float64."""
+    try:
+        torch.zeros(1, dtype=torch.float64, device=device)
+    except (RuntimeError, TypeError):
+        return False
+    return True
