@@ -7,6 +7,7 @@ is frozen, and this module does not import torch, so that a plugin can be discov
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import difflib
 import re
 import reprlib
@@ -345,8 +346,14 @@ class DeclaredException:
     def __post_init__(self) -> None:
         _check_types(self, check=str, reason=str, expires=str, operator=str)
         _require_reason(False, self.reason)
-        if not re.fullmatch(r"\d{4}-\d{2}-\d{2}|\d+(\.\d+)+", self.expires):
-            raise ValueError(f"DeclaredException: expires is {self.expires!r}, expected a date or a version")
+        try:
+            if re.fullmatch(r"\d{4}-\d{2}-\d{2}", self.expires):
+                datetime.date.fromisoformat(self.expires)
+            elif not re.fullmatch(r"\d+(\.\d+)+", self.expires):
+                raise ValueError
+        except ValueError:
+            message = f"DeclaredException: expires is {self.expires!r}, expected a date (2027-03-01) or a version"
+            raise ValueError(message) from None
 
 
 @dataclass(frozen=True)

@@ -68,18 +68,19 @@ def judge(
     about = [exception for exception in exceptions if exception.check == check]
     failures = {failure["operator"]: failure["failure"] for failure in facts.get("failures", ())}
     for exception in about:
-        fails = exception.operator in failures if exception.operator else bool(reason)
-        exception.state = "applied" if fails and not exception.is_over(today) else "stale"
         if exception.is_over(today):
+            exception.state = "stale"
             return "failed", f"the exception for {exception.describe()} is over; repair it{reason and f': {reason}'}"
+        if exception.operator in failures or (reason and not exception.operator):
+            exception.state = "applied"
+        elif failures or not reason:  # else the check has ended before it came to the operator
+            exception.state = "stale"
     if stale := [exception for exception in about if exception.state == "stale"]:
         return "failed", f"the exception for {stale[0].describe()} is stale, because it passes; remove it"
     if not reason:
         return "passed", ""
-    if any(not exception.operator for exception in about):
-        return "excepted", reason
     excepted = {exception.operator for exception in about}
-    if failures and failures.keys() <= excepted:
+    if "" in excepted or (failures and failures.keys() <= excepted):
         return "excepted", reason
     others = [line for operator, line in failures.items() if operator not in excepted]
     return "failed", f"{len(others)} operators without an exception: {others[0]}" if about and others else reason

@@ -40,8 +40,8 @@ def test_exception_about_a_check_applies_to_whatever_it_finds() -> None:
     assert decide([MM | {"operator": ""}], "SIGSEGV") == ("excepted", "SIGSEGV", ["applied"])
 
 
-def test_exception_of_an_operator_does_not_excuse_a_crash() -> None:
-    assert decide([MM], "SIGSEGV")[0] == "failed"
+def test_exception_of_an_operator_does_not_excuse_a_crash_and_is_not_stale_by_it() -> None:
+    assert decide([MM], "SIGSEGV") == ("failed", "SIGSEGV", ["not tried"])
 
 
 def test_stale_exception_fails_a_check_that_passes() -> None:
@@ -71,7 +71,10 @@ def test_exception_about_an_unknown_check_is_refused() -> None:
         read_exceptions([MM | {"check": "kil"}], ["operators", "kill"])
 
 
-@pytest.mark.parametrize(("reason", "expires"), [("", LATER), ("ticket", "soon"), ("ticket", "")])
+@pytest.mark.parametrize(
+    ("reason", "expires"),
+    [("", LATER), ("ticket", "soon"), ("ticket", ""), ("ticket", "2027-13-01"), ("ticket", "20270301")],
+)
 def test_exception_needs_a_reason_and_an_expiry(reason: str, expires: str) -> None:
     with pytest.raises(ValueError, match=r"a refusal needs a reason|expires is "):
         DeclaredException("operators", reason, expires)
