@@ -18,15 +18,25 @@ def render_certificate(certificate: Mapping[str, Any]) -> str:
         certificate=certificate,
         css=read_asset("report.css"),
         format_seconds=format_seconds,
-        is_table=_is_table,
+        list_rows=_list_rows,
         show=_show,
     )
     return page.encode(errors="replace").decode()
 
 
-def _is_table(value: Any) -> bool:
-    """Return whether a fact is a list of records with the same names, which becomes a table."""
-    return isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
+def _list_rows(value: Any) -> list[dict[str, Any]]:
+    """Return the rows of a fact that becomes a table: a list of records, or several flat records by their names."""
+    if isinstance(value, Mapping) and len(value) > 1:
+        flat = all(isinstance(item, Mapping) and not any(map(_is_record, item.values())) for item in value.values())
+        rows = [{"": name, **item} for name, item in value.items()] if flat else []
+    else:
+        rows = value if isinstance(value, list) and all(isinstance(item, Mapping) for item in value) else []
+    names = dict.fromkeys(name for row in rows for name in row)
+    return [{name: row.get(name, "") for name in names} for row in rows]
+
+
+def _is_record(value: Any) -> bool:
+    return isinstance(value, Mapping) or (isinstance(value, list) and any(map(_is_record, value)))
 
 
 def _show(value: Any) -> str:

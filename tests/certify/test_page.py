@@ -50,6 +50,15 @@ def test_page_has_the_results_and_what_is_needed_to_repeat_them() -> None:
         assert part in text, part
 
 
+def test_records_by_name_become_a_table() -> None:
+    tolerances = {"aten.mm": {"float32": 8.0}, "aten.exp": {"float32": 4.0, "bfloat16": 2.0}}
+    check = CERTIFICATE["checks"][0] | {"facts": {"tolerances": tolerances, "nested": {"a": {"b": {"c": 1}}, "d": {}}}}
+    page = render_certificate(CERTIFICATE | {"checks": [check]})
+    cells = re.findall(r"<t[hd]>([^<]*)</t[hd]>", page)
+    assert cells[cells.index("aten.mm") - 3 :][:9] == ["", "float32", "bfloat16", "aten.mm", "8", "", "aten.exp", "4", "2"]
+    assert "<dt>b</dt>" in page
+
+
 def test_page_refers_to_nothing_outside_of_itself_and_has_no_script() -> None:
     page = render_certificate(CERTIFICATE)
     assert "<script" not in page and "url(" not in page and "@import" not in page
