@@ -179,51 +179,48 @@ def write_calls(lines: Mapping[str, int]) -> None:
 
 def recorded_versions() -> dict[str, str]:
     """Return the versions that decide which operators a model calls."""
-    return {package: version(package) for package in ("torch", "transformers", "deepspeed")}
+    return {package: version(package).partition("+")[0] for package in ("torch", "transformers", "deepspeed")}
 
 
-def find_stale(name: str, calls: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+def find_stale(name: str, calls: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
     """Return what a source calls and the list lacks, and what the list has of it and it does not call any more.
 
-    Operators with the dtypes of their tensors are compared: kinds of values depend on the numbers that a run draws.
+    Calls are compared by operator, dtypes, dimensions and order of strides: kinds of values depend on the numbers that
+    a run draws.
     """
     from accelerators.testing.numerics import entries
 
-    def form(call: entries.Call) -> str:
-        return " ".join([call.operator, *dict.fromkeys(spec.dtype for spec in call.specs())])
-
     names, lines = entries.read_calls()
     bit = 1 << names.index(name)
-    made = {form(call) for call in calls.values()}
-    listed = {line: form(entries.Call.decode(line)) for line in lines}
+    made = {call.shape_class() for call in calls.values()}
+    listed = {line: entries.Call.decode(line).shape_class() for line in lines}
     own = {listed[line] for line, bits in lines.items() if bits & bit}
-    return sorted(made - set(listed.values())), sorted(own - made)
+    return sorted(made - own, key=str), sorted(own - made, key=str)
 
 
 def write_tolerances() -> None:
-    """Measure the errors of torch on the CPU, and write the table of tolerances.
-
-    Calls recorded in bfloat16 are measured in float16 too.
-    """
+    """Measure the errors of torch on the CPU in each dtype of a device, and write the table of tolerances."""
     import torch
 
     from accelerators.testing.numerics import entries, errors, replay
 
+    start = time.monotonic()
     largest: dict[str, dict[str, float]] = {}
-    device = torch.device("cpu")
-    for call in entries.iterate_calls():
-        for one in replay.in_dtypes(call, (torch.bfloat16, torch.float16)):
-            for comparison in replay.compare_call(one, device, math.inf):
-                if comparison.reason or comparison.units == math.inf:
-                    raise SystemExit(f"the CPU itself fails: {comparison.describe()}")
-                row = largest.setdefault(comparison.operator, {})
-                row[comparison.dtype] = max(row.get(comparison.dtype, 0.0), comparison.units)
+    granted = (replay.ALL_DTYPES, replay.SIXTEEN_BITS.values())  # of devices with and without float64
+    calls = [one for call in entries.iterate_calls() for dtypes in granted for one in replay.in_dtypes(call, dtypes)]
+    for one in {call.encode(): call for call in calls}.values():
+        for comparison in replay.compare_call(one, torch.device("cpu"), math.inf, full=True):
+            if comparison.reason or comparison.units == math.inf:
+                raise SystemExit(f"the CPU itself fails: {comparison.describe()}")
+            row = largest.setdefault(comparison.operator, {})
+            row[comparison.dtype] = max(row.get(comparison.dtype, 0.0), comparison.units)
     table = {
-        operator: {dtype: errors.derive_factor(units) for dtype, units in sorted(row.items())}
+        operator: {dtype: errors.derive_factor(units, dtype) for dtype, units in sorted(row.items())}
         for operator, row in sorted(largest.items())
     }
     rows = ",\n".join(f"{json.dumps(operator)}: {json.dumps(row)}" for operator, row in table.items())
     errors.TABLE.write_text(f"{{\n{rows}\n}}\n")
+    print(f"tolerances of {len(table)} operators in {time.monotonic() - start:.0f} s")
 
 
 def print_calls() -> None:

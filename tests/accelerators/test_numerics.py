@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelerators.testing.numerics import compare_operators, entries, errors, inputs, replay
 from accelerators.testing.numerics.entries import Call, Recorder, Spec
+from tests.helpers import mark_slow
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ci"))
 import operators
@@ -68,7 +70,7 @@ def compare(monkeypatch: pytest.MonkeyPatch, mode: Wrong | None = None) -> list[
         one
         for calls in by_operator.values()
         for call in calls[:: -(-len(calls) // 4)]
-        for one in replay.in_dtypes(call, HALF)
+        for one in replay.in_dtypes(call, (*HALF, torch.float64))
     ]
     return [one for call in chosen for one in replay.compare_call(call, CPU, errors.tolerance(TABLE, call))]
 
@@ -135,19 +137,28 @@ def test_every_call_survives_its_line() -> None:
     assert [call for call in CALLS if Call.decode(call.encode()) != call] == []
 
 
-def test_every_recorded_operator_has_its_tolerances() -> None:
+@pytest.mark.parametrize("granted", [replay.ALL_DTYPES, HALF, ()], ids=["all", "bfloat16 alone", "float32 alone"])
+def test_every_recorded_operator_has_its_tolerances(granted: tuple[torch.dtype, ...]) -> None:
     lacking = {
         (one.operator, one.dtype())
         for call in CALLS
-        for one in replay.in_dtypes(call, (torch.bfloat16, torch.float16))
+        for one in replay.in_dtypes(call, granted)
         if one.dtype() not in TABLE.get(one.operator, {})
     }
     assert lacking == set()
 
 
+def test_table_has_recorded_operators_alone() -> None:
+    assert TABLE.keys() == {call.operator for call in CALLS}
+
+
 @pytest.mark.parametrize(("largest", "factor"), [(0.0, 0.0), (0.4, 4.0), (1.0, 4.0), (1.1, 8.0), (3.9, 16.0)])
 def test_factor_is_four_times_the_largest_error_up_to_a_power_of_two(largest: float, factor: float) -> None:
-    assert errors.derive_factor(largest) == factor
+    assert errors.derive_factor(largest, "float32") == factor
+
+
+def test_factor_in_float64_is_not_measured_because_the_reference_is_the_same() -> None:
+    assert errors.derive_factor(0.0, "float64") == errors.LEAST
 
 
 def test_unit_of_a_product_grows_with_the_root_of_its_terms() -> None:
@@ -163,6 +174,31 @@ def test_unit_of_a_product_grows_with_the_root_of_its_terms() -> None:
     off = errors.measure_error(call, torch.full((8, 8), 64.0 + 2**-10), reference, spread)
     eps = 2.0**-23
     assert off.units == pytest.approx(2**-10 / (eps * 64 + eps * 8 * float(spread.min())), rel=1e-3)
+
+
+def test_sums_of_16_bit_numbers_are_judged_as_sums_in_float32() -> None:
+    """By hand: 0.5 is the distance of 64 to the next number in bfloat16, one rounding; 64 terms allow no more."""
+    specs = tuple(Spec("bfloat16", shape, None, "unit") for shape in ((8, 64), (64, 8)))
+    reference, spread = torch.full((8, 8), 64.0, dtype=torch.float64), torch.full((8, 8), 16.0, dtype=torch.float64)
+    result = torch.full((8, 8), 64.5, dtype=torch.bfloat16)
+    off = errors.measure_error(Call("aten.mm.default", specs, {}), result, reference, spread)
+    assert off.units == pytest.approx(1, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("operator", "shapes", "elements", "length"),
+    [
+        ("aten.exp.default", [(4, 32)], 128, 1),
+        ("aten.bmm.default", [(2, 3, 5), (2, 5, 7)], 42, 5),
+        ("aten._grouped_mm.default", [(6, 5), (2, 5, 3), (2,)], 18, 5),
+        ("aten.sum.default", [(4, 32)], 1, 128),
+        ("aten.sum.dim_IntList", [(4, 32)], 4, 32),
+        ("aten._softmax.default", [(4, 24, 24)], 4 * 24 * 24, 24),
+    ],
+)
+def test_length_of_the_longest_sum(operator: str, shapes: list[tuple[int, ...]], elements: int, length: int) -> None:
+    call = Call(operator, tuple(spec(*shape) for shape in shapes), {})
+    assert errors.find_length(call, elements) == length
 
 
 def test_recorder_sees_operators_shapes_strides_and_kinds_of_values() -> None:
@@ -207,10 +243,107 @@ def test_facts_of_a_device_name_dtypes_seed_and_table(monkeypatch: pytest.Monkey
     json.dumps(facts)
 
 
-def test_list_is_what_a_family_calls_today(accelerator: Any) -> None:
+SOURCES = {name: name for name in operators.sources()}
+
+
+@pytest.mark.parametrize("name", mark_slow(SOURCES, except_for={"Qwen3, fp32"}))
+def test_list_is_what_a_source_calls_today(accelerator: Any, name: str) -> None:
     document = json.loads(entries.DATA.read_text())
     if document["versions"] != operators.recorded_versions():
         pytest.skip(f"recorded with other versions: {document['versions']}")
-    name = "Qwen3, fp32"
+    assert document["sources"] == list(SOURCES), "run python ci/operators.py --write"
     new, gone = operators.find_stale(name, operators.record(name, accelerator))
     assert (new, gone) == ([], []), "run python ci/operators.py --write"
+
+
+def test_list_was_recorded_with_the_locked_versions() -> None:
+    lock = (Path(__file__).parents[2] / "ci" / "lock" / "py311.txt").read_text()
+    locked = dict(line.split(" ")[0].split("==") for line in lock.splitlines() if re.match(r"[\w.-]+==", line))
+    recorded = json.loads(entries.DATA.read_text())["versions"]
+    assert {name: locked[name] for name in ("transformers", "deepspeed")} == {
+        name: recorded[name] for name in ("transformers", "deepspeed")
+    }, "run python ci/operators.py --write"
+
+
+# wider tensors, for the full size
+
+
+def spec(*shape: int, dtype: str = "float32", values: str = "any", strides: tuple[int, ...] | None = None) -> Spec:
+    return Spec(dtype, shape, strides, values)
+
+
+def test_wide_call_keeps_equal_sizes_equal_and_small_ones_small() -> None:
+    """By hand: 96 x 128 elements leave room for 6 times both sizes, whose product is 2**18.7."""
+    wide = inputs.widen(Call("aten.mm.default", (spec(96, 128), spec(128, 4)), {}))
+    assert wide is not None
+    assert [one.shape for one in wide.specs()] == [(6 * 96, 6 * 128), (6 * 128, 4)]
+
+
+def test_wide_call_has_indices_sizes_and_strides_that_fit() -> None:
+    call = Call(
+        "aten.embedding_dense_backward.default",
+        (spec(4, 24, 32), spec(4, 24, dtype="int64", values="integer 0 299"), 300, 0, False),
+        {},
+    )
+    wide = inputs.widen(call)
+    assert wide is not None
+    gradient, indices = wide.specs()
+    times = gradient.shape[1] // 24
+    assert gradient.shape == (4, 24 * times, 32 * times) and indices.values == f"integer 0 {299 * times}"
+    assert wide.args[2:] == (300 * times, 0, False) and times == 13
+    view = inputs.widen(Call("aten.view.default", (spec(4, 24, 32, strides=(768, 1, 24)), [96, 32]), {}))
+    assert view is not None
+    (turned,) = view.specs()
+    assert turned.strides == (24 * 13 * 32 * 13, 1, 24 * 13) and view.args[1] == [96 * 13, 32 * 13]
+
+
+def test_scalars_that_are_no_sizes_and_distinct_indices_are_left_alone() -> None:
+    wide = inputs.widen(Call("aten.mul.Tensor", (spec(64), 64), {}))
+    assert wide is not None and wide.args[1] == 64
+    assert (
+        inputs.widen(
+            Call(
+                "aten.index_select.default", (spec(64), 0, spec(64, dtype="int64", values="integer-distinct 0 63")), {}
+            )
+        )
+        is None
+    )
+
+
+def test_wide_calls_are_possible_and_pass_on_the_cpu() -> None:
+    done = {}
+    for call in CALLS:
+        if call.operator in WATCHED and call.operator not in done and (wide := inputs.widen(call)) is not None:
+            found = list(replay.compare_call(call, CPU, TABLE[call.operator][call.dtype()], full=True))
+            done[call.operator] = [one for one in found if one.case == inputs.WIDE]
+            assert max(spec.elements for spec in wide.specs()) <= inputs.MOST_ELEMENTS
+    assert len([operator for operator, found in done.items() if found]) >= len(WATCHED) - 2
+    assert [one.describe() for found in done.values() for one in found if one.failed] == []
+
+
+def test_product_of_groups_is_compared_with_its_definition() -> None:
+    """By hand: rows 0 and 1 belong to the first matrix, row 2 to the second."""
+    left, right = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[[10.0]], [[100.0]]])
+    assert replay._multiply_groups(left, right, torch.tensor([2, 3])).flatten().tolist() == [10, 20, 300]
+    turned = replay._multiply_groups(left.T, left, torch.tensor([2, 3]))
+    assert turned.flatten().tolist() == [1 + 4, 9]
+
+
+def test_output_that_is_missing_on_the_device_is_an_error() -> None:
+    call = Call("aten.neg.default", (spec(2),), {})
+    assert replay._compare(call, [None], [torch.ones(2)], [None], None).units == math.inf
+
+
+def test_call_in_float64_becomes_one_in_float32_on_a_device_without() -> None:
+    call = Call("aten._to_copy.default", (spec(2, dtype="float32"),), {"dtype": torch.float64})
+    assert replay.in_dtypes(call, [torch.float64]) == [call]
+    assert [one.kwargs["dtype"] for one in replay.in_dtypes(call, [])] == [torch.float32]
+
+
+def test_recorder_keeps_calls_that_differ_in_a_dimension_only() -> None:
+    """After `LOOKS` calls over one dimension, one over another is new."""
+    ones = torch.ones(3, 3)
+    with Recorder() as recorder:
+        for dimension in (0, 0, 0, 0, 1):
+            ones.sum(dimension)
+    assert [call.args[1] for call in recorder.calls.values()] == [[0], [1]]

@@ -23,13 +23,17 @@ def compare_operations(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def compare_operators(
-    accelerator: Accelerator, publish: Callable[[dict[str, Any]], None] = lambda facts: None
+    accelerator: Accelerator,
+    publish: Callable[[dict[str, Any]], None] = lambda facts: None,
+    *,
+    full: bool = False,
 ) -> dict[str, Any]:
     """Compare every recorded call on a device, forward and backward, with float64 on the CPU.
 
     Args:
         accelerator: the backend, its device bound.
         publish: called with facts about the operator that comes next.
+        full: repeat each call in the widths of real models, too.
 
     Returns:
         Facts for a report: counts, the first failure of each operator, and the worst cases. An operator that the device
@@ -38,21 +42,19 @@ def compare_operators(
     from accelerators.testing.numerics import entries, errors, replay
 
     table = errors.read_table()
-    sixteen_bits = replay.grant_dtypes(accelerator)
-    calls = [one for call in entries.iterate_calls() for one in replay.in_dtypes(call, sixteen_bits)]
+    granted = replay.grant_dtypes(accelerator)
+    calls = [one for call in entries.iterate_calls() for one in replay.in_dtypes(call, granted)]
     comparisons: list[replay.Comparison] = []
     for number, call in enumerate(calls):
         if number % PUBLISHED_EVERY == 0:
             publish({"reached": f"call {number} of {len(calls)}, {call.operator}"})
-        factor = errors.tolerance(table, call)
-        comparisons += replay.compare_call(call, accelerator.device(), factor)
-    dtypes = ["float32", *(str(dtype).removeprefix("torch.") for dtype in sixteen_bits)]
-    used = {comparison.operator for comparison in comparisons}
+        factor = table[call.operator][call.dtype()]
+        comparisons += replay.compare_call(call, accelerator.device(), factor, full=full)
     return {
         "calls": len(calls),
-        "dtypes": dtypes,
+        "dtypes": ["float32", *(str(dtype).removeprefix("torch.") for dtype in granted)],
         "seed": replay.SEED,
         "unit": errors.UNIT,
         **replay.summarize(comparisons),
-        "tolerances": {operator: table[operator] for operator in sorted(used) if operator in table},
+        "tolerances": {operator: table[operator] for operator in sorted({one.operator for one in comparisons})},
     }

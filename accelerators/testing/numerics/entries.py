@@ -6,8 +6,9 @@ had, and all other arguments. The device is left out: a call is repeated on the 
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ LIST_LENGTH = 3
 """Tensors of a list argument that are kept for operators that treat each tensor of a list alike (`_foreach_...`)."""
 
 _DROPPED = ("device", "layout", "pin_memory", "generator", "non_blocking")
-_SCALARS = ("dim", "dims", "dim0", "dim1", "self", "other", "value", "p", "ord")
+SCALARS = ("dim", "dims", "dim0", "dim1", "self", "other", "value", "p", "ord")
 """Arguments whose numbers make another kind of call; other numbers are sizes and positions."""
 
 
@@ -70,6 +71,10 @@ class Call(NamedTuple):
         leaves = tree_leaves((self.args, dict(self.kwargs)), is_leaf=lambda item: isinstance(item, Spec))
         return [leaf for leaf in leaves if isinstance(leaf, Spec)]
 
+    def named_args(self) -> list[tuple[str, Any]]:
+        """Return the positional arguments with their names; "" if they have none."""
+        return list(zip([*argument_names(self.operator), *[""] * len(self.args)], self.args, strict=False))
+
     def dtype(self) -> str:
         """Return the dtype in whose row of the table the call is: the least precise floating one, or that of others."""
         names = [spec.dtype for spec in self.specs()]
@@ -87,23 +92,15 @@ class Call(NamedTuple):
         operator, args, kwargs = json.loads(line)
         return cls(operator, tuple(_from_json(args)), _from_json(kwargs))
 
-    def kind(self) -> str:
+    def kind(self) -> tuple[Any, ...]:
         """Return what calls that differ in sizes only have in common."""
+        return _generalize(self, lambda spec: (*_shape_class(spec), spec.values.partition(" ")[0]))
 
-        def mark(name: str, value: Any) -> Any:
-            if isinstance(value, Spec):
-                # The strides of a row or a matrix of a larger tensor are sizes; their order is not.
-                order = value.strides and [sorted(value.strides).index(stride) for stride in value.strides]
-                return [value.dtype, len(value.shape), order, value.values.partition(" ")[0]]
-            if isinstance(value, (list, tuple)):
-                return [len(value) > 1, *(mark(name, item) for item in value[:1])]
-            scalar = isinstance(value, (int, float)) and not isinstance(value, bool)
-            return type(value).__name__ if scalar and name not in _SCALARS else str(value)
-
-        names = [argument.name for argument in find_operator(self.operator)._schema.arguments] if self.is_aten else []
-        names += [""] * len(self.args)
-        positional = [mark(name, value) for name, value in zip(names, self.args, strict=False)]
-        return json.dumps([self.operator, positional, {name: mark(name, item) for name, item in self.kwargs.items()}])
+    def shape_class(self) -> tuple[Any, ...]:
+        """Return the operator with dtype, dimensions and order of strides of each tensor: independent of all values."""
+        leaves = tree_leaves((self.args, dict(self.kwargs)), is_leaf=lambda item: isinstance(item, Spec))
+        marks = (_shape_class(leaf) if isinstance(leaf, Spec) else str(leaf) for leaf in leaves if _is_typed(leaf))
+        return (self.operator, *dict.fromkeys(marks))
 
     @property
     def is_aten(self) -> bool:
@@ -116,6 +113,39 @@ def is_dtype(value: Any) -> bool:
     return isinstance(value, torch.dtype)
 
 
+def _is_typed(leaf: Any) -> bool:
+    return isinstance(leaf, Spec) or is_dtype(leaf)
+
+
+def _shape_class(spec: Spec) -> tuple[Any, ...]:
+    """Return the dtype, the dimensions and the order of the strides; strides of a row of a larger tensor are sizes."""
+    order = tuple(sorted(spec.strides).index(stride) for stride in spec.strides) if spec.strides else None
+    return (spec.dtype, len(spec.shape), order)
+
+
+def _generalize(call: Call, describe: Callable[[Any], Any]) -> tuple[Any, ...]:
+    """Return a call with each tensor as `describe` has it, without numbers that are sizes or positions."""
+
+    def mark(name: str, value: Any) -> Any:
+        if isinstance(value, (Spec, Tensor)):
+            return describe(value)
+        if isinstance(value, (list, tuple)):
+            return (len(value) > 1, *dict.fromkeys(mark(name, item) for item in value))
+        size = isinstance(value, (int, float)) and not isinstance(value, bool) and name not in SCALARS
+        return type(value).__name__ if size else str(value)
+
+    positional = tuple(mark(name, value) for name, value in call.named_args())
+    return (call.operator, positional, tuple((name, mark(name, value)) for name, value in call.kwargs.items()))
+
+
+@functools.cache
+def argument_names(operator: str) -> tuple[str, ...]:
+    """Return the names of an operator's arguments; none of a function that calls operators."""
+    schema = find_operator(operator)._schema if operator.startswith("aten.") else None
+    return tuple(argument.name for argument in schema.arguments) if schema else ()
+
+
+@functools.cache
 def find_operator(name: str) -> Any:
     """Return the operator or function of this name."""
     found: Any = torch.ops if name.startswith("aten.") else torch
@@ -188,16 +218,17 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: dict[str, Call] = {}
-        self._looks: dict[str, int] = {}
+        self._looks: dict[tuple[Any, ...], int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = str(func)
         if name.startswith("aten.") and name not in UNINTERESTING:
-            leaves = tree_leaves((args, kwargs))
-            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-            form = repr([name, *((tuple(t.shape), t.dtype, t.stride()) for t in tensors)])
+            form = _generalize(Call(name, args, kwargs), lambda tensor: (tensor.shape, tensor.dtype, tensor.stride()))
             self._looks[form] = looks = self._looks.get(form, 0) + 1
+            tensors = (
+                [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)] if looks <= LOOKS else []
+            )
             if looks <= LOOKS and not any(tensor.is_meta or tensor.layout != torch.strided for tensor in tensors):
                 call = _describe(name, args, kwargs)
                 self.calls.setdefault(call.encode(), call)
@@ -241,8 +272,8 @@ def reduce(calls: Mapping[str, int]) -> dict[str, int]:
     Returns:
         The lines of the calls that are kept, each with the sources of all calls of its kind.
     """
-    kinds: dict[str, list[tuple[int, str]]] = {}
-    sources: dict[str, int] = {}
+    kinds: dict[tuple[Any, ...], list[tuple[int, str]]] = {}
+    sources: dict[tuple[Any, ...], int] = {}
     for line, bits in calls.items():
         call = Call.decode(line)
         kind = call.kind()

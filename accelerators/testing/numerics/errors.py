@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,24 +58,29 @@ def read_table(path: Path = TABLE) -> dict[str, dict[str, float]]:
     return table
 
 
-def derive_factor(largest: float) -> float:
-    """Return the factor of an operator whose largest error on the CPU is `largest` units."""
+def derive_factor(largest: float, dtype: str) -> float:
+    """Return the factor of an operator whose largest error on the CPU is `largest` units.
+
+    In float64 the CPU is compared with itself, so its error says nothing: the factor is `LEAST`.
+    """
+    if dtype == "float64":
+        return LEAST
     return 0.0 if largest == 0 else max(LEAST, 2.0 ** math.ceil(math.log2(MARGIN * largest)))
 
 
-def find_length(call: Call) -> int:
-    """Return the number of terms in the longest sum of a call.
+def find_length(call: Call, elements: int) -> int:
+    """Return the number of terms in the longest sum of a call whose result has some elements.
 
-    It is 1 for operators on single elements, the inner dimension of a product, and for others the longest dimension or
-    the number of elements that one element of the result is made of.
+    It is 1 for operators on single elements, the inner dimension of a product, and for others the longest dimension, or
+    the number of elements of an argument for each element of the result, if there are more.
     """
-    shapes = [spec.shape for spec in call.specs()]
-    if not shapes or (call.is_aten and torch.Tag.pointwise in find_operator(call.operator).tags):
+    specs = call.specs()
+    if not specs or (call.is_aten and torch.Tag.pointwise in find_operator(call.operator).tags):
         return 1
-    name = call.operator.split(".")[1]
-    if name in ("mm", "bmm", "addmm", "baddbmm", "_grouped_mm"):
-        return int(shapes[-1][-2]) if len(shapes[-1]) > 1 else 1
-    return max(max(shape, default=1) for shape in shapes) if name != "sum" else math.prod(shapes[0])
+    if call.operator.split(".")[1] in ("mm", "bmm", "addmm", "baddbmm", "_grouped_mm"):
+        shape = next(spec.shape for spec in reversed(specs) if len(spec.shape) > 1)
+        return shape[-2]
+    return max(*(max(spec.shape, default=1) for spec in specs), specs[0].elements // max(elements, 1))
 
 
 def measure_spread(reference: Tensor | None, changed: Sequence[Sequence[Tensor | None]]) -> Tensor | None:
@@ -111,7 +116,7 @@ def measure_error(call: Call, result: Tensor, reference: Tensor, spread: Tensor 
     vanishing = sums if call.operator == ATTENTION else sums**2
     unit = limits.eps * right.abs() + vanishing * largest + limits.smallest_normal
     if spread is not None:
-        unit = unit + sums * math.sqrt(find_length(call)) * spread
+        unit = unit + sums * math.sqrt(find_length(call, result.numel())) * spread
     units = (found - right).abs() / unit
     same = (found == rounded) | (found.isnan() & rounded.isnan())
     # Next to the largest number, rounding decides between it and infinity.
@@ -125,8 +130,3 @@ def _worst(units: Tensor, result: Tensor, reference: Tensor) -> Error:
     place = tuple(int(part) for part in torch.unravel_index(torch.tensor(index), units.shape))
     value, expected = (float(tensor.flatten()[index]) for tensor in (result, reference))
     return Error(float(units.flatten()[index]), place, value, expected)
-
-
-def tolerance(table: Mapping[str, Mapping[str, float]], call: Call) -> float:
-    """Return the factor of a call; `LEAST` if the table lacks its operator or dtype."""
-    return table.get(call.operator, {}).get(call.dtype(), LEAST)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from accelerators.testing.numerics.entries import ATTENTION, Call, Spec
+from accelerators.testing.numerics.entries import ATTENTION, SCALARS, Call, Spec
 
 CASES = {
     "plain": "values of the recorded kind",
@@ -19,6 +19,13 @@ CASES = {
     "empty": "a row of zeros, as padding leaves it",
     "strided": "the first tensor is every second element of a larger one",
 }
+
+WIDE = "wide"
+"""The case of the full size: plain values in tensors of the widths of real models; see `widen`."""
+LEAST_WIDENED = 8
+"""Sizes below are numbers of heads, experts or rows, and stay as they are."""
+MOST_ELEMENTS = 2**19
+MOST_TIMES = 64
 
 SOLVERS = ("aten.linalg_solve_triangular",)
 """Operators that divide by their first argument: it is drawn near the identity, since random matrices are singular in
@@ -43,6 +50,58 @@ def applies(case: str, call: Call) -> bool:
     if case == "strided":
         return bool(specs) and specs[0].elements > 1 and len(specs[0].shape) > 0 and specs[0].strides is None
     return case == "plain" or bool(floats)
+
+
+def widen(call: Call) -> Call | None:
+    """Return a call with larger tensors: each size from `LEAST_WIDENED` on is multiplied by one number.
+
+    So sizes that were equal stay equal, as the inner ones of a product. The number is the largest up to `MOST_TIMES`
+    with which no tensor has more than `MOST_ELEMENTS` elements. Ranges of integers grow along, because most are
+    indices. Returns None if nothing grows, or for indices that must differ: there are too few of them.
+    """
+    specs = call.specs()
+    rooms = [
+        (MOST_ELEMENTS / max(spec.elements, 1)) ** (1 / count)
+        for spec in specs
+        if (count := sum(size >= LEAST_WIDENED for size in spec.shape))
+    ]
+    times = min([MOST_TIMES, *map(int, rooms)]) if rooms else 1
+    if times < 2 or any("distinct" in spec.values for spec in specs):
+        return None
+
+    def grow(size: int) -> int:
+        return size * times if LEAST_WIDENED <= size < 2**31 // times else size
+
+    def change(name: str, item: Any) -> Any:
+        if isinstance(item, Spec):
+            return item._replace(
+                shape=tuple(map(grow, item.shape)), strides=_grow_strides(item, grow), values=_grow_range(item, grow)
+            )
+        if isinstance(item, (list, tuple)):
+            return [change(name, part) for part in item]
+        return grow(item) if type(item) is int and name not in SCALARS else item
+
+    args = tuple(change(name, item) for name, item in call.named_args())
+    return Call(call.operator, args, {name: change(name, item) for name, item in call.kwargs.items()})
+
+
+def _grow_strides(spec: Spec, grow: Callable[[int], int]) -> tuple[int, ...] | None:
+    """Return dense strides in the order of the recorded ones; 0 stays, of expanded dimensions."""
+    if spec.strides is None:
+        return None
+    grown, step = [0] * len(spec.shape), 1
+    for stride, place in sorted((stride, place) for place, stride in enumerate(spec.strides)):
+        if stride:
+            grown[place], step = step, step * grow(spec.shape[place])
+    return tuple(grown)
+
+
+def _grow_range(spec: Spec, grow: Callable[[int], int]) -> str:
+    """Return the kind of values with the range of integers that follows the sizes, if the dtype has them."""
+    kind, *numbers = spec.values.split(" ")
+    grown = [grow(int(number)) for number in numbers]
+    fits = not grown or max(grown) <= torch.iinfo(getattr(torch, spec.dtype)).max
+    return " ".join([kind, *map(str, grown)]) if fits else spec.values
 
 
 def draw_arguments(call: Call, case: str, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

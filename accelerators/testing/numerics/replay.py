@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from accelerators.errors import AcceleratorError, describe_error
+from accelerators.precisions import holds_float64
 from accelerators.testing.numerics.entries import ATTENTION, Call, Spec, find_operator, is_dtype
 from accelerators.testing.numerics.errors import (
     CHANGE,
@@ -22,15 +24,19 @@ from accelerators.testing.numerics.errors import (
     measure_error,
     measure_spread,
 )
-from accelerators.testing.numerics.inputs import CASES, applies, draw_arguments
+from accelerators.testing.numerics.inputs import CASES, WIDE, applies, draw_arguments, widen
 
 if TYPE_CHECKING:
     from accelerators.accelerator import Accelerator
 
 SEED = 0
 SIXTEEN_BITS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+ALL_DTYPES = (*SIXTEEN_BITS.values(), torch.float64)
 UNDEFINED = ("aten.empty", "aten.new_empty")
 """Beginnings of operators whose results have no values. Of these and of drawn numbers, shapes are compared."""
+
+GROUPED = "aten._grouped_mm.default"
+"""The product for experts, which the CPU lacks in float64; `_multiply_groups` is its definition."""
 
 ROUNDED = 0.51
 """Error in units of a result that is rounded once: its spread does not matter."""
@@ -71,7 +77,7 @@ class Comparison:
 
 
 def grant_dtypes(accelerator: Accelerator) -> list[torch.dtype]:
-    """Return the 16-bit dtypes that a device computes in; calls recorded in bfloat16 are repeated in each."""
+    """Return the dtypes that a device computes in, of those that not every device has: 16-bit ones, and float64."""
     granted = []
     for name, dtype in SIXTEEN_BITS.items():
         try:
@@ -79,51 +85,58 @@ def grant_dtypes(accelerator: Accelerator) -> list[torch.dtype]:
         except AcceleratorError:
             continue
         assert granted[-1] == dtype
-    return granted
+    return [*granted, *([torch.float64] if holds_float64(accelerator.device()) else [])]
 
 
-def in_dtypes(call: Call, sixteen_bits: Sequence[torch.dtype]) -> list[Call]:
-    """Return a call in the dtypes of a device: itself if it has no 16-bit floats, otherwise once for each dtype."""
+def in_dtypes(call: Call, granted: Sequence[torch.dtype]) -> list[Call]:
+    """Return a call in the dtypes of a device.
+
+    One with 16-bit floats is repeated in each that is granted. One in float64, in which DeepSpeed adds the squares of
+    gradients, is repeated in float32 on a device without: DeepSpeed takes that there.
+    """
+    if torch.float64 not in granted:
+        call = _replace_dtype(call, torch.float64, torch.float32)
     if call.dtype() != "bfloat16":
         return [call]
-    return [_replace_dtype(call, dtype) for dtype in sixteen_bits]
+    return [_replace_dtype(call, torch.bfloat16, dtype) for dtype in granted if dtype in SIXTEEN_BITS.values()]
 
 
-def _replace_dtype(call: Call, dtype: torch.dtype) -> Call:
-    name = str(dtype).removeprefix("torch.")
+def _replace_dtype(call: Call, old: torch.dtype, new: torch.dtype) -> Call:
+    before, after = (str(dtype).removeprefix("torch.") for dtype in (old, new))
 
     def replace(item: Any) -> Any:
         if isinstance(item, Spec):
-            return item._replace(dtype=name) if item.dtype == "bfloat16" else item
-        return dtype if item == torch.bfloat16 and is_dtype(item) else item
+            return item._replace(dtype=after) if item.dtype == before else item
+        return new if is_dtype(item) and item == old else item
 
     is_leaf: Callable[[Any], bool] = lambda item: isinstance(item, Spec)  # noqa: E731
     args, kwargs = tree_map(replace, (call.args, dict(call.kwargs)), is_leaf=is_leaf)
     return Call(call.operator, args, kwargs)
 
 
-def compare_call(call: Call, device: torch.device, factor: float, seed: int = SEED) -> Iterable[Comparison]:
-    """Yield the comparison of a call in each case that makes a difference to it."""
-    shapes = " ".join(str(list(spec.shape)) for spec in call.specs()[:4])
-    for case in CASES:
-        if not applies(case, call):
-            continue
-        about = (call.operator, call.dtype(), case, shapes)
-        arguments = draw_arguments(call, case, seed)
+def compare_call(
+    call: Call, device: torch.device, factor: float, seed: int = SEED, *, full: bool = False
+) -> Iterable[Comparison]:
+    """Yield the comparison of a call in each case that makes a difference to it; in the case `wide` too if `full`."""
+    wide = widen(call) if full else None
+    cases = [*((call, case) for case in CASES if applies(case, call)), *([(wide, WIDE)] if wide else [])]
+    for one, case in cases:
+        about = (one.operator, one.dtype(), case, " ".join(str(list(spec.shape)) for spec in one.specs()[:4]))
+        arguments = draw_arguments(one, case, seed)
         try:
-            reference, is_exact = _refer(call, arguments)
+            reference, is_exact = _refer(one, arguments)
         except (RuntimeError, NotImplementedError, IndexError, TypeError):
             if case == "plain":  # a recorded call must be possible
                 raise
             continue  # the CPU refuses it too, such as a view of a strided tensor
         try:
-            results = run_on_device(call, arguments, device)
+            results = run_on_device(one, arguments, device)
         except (RuntimeError, NotImplementedError, TypeError) as refusal:
             yield Comparison(*about, math.inf, factor, reason=f"the device lacks it: {describe_error(refusal)}")
             continue
-        error = _compare(call, results, reference, [None] * len(reference), arguments)
+        error = _compare(one, results, reference, [None] * len(reference), arguments)
         if error.units > ROUNDED and is_exact:  # in most cases, results are as exact as their dtype
-            error = _compare(call, results, reference, _measure_spreads(call, arguments, reference, seed), arguments)
+            error = _compare(one, results, reference, _measure_spreads(one, arguments, reference, seed), arguments)
         yield Comparison(*about, error.units, factor, str(list(error.place)), error.value, error.expected)
 
 
@@ -149,8 +162,8 @@ def _compare(
         return Error(math.inf)
     for result, right, spread in zip(results, reference, spreads, strict=True):
         if result is None or right is None:
-            continue
-        if not has_values(call):
+            error = Error(0.0 if result is right else math.inf)
+        elif not has_values(call):
             error = Error(0.0 if result.shape == right.shape else math.inf)
         else:
             error = measure_error(call, result, right, spread)
@@ -253,6 +266,8 @@ def _run(call: Call, arguments: Any, place: Place, *, exact: bool = False) -> Ou
     args, kwargs = tree_map(lambda item: _place(item, place, exact), arguments)
     if call.operator == ATTENTION:
         return _run_attention(args, kwargs)
+    if exact and call.operator == GROUPED:
+        return [_multiply_groups(*args)]
     operator = find_operator(call.operator)
     device = next((leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
     names = [argument.name for argument in operator._schema.arguments]
@@ -289,6 +304,15 @@ def _run_attention(args: Any, kwargs: Mapping[str, Any]) -> Outputs:
     result = torch.nn.functional.scaled_dot_product_attention(*leaves, **kwargs)
     gradient = torch.linspace(-1, 1, result.numel()).view(result.shape).to(torch.bfloat16).to(result)
     return [result.detach(), *torch.autograd.grad(result, leaves, gradient)]
+
+
+def _multiply_groups(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """Return the product of each group of rows with its matrix, or of each group of columns with its rows."""
+    places = [0, *ends.tolist()]
+    groups = [slice(start, end) for start, end in itertools.pairwise(places)]
+    if right.dim() == 3:
+        return torch.cat([left[group] @ matrix for group, matrix in zip(groups, right, strict=True)])
+    return torch.stack([left[:, group] @ right[group] for group in groups])
 
 
 def summarize(comparisons: Iterable[Comparison], most: int = 25) -> dict[str, Any]:
