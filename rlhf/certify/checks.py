@@ -1,7 +1,8 @@
-"""The ten checks of a first contact, in order: the simplest first, so that the first failure is the cause of others.
+"""The checks of the first contact and of numerics; those of endurance have their own file.
 
-A check is a function of the `Subject` that adds facts to the report, and raises `CheckFailed` if its expectation is not
-met. It runs in the command's process and opens no device itself. `levels.py` lists the levels with their checks.
+The simplest comes first, so that the first failure is the cause of others. A check is a function of the `Subject` that
+adds facts to the report, and raises `CheckFailed` if its expectation is not met. It runs in the command's process and
+opens no device itself. `levels.py` lists the levels with their checks.
 """
 
 from __future__ import annotations
@@ -224,16 +225,22 @@ def _judge_stages(facts: Facts, precision: str, memory: Facts) -> None:
 
 
 def check_zero(subject: Subject, facts: Facts) -> None:
-    """Compare ZeRO 0 to 3 on several devices with ZeRO 0 on one, and look at which weights LoRA changes."""
-    facts["ranks"] = ranks = _choose_ranks(subject)
+    """Compare ZeRO 0 to 3 of several ranks with ZeRO 0 of one, and look at which weights LoRA changes."""
+    ranks = _choose_ranks(subject)
     rows = dict.fromkeys((key for key in SMALL_BATCHES if key.endswith(("batch_size", "eval_rows"))), max(4, ranks))
     expected: dict[str, list[float]] = {}
-    for stage, count in [(0, 1), *((stage, ranks) for stage in range(4) if (stage, ranks) != (0, 1))]:
-        what = f"ZeRO {stage} on {count} {'device' if count == 1 else 'devices'}"
+    for stage, wanted in [(0, 1), *((stage, ranks) for stage in range(4))]:
+        count = min(wanted, ranks)
+        if (what := f"ZeRO {stage} with {count} {'rank' if count == 1 else 'ranks'}") in facts:
+            continue
         output = subject.folder(f"zero-{stage}-{count}")
         options = ("--stages", "sft,reward" if subject.full else "sft", "--ranks", str(count))
         settings = TWO_STEPS | rows | {"engine.zero_stage": stage}
         finished = subject.train(output, settings, *options)
+        if finished.code == 2 and count > subject.devices and stage == 0:
+            facts[what] = f"not possible, because ranks cannot share a device here: {finished.error}"
+            ranks = 1
+            continue
         if finished.code == 2 and stage == 3:
             dry = subject.train(subject.folder("zero-3-dry"), settings, *options, "--dry-run")
             if dry.code == 2 and "engine.zero_stage" in dry.error:  # refused before the device does any work
@@ -324,7 +331,7 @@ def check_ppo_steps(subject: Subject, facts: Facts) -> None:
 
 def check_operators(subject: Subject, facts: Facts) -> None:
     """Repeat every operator that the stages use."""
-    facts |= subject.processes.task("compare_operators", subject.name)
+    facts |= subject.processes.task("compare_operators", subject.name, subject.full)
     _judge_failures(facts["failures"], facts["operators"], "operators")
 
 
@@ -363,8 +370,8 @@ def compare_steps(what: str, numbers: list[float], expected: list[float], tolera
 
 
 def _choose_ranks(subject: Subject) -> int:
-    """Return how many devices ZeRO is checked on: a power of two, up to 8, or up to 2 at toy size."""
-    return 1 << (min(subject.devices, 8 if subject.full else 2).bit_length() - 1)
+    """Return how many ranks ZeRO is checked with: a power of two of the devices, 2 to 8; 2 at toy size."""
+    return 1 << (min(max(subject.devices, 2), 8 if subject.full else 2).bit_length() - 1)
 
 
 OPERATORS = Check(
@@ -375,7 +382,7 @@ IMPLEMENTATIONS = Check(
 )
 CONFORMANCE = Check("conformance", "no check of the conformance kit fails", check_conformance)
 ZERO = Check(
-    "zero", "ZeRO 0 to 3 give the losses of one device; LoRA changes every adapter and nothing else", check_zero
+    "zero", "ZeRO 0 to 3 of two ranks give the losses of one; LoRA changes every adapter and nothing else", check_zero
 )
 RESUME = Check(
     "resume", "a checkpoint gives the same losses on this device, in its other modes, on the CPU", check_resume

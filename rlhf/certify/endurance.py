@@ -81,6 +81,8 @@ def check_flat(subject: Subject, facts: Facts) -> None:
         records = subject.processes.task("watch_steps", subject.name, folder, stage, settings, steps)["steps"]
         start = int(WARM_UP * steps)
         memory = [record["memory"] for record in records[start:]]
+        if not any(memory):
+            raise CheckFailed(f"{stage}: the backend's memory() reports 0 bytes in use after every step")
         slope, margin = fit_slope(memory)
         graphs = [record["compilations"] for record in records if record["compilations"] is not None]
         late = graphs[-1] - graphs[start - 1] if graphs else 0

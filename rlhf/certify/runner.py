@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
 
 import accelerators
-from accelerators import describe_error
+from accelerators import AcceleratorError, describe_error
 from rlhf.certify.bundle import Redactor, write_bundle
 from rlhf.certify.checks import Check, Subject
 from rlhf.certify.environment import find_commit, record_machine
@@ -99,35 +100,47 @@ def certify(
             names = ", ".join(each.name for each in levels)
             report_progress(f"{selection.name}: {names}, {size} size; recording the environment")
             environment |= record_machine() | _record_backend(processes, selection.name)
-            exceptions += _list_exceptions(processes, selection.name)
+            if isinstance(environment["backend"], dict):  # otherwise the first check will fail, too
+                exceptions += _list_exceptions(processes, selection.name)
             for each in levels:
                 _run_level(each, subject, exceptions, results, count, report_progress)
                 if results[-1].result == "failed":
                     break
         finally:  # after an interruption too
             done = [(result.level, result.check) for result in results]
-            certificate = {
-                "format": FORMAT,
-                "accelerator": selection.name,
-                "provider": selection.provider,
-                "model": probed.model if probed else "",
-                "rlhf": __version__,
-                "commit": find_commit(),
-                "command": shlex.join(["rlhf", *sys.argv[1:]]),
-                "size": size,
-                "date": now.isoformat(timespec="seconds"),
-                "passed": len(results) == count and all(result.result != "failed" for result in results),
-                "exceptions": [vars(exception) for exception in exceptions],
-                "levels": [_summarize_level(each, results, subject) for each in levels],
-                "checks": [vars(result) for result in results],
-                "not run": [
-                    check.name for each in LEVELS for check in each.checks if (each.name, check.name) not in done
-                ],
-            }
+            certificate = _name_not_finite(
+                {
+                    "format": FORMAT,
+                    "accelerator": selection.name,
+                    "provider": selection.provider,
+                    "model": probed.model if probed else "",
+                    "rlhf": __version__,
+                    "commit": find_commit(),
+                    "command": shlex.join(["rlhf", *sys.argv[1:]]),
+                    "size": size,
+                    "date": now.isoformat(timespec="seconds"),
+                    "passed": len(results) == count and all(result.result != "failed" for result in results),
+                    "exceptions": [vars(exception) for exception in exceptions],
+                    "levels": [_summarize_level(each, results, subject) for each in levels],
+                    "checks": [vars(result) for result in results],
+                    "not run": [
+                        check.name for each in LEVELS for check in each.checks if (each.name, check.name) not in done
+                    ],
+                }
+            )
             _write(folder, certificate, environment, logs)
             if len(results) < count and all(result.result != "failed" for result in results):
                 report_progress(f"stopped; certificate of the checks so far: {folder}")
     return certificate, folder
+
+
+def _name_not_finite(value: Any) -> Any:
+    """Return a value for JSON, which has no infinity and no NaN, with their names."""
+    if isinstance(value, Mapping):
+        return {key: _name_not_finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_name_not_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _make_folder(folder: Path) -> Path:
@@ -207,15 +220,15 @@ def _describe(result: CheckResult) -> str:
 def _record_backend(processes: Processes, name: str) -> dict[str, Any]:
     try:
         return {"backend": processes.task("record_environment", name)}
-    except CheckFailed as error:  # the first check will fail, too
+    except CheckFailed as error:
         return {"backend": f"({error})"}
 
 
 def _list_exceptions(processes: Processes, name: str) -> list[KnownFailure]:
     try:
         declared = processes.task("list_exceptions", name)["exceptions"]
-    except CheckFailed:  # the first check will fail, too
-        return []
+    except CheckFailed as error:
+        raise AcceleratorError(f"{name}: exceptions() failed: {error}") from error
     return read_exceptions(declared, [check.name for level in LEVELS for check in level.checks])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import time
@@ -15,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from accelerators import OPERATIONS
+from accelerators import OPERATIONS, AcceleratorError
 from rlhf.certify import runner
-from rlhf.certify.checks import FIRST_CONTACT, Subject
+from rlhf.certify.checks import FIRST_CONTACT, Subject, check_zero
 from rlhf.certify.endurance import KILLED_AFTER, fit_slope
 from rlhf.certify.levels import LEVELS, select_levels
 from rlhf.certify.processes import CheckFailed, Finished, Processes
@@ -172,11 +173,11 @@ FAULTS: list[tuple[str, Callable[[Fake], None], str]] = [
     (
         "zero",
         attribute("losses", lambda command, _: [3.0, 2.4] if "zero_stage=2" in command else [3.0, 2.5]),
-        "ZeRO 2 on 2 devices: losses are 3.0000, 2.4000, expected 3.0000, 2.5000 within 0.2%",
+        "ZeRO 2 with 2 ranks: losses are 3.0000, 2.4000, expected 3.0000, 2.5000 within 0.2%",
     ),
-    ("zero", end_with(2, "zero_stage=1"), "ZeRO 1 on 2 devices: it is refused"),
-    ("zero", end_with(1, "zero_stage=3"), "ZeRO 3 on 2 devices: exit code 1"),
-    ("zero", end_with(2, "zero_stage=3", unless="--dry-run"), "ZeRO 3 on 2 devices: it is refused"),
+    ("zero", end_with(2, "zero_stage=1"), "ZeRO 1 with 2 ranks: it is refused"),
+    ("zero", end_with(1, "zero_stage=3"), "ZeRO 3 with 2 ranks: exit code 1"),
+    ("zero", end_with(2, "zero_stage=3", unless="--dry-run"), "ZeRO 3 with 2 ranks: it is refused"),
     (
         "zero",
         change("tasks.train_adapters.unchanged adapters", ["a.lora_A"]),
@@ -199,9 +200,9 @@ FAULTS: list[tuple[str, Callable[[Fake], None], str]] = [
     (
         "zero",
         attribute("grad_norm", lambda command: 2.0 if "--ranks 2" in command else 1.0),
-        "ZeRO 0 on 2 devices: norms of gradients are 2.0000",
+        "ZeRO 0 with 2 ranks: norms of gradients are 2.0000",
     ),
-    ("zero", end_with(2, "zero_stage=3"), "ZeRO 3 on 2 devices: it is refused"),
+    ("zero", end_with(2, "zero_stage=3"), "ZeRO 3 with 2 ranks: it is refused"),
     (
         "operators",
         change("tasks.compare_operators.failures", [{"operator": "aten.mm", "failure": "aten.mm in bf16: 1 at [0]"}]),
@@ -238,6 +239,11 @@ FAULTS: list[tuple[str, Callable[[Fake], None], str]] = [
             [{"memory": 10**6 + 10**4 * step, "compilations": None} for step in range(40)],
         ),
         "sft: memory grows by 10,000 bytes per step",
+    ),
+    (
+        "flat",
+        change("tasks.watch_steps.steps", [{"memory": 0, "compilations": None}] * 40),
+        "sft: the backend's memory() reports 0 bytes in use after every step",
     ),
     ("ppo-steps", change("tasks.take_ppo_steps.steps.3.compilations", 9), "2 graphs were compiled after step 3"),
     ("ppo-steps", change("tasks.take_ppo_steps.fallbacks", ["generation"]), "generation were not recorded"),
@@ -279,7 +285,18 @@ def test_zero_3_may_be_refused_before_it_starts(tmp_path: Path) -> None:
     processes = Fake(tmp_path)
     end_with(2, "zero_stage=3")(processes)
     processes.refusal = "engine.zero_stage: the mode crashes"
-    assert run(processes, "zero")["ZeRO 3 on 2 devices"] == "refused: engine.zero_stage: the mode crashes"
+    assert run(processes, "zero")["ZeRO 3 with 2 ranks"] == "refused: engine.zero_stage: the mode crashes"
+
+
+@pytest.mark.parametrize(("devices", "refused"), [(1, True), (2, False)])
+def test_two_ranks_may_be_refused_on_one_device_alone(tmp_path: Path, devices: int, refused: bool) -> None:
+    processes = Fake(tmp_path)
+    end_with(2, "--ranks 2")(processes)
+    facts: dict[str, Any] = {}
+    with nullcontext() if refused else pytest.raises(CheckFailed, match="ZeRO 0 with 2 ranks: it is refused"):
+        check_zero(Subject("npu", devices, False, processes), facts)
+    assert facts.get("ZeRO 0 with 2 ranks", "").endswith("share a device here: it is refused") == refused
+    assert ("ZeRO 3 with 1 rank" in facts) == refused
 
 
 def test_overflowing_gradients_have_no_norm_to_compare(tmp_path: Path) -> None:
@@ -318,6 +335,29 @@ def test_first_failure_ends_all_levels_and_the_certificate_is_written(
     assert [level["result"] for level in report["levels"]] == ["failed"] + ["not run"] * (len(LEVELS) - 1)
     assert lines[0].startswith("cpu: first-contact, interface, ")
     assert lines[-1].endswith("shapes failed: bucket(3) is 2")
+
+
+def test_exceptions_that_cannot_be_read_end_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Fake(tmp_path)
+    fake.tasks |= {"record_environment": {}, "list_exceptions": CheckFailed("ValueError: expires is 'soon'")}
+    monkeypatch.setattr(runner, "Processes", lambda *arguments: fake)
+    with pytest.raises(AcceleratorError, match="cpu: exceptions\\(\\) failed: ValueError: expires is 'soon'"):
+        runner.certify("cpu", size="toy", output=tmp_path / "c")
+
+
+def test_numbers_that_json_lacks_are_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Fake(tmp_path)
+    worst = [{"operator": "aten.mm", "units": math.inf, "value": math.nan}]
+    fake.tasks |= {"record_environment": {}, "list_exceptions": {"exceptions": []}}
+    fake.tasks["compare_operators"] |= {"worst": worst}
+    monkeypatch.setattr(runner, "Processes", lambda *arguments: fake)
+    runner.certify("cpu", level="numerics", size="toy", output=tmp_path / "c")
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    document = json.loads((tmp_path / "c" / "certificate.json").read_text(), parse_constant=refuse)
+    assert document["checks"][0]["facts"]["worst"] == [{"operator": "aten.mm", "units": "inf", "value": "nan"}]
 
 
 @pytest.mark.parametrize(
