@@ -206,7 +206,7 @@ def write_tolerances() -> None:
 
     start = time.monotonic()
     largest: dict[str, dict[str, float]] = {}
-    granted = (replay.ALL_DTYPES, replay.SIXTEEN_BITS.values())  # of devices with and without float64
+    granted = (replay.ALL_DTYPES, [*replay.SIXTEEN_BITS.values()])  # of devices with and without float64
     calls = [one for call in entries.iterate_calls() for dtypes in granted for one in replay.in_dtypes(call, dtypes)]
     for one in {call.encode(): call for call in calls}.values():
         for comparison in replay.compare_call(one, torch.device("cpu"), math.inf, full=True):

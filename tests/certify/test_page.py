@@ -50,12 +50,28 @@ def test_page_has_the_results_and_what_is_needed_to_repeat_them() -> None:
         assert part in text, part
 
 
+def test_certificate_that_was_stopped_has_not_failed() -> None:
+    checks = [CERTIFICATE["checks"][0] | {"result": "passed", "reason": ""}]
+    header = render_certificate(CERTIFICATE | {"checks": checks}).partition("<header>")[2].partition("</header>")[0]
+    assert "– stopped" in header and "failed" not in header
+
+
 def test_records_by_name_become_a_table() -> None:
     tolerances = {"aten.mm": {"float32": 8.0}, "aten.exp": {"float32": 4.0, "bfloat16": 2.0}}
     check = CERTIFICATE["checks"][0] | {"facts": {"tolerances": tolerances, "nested": {"a": {"b": {"c": 1}}, "d": {}}}}
     page = render_certificate(CERTIFICATE | {"checks": [check]})
     cells = re.findall(r"<t[hd]>([^<]*)</t[hd]>", page)
-    assert cells[cells.index("aten.mm") - 3 :][:9] == ["", "float32", "bfloat16", "aten.mm", "8", "", "aten.exp", "4", "2"]
+    assert cells[cells.index("aten.mm") - 3 :][:9] == [
+        "",
+        "float32",
+        "bfloat16",
+        "aten.mm",
+        "8",
+        "",
+        "aten.exp",
+        "4",
+        "2",
+    ]
     assert "<dt>b</dt>" in page
 
 

@@ -200,6 +200,8 @@ def _refer(call: Call, arguments: Any) -> tuple[Outputs, bool]:
     """Return the outputs in float64, and True; or in the call's dtypes, if the CPU lacks the operator in float64."""
     if call.operator == "aten.view.dtype":
         return _run(call, arguments, _keep), False
+    if call.operator == GROUPED:
+        _run(call, arguments, _keep)  # it refuses some strides, which its definition has not to know
     try:
         return _run(call, arguments, _to_float64, exact=True), True
     except (RuntimeError, NotImplementedError):
