@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from accelerators.marks import EventMark
     from accelerators.precisions import choose_precision
     from accelerators.quantized import QuantizedWeights
+    from accelerators.streams import StreamAccelerator
 
 __all__ = [
     "API_VERSION",
@@ -80,6 +81,7 @@ __all__ = [
     "Report",
     "Selection",
     "ShapePolicy",
+    "StreamAccelerator",
     "StreamGraphs",
     "Support",
     "TorchBuild",
@@ -114,6 +116,7 @@ _LAZY = {
     "EventMark": "marks",
     "DeepSpeedDevice": "deepspeed_device",  # it imports DeepSpeed, which needs the backend's environment
     "QuantizedWeights": "quantized",
+    "StreamAccelerator": "streams",
     "StreamGraphs": "capture",
     "choose_precision": "precisions",
     "find_batch_dependence": "invariance",

@@ -19,24 +19,18 @@ from accelerators.accelerator import Accelerator
 from accelerators.backends.cuda import info as cuda_info
 from accelerators.capture import StreamGraphs
 from accelerators.errors import AcceleratorError
-from accelerators.marks import EventMark
 from accelerators.precisions import choose_precision
 from accelerators.shapes import ShapePolicy
+from accelerators.streams import StreamAccelerator
 from accelerators.types import DeviceInfo, Health, KernelImpl, Precision, Support
 
 NATIVE_BF16, FLASH_ATTENTION, CUDNN_ATTENTION, TENSOR_CORES = (8, 0), (8, 0), (8, 0), (7, 0)
 
 
-class CUDA(Accelerator):
+class CUDA(StreamAccelerator):
     """One NVIDIA GPU, with NCCL between processes."""
 
     name = "cuda"
-    chunk_elements = 1 << 24
-    absent: ClassVar[Mapping[str, str]] = {
-        "inference_weights": "a GPU's matrix products read weights in the order that they are trained in",
-        "fused_layers": "torch has no fused form of such layers for a GPU that trains; a plugin may bring one",
-    }
-
     out_of_memory_pattern = "_STATUS_ALLOC_FAILED"  # of cuBLAS, cuDNN and cuSOLVER, which allocate without torch
 
     allocator_setting = ("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -113,10 +107,6 @@ class CUDA(Accelerator):
             "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else "none",
         }
 
-    def mark(self) -> EventMark:
-        """Return an event in the current stream."""
-        return EventMark(self.device())
-
     @contextlib.contextmanager
     def named_range(self, name: str) -> Iterator[None]:
         """Name the range for torch's profiler and, through NVTX, for NVIDIA's tools."""
@@ -141,10 +131,6 @@ class CUDA(Accelerator):
     def shape_policy(self) -> ShapePolicy:
         """Return few lengths, because each is a separate recording; tensor cores multiply multiples of 8 fastest."""
         return ShapePolicy("bucketed", pad_to_multiple=8, first=64)
-
-    def pins_memory(self) -> bool:
-        """Return True: copies from page-locked memory are fast."""
-        return True
 
     def _leave_recording(self) -> None:
         """End the recording mode of torch's generator after a failed recording.

@@ -1,4 +1,4 @@
-"""The backend: what differs from the defaults of `accelerators.Accelerator` on Ascend NPUs.
+"""The backend: what differs from the defaults of `accelerators.StreamAccelerator` on Ascend NPUs.
 
 torch_npu registers `torch.npu`, which resembles `torch.cuda`, and serves `torch.accelerator`. Sources, each named where
 it is used:
@@ -15,20 +15,18 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from accelerators import (
     FUSED_ADAMW,
-    Accelerator,
     AcceleratorError,
     DeviceInfo,
-    EventMark,
     Health,
     KernelImpl,
     Precision,
-    ShapePolicy,
+    StreamAccelerator,
     StreamGraphs,
     Support,
     choose_precision,
@@ -39,15 +37,10 @@ from accelerators import (
 from rlhf_npu import plugin
 
 
-class NPU(Accelerator):
+class NPU(StreamAccelerator):
     """One Ascend NPU, with hccl between processes; DeepSpeed knows it by the same name."""
 
     name = "npu"
-    chunk_elements = 1 << 24
-    absent: ClassVar[Mapping[str, str]] = {
-        "inference_weights": "torch_npu's matrix products read weights in the order that they are trained in",
-        "fused_layers": "torch_npu has fused operators, but no fused form of a whole layer that trains",
-    }
     environment_prefixes = ("ASCEND_", "HCCL_", "ACL_", "TORCH_NPU_", "PYTORCH_NPU_", "TASK_QUEUE_", "INF_NAN_")
     allocator_setting = ("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True")  # [memory]
     out_of_memory_pattern = r"NPU out of memory|\b(?:EL0004|EI0011|207001)\b"  # [errors]
@@ -83,10 +76,6 @@ class NPU(Accelerator):
         """Return what npu-smi, the driver's files and CANN say."""
         return plugin.environment_report()
 
-    def mark(self) -> EventMark:
-        """Return an event in the current stream."""
-        return EventMark(self.device())
-
     def precision(self, wish: str = "auto") -> Precision:
         """Return bf16 from Ascend 910B on, else fp16 with loss scaling, or the wished one."""
         return choose_precision(
@@ -102,14 +91,6 @@ class NPU(Accelerator):
     def kernel_implementations(self) -> Iterable[KernelImpl]:
         """Return PyTorch's implementations, of which torch_npu replaces operators, and graphs."""
         return (*portable_kernels(SDPA), ADAMW, NPU_GRAPHS)
-
-    def shape_policy(self) -> ShapePolicy:
-        """Return few lengths, because each is a separate recording, in multiples of the matrix unit's 16."""
-        return ShapePolicy("bucketed", pad_to_multiple=16, first=64)
-
-    def pins_memory(self) -> bool:
-        """Return True: copies from page-locked memory are asynchronous."""
-        return True
 
     def dist_backend(self) -> str:
         """Return Ascend's collective library; torch_npu registers two for the device."""

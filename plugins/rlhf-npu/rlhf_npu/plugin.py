@@ -15,24 +15,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import subprocess
 from collections.abc import Iterable
 from importlib import metadata
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from accelerators import (
-    AcceleratorSpec,
-    Health,
-    Probe,
-    describe_files,
-    hookimpl,
-    read_command,
-    read_text,
-    run_tool,
-    torch_build,
-)
+from accelerators import AcceleratorSpec, Health, Probe, describe_files, hookimpl, read_command, read_text, torch_build
 
 DEV, DRIVER = Path("/dev"), Path("/usr/local/Ascend/driver/version.info")
 MANAGER = "davinci_manager"
@@ -56,11 +45,8 @@ def shown(present: list[Path]) -> list[Path]:
 
 
 def ask(*question: str) -> str:
-    """Return the answer of npu-smi [smi]; "" if it has none."""
-    try:
-        return run_tool("npu-smi", "info", *question).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
+    """Return the answer of npu-smi [smi], or in parentheses why it has none."""
+    return read_command("npu-smi", "info", *question)
 
 
 def rows() -> list[list[str]]:
@@ -82,7 +68,7 @@ def health(index: int) -> Health:
         return Health()
     card, chip = table[present.index(devices[index])][:2]
     place = ("-i", card, "-c", chip)
-    lines = (ask("-t", "health", *place) + ask("-t", "ecc", *place)).splitlines()
+    lines = [*ask("-t", "health", *place).splitlines(), *ask("-t", "ecc", *place).splitlines()]
     facts = {name.strip(): value.strip() for name, _, value in (line.partition(" : ") for line in lines)}
     state = facts.get("Health Status", "UNKNOWN")
     problem = (f"npu-smi: {state}, {facts.get('Error Information')}",) if state not in ("OK", "UNKNOWN") else ()
@@ -120,7 +106,7 @@ def probe() -> Probe:
 def environment_report() -> dict[str, str]:
     """Return facts about NPUs and drivers (`Accelerator.environment_report`)."""
     return {
-        "npu-smi": read_command("npu-smi", "info"),
+        "npu-smi": ask(),
         "driver": read_text(DRIVER).strip() or f"no {DRIVER}",
         "CANN": os.environ.get(HOME, "its set_env.sh has not been sourced"),
         "device files": describe_files([*chips(), *DEV.glob("davinci_*"), DEV / "devmm_svm", DEV / "hisi_hdc"]),

@@ -10,7 +10,7 @@ from subprocess import CompletedProcess, TimeoutExpired
 import pytest
 from rlhf_npu import plugin
 
-from accelerators import Health, TorchBuild
+from accelerators import Health, TorchBuild, host
 
 # As published: the command reference of Atlas A2 and A3, and Ascend/msinsight's and xllm's documents.
 SMI_910B = """\
@@ -72,14 +72,14 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             assert command[:2] == ("npu-smi", "info")
             if isinstance(smi, Exception):
                 raise smi
-            answers = {("-m",): smi, **dict.fromkeys(CHIP_1, "")} | (state or {})
+            answers = {(): "", ("-m",): smi, **dict.fromkeys(CHIP_1, "")} | (state or {})
             return CompletedProcess(command, 0, answers[command[2:]], "")
 
         find = importlib.util.find_spec
         found = {plugin.RUNTIME: extension and find("json")}
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: found[name] if name in found else find(name))
         monkeypatch.setattr(metadata, "version", lambda name: extension)
-        monkeypatch.setattr(plugin, "run_tool", run_tool)
+        monkeypatch.setattr(host, "run_tool", run_tool)
         monkeypatch.setattr(plugin, "torch_build", lambda: torch and TorchBuild(torch, None, None))
 
     return write

@@ -1,4 +1,4 @@
-"""The backend: what differs from the defaults of `accelerators.Accelerator` on Intel GPUs.
+"""The backend: what differs from the defaults of `accelerators.StreamAccelerator` on Intel GPUs.
 
 Sources, each named where it is used:
 [attention] pytorch, aten/src/ATen/native/mkldnn/xpu/Attention.cpp, `select_sdp_backend_xpu`
@@ -12,21 +12,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from accelerators import (
     FUSED_ADAMW,
-    Accelerator,
     AcceleratorError,
     DeviceInfo,
-    EventMark,
     Health,
     KernelImpl,
     Memory,
     Precision,
-    ShapePolicy,
+    StreamAccelerator,
     StreamGraphs,
     Support,
     choose_precision,
@@ -36,15 +34,10 @@ from accelerators import (
 from rlhf_xpu import plugin
 
 
-class XPU(Accelerator):
+class XPU(StreamAccelerator):
     """One Intel GPU, or one tile of it, with xccl between processes; DeepSpeed knows it by the same name."""
 
     name = "xpu"
-    chunk_elements = 1 << 24
-    absent: ClassVar[Mapping[str, str]] = {
-        "inference_weights": "oneDNN reads weights in the order that they are trained in",
-        "fused_layers": "torch has no fused form of such layers for a GPU that trains; a plugin may bring one",
-    }
     environment_prefixes = ("ZE_", "ZES_", "ONEAPI_", "SYCL_", "UR_", "CCL_", "IGC_", "NEO", "PYTORCH_", "TORCH_XPU_")
     out_of_memory_pattern = r"UR_RESULT_ERROR_OUT_OF_(?:DEVICE|HOST)_MEMORY"  # [errors]
 
@@ -82,10 +75,6 @@ class XPU(Accelerator):
         """Return what xpu-smi, the kernel's files and torch's build say."""
         return plugin.environment_report() | {"oneAPI of torch": str(torch.version.xpu)}
 
-    def mark(self) -> EventMark:
-        """Return an event in the current stream."""
-        return EventMark(self.device())
-
     def precision(self, wish: str = "auto") -> Precision:
         """Return bf16 if every device converts to it, else fp16 if every device has it, or the wished one."""
         supports = {}
@@ -100,14 +89,6 @@ class XPU(Accelerator):
     def kernel_implementations(self) -> Iterable[KernelImpl]:
         """Return PyTorch's implementations, and graphs."""
         return (*portable_kernels(SDPA), FUSED_ADAMW, XPU_GRAPHS)  # [fused]
-
-    def shape_policy(self) -> ShapePolicy:
-        """Return few lengths: oneDNN compiles its operators, and graphs are recorded, for each shape."""
-        return ShapePolicy("bucketed", pad_to_multiple=16, first=64)
-
-    def pins_memory(self) -> bool:
-        """Return True: copies from page-locked memory are asynchronous."""
-        return True
 
     def memory(self) -> Memory:
         """Return the figures of torch's allocator, and the size of the device, which every GPU tells [memory]."""
