@@ -50,6 +50,9 @@ _CALLERS = ("threading", "importlib", "_frozen_importlib", "_frozen_importlib_ex
 
 _MAY_LACK_MEMORY = re.compile(r"exhaust|memory|\bHBM\b|alloc", re.IGNORECASE)
 
+_EXTENSION = re.compile(r"Failed to load the backend extension: (\w+)")
+"""torch's words if a vendor's package fails that every `import torch` loads."""
+
 
 @dataclass(frozen=True)
 class Report:
@@ -270,7 +273,7 @@ def blame_plugin(error: BaseException) -> PluginError | None:
     """Return the error that names the plugin whose code raised `error`, by the traceback; None if no plugin's did.
 
     It covers calls that do not pass through the wrappers of `accelerators.errors`: attention, which transformers
-    calls, and backward passes, which autograd calls.
+    calls, and backward passes, which autograd calls. A vendor's package that fails in `import torch` is named too.
     """
     providers = {
         name: Report(point.name, *_named(point.dist)).provider
@@ -279,6 +282,12 @@ def blame_plugin(error: BaseException) -> PluginError | None:
         for name in _list_packages(point)
     }
     for cause in causes(error):
+        if extension := _EXTENSION.search(describe_error(cause)):
+            reason = describe_error(cause.__cause__ or cause)
+            return PluginError(
+                f"import torch failed in {extension[1]} ({reason}); load the environment of its vendor's software, "
+                "uninstall it, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 to use another device"
+            )
         for frame, line in reversed(list(traceback.walk_tb(cause.__traceback__))):
             package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
             if package in ("rlhf", __package__):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib.metadata
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from accelerators import (
     PluginError,
     Precision,
     Problem,
+    blame_plugin,
     find_out_of_memory,
     select,
 )
@@ -472,3 +475,14 @@ def test_function_that_is_not_recorded_is_returned_itself(created):
 def test_wrong_field_of_a_value_is_refused(value):
     with pytest.raises((TypeError, ValueError), match=r"(expected|known:)"):
         value()
+
+
+def test_vendors_package_that_breaks_the_import_of_torch_is_named(monkeypatch):
+    """torch's own code raises the error, so that the test notices if its words change."""
+    extension = SimpleNamespace(name="torch_chip", load=raises(ImportError("libchip.so: cannot open")))
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [extension])
+    with pytest.raises(RuntimeError) as caught:
+        torch._import_device_backends()
+    line = str(blame_plugin(caught.value))
+    assert line.startswith("import torch failed in torch_chip (ImportError: libchip.so: cannot open); ")
+    assert line.endswith("or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 to use another device")
