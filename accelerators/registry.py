@@ -220,9 +220,9 @@ def _named(name: str, source: str, reports: list[Report]) -> Report:
         if report.available:
             return report
         if report.error:
-            raise AcceleratorError(
-                f"{where}: its plugin {report.provider} is {report.reason}; update or reinstall it, or use: {usable}"
-            )
+            states_remedy = report.spec and compatibility.refuse_versions(report.spec, report.distribution)
+            remedy = "or use" if states_remedy else "update or reinstall it, or use"
+            raise AcceleratorError(f"{where}: its plugin {report.provider} is {report.reason}; {remedy}: {usable}")
         raise AcceleratorError(f"{where}: not available here: {report.reason}; available: {usable}{broken}")
     hint = did_you_mean(name, {report.name for report in reports}, cutoff=0.7)
     raise AcceleratorError(f"{where}: no such accelerator; {hint}available: {usable}{broken}")

@@ -13,7 +13,17 @@ import pytest
 import torch
 
 import accelerators
-from accelerators import API_VERSION, OPERATIONS, Accelerator, AcceleratorSpec, PluginError, compatibility, portable
+from accelerators import (
+    API_VERSION,
+    OPERATIONS,
+    Accelerator,
+    AcceleratorError,
+    AcceleratorSpec,
+    PluginError,
+    compatibility,
+    portable,
+)
+from accelerators.testing.capabilities import check_interface
 from accelerators.types import OLDEST_API_VERSION
 from tests.accelerators import fake_plugins
 from tests.accelerators.fake_plugins import GOOD, fast
@@ -139,6 +149,21 @@ ACCEPTED = f"of the accelerator interface, and rlhf accepts {OLDEST_API_VERSION}
 )
 def test_version_out_of_range_is_refused_with_remedy(versions, refusal):
     assert compatibility.refuse_versions(AcceleratorSpec(**GOOD | {"api_version": versions}), "rlhf-chip") == refusal
+
+
+def test_chosen_plugin_that_is_too_new_is_refused_with_one_remedy(misbehaved):
+    misbehaved(lambda: fake_plugins.offers(fake_plugins.spec(api_version=API_VERSION + 1)))
+    with pytest.raises(AcceleratorError) as caught:
+        accelerators.select("npu")
+    refusal = f"it needs version {API_VERSION + 1} {ACCEPTED}; update rlhf, or install an older bad; or use: cpu"
+    assert str(caught.value) == f"accelerator 'npu': its plugin bad 2.0 is broken: {refusal}"
+
+
+def test_plugin_of_a_range_that_reaches_further_has_nothing_to_change(offered, monkeypatch):
+    monkeypatch.setitem(fake_plugins.NPU, "api_version", (OLDEST_API_VERSION, API_VERSION + 1))
+    offered()
+    selection = accelerators.select("npu")
+    assert check_interface(selection, selection.create()) == ""
 
 
 @pytest.mark.parametrize("versions", [(2, 1), (1, 2, 3), (), True, "2", 2.0, ("1", "2")])
