@@ -177,8 +177,10 @@ def _open(config: Config, selection: Selection, request: Request, pending: Seque
             raise ConfigError(f"ranks were started with different settings: {differing}; start all with the same")
         config = _resolve_auto(config, pending, accelerator)
         choose_kernels(config, accelerator)
-        remaining = accelerator.deterministic(config.engine.deterministic)
-        stack.callback(accelerator.deterministic, False)
+        remaining: tuple[str, ...] = ()
+        if config.engine.deterministic:  # else the caller's program may have asked torch for it
+            remaining = accelerator.deterministic(True)
+            stack.callback(accelerator.deterministic, False)
         selection.check_run(accelerator, config.model_dump(mode="json"))
         for stage in () if request.overwrite else pending:
             verify_checkpoint(directory.stage(stage))

@@ -28,6 +28,8 @@ settings = json.loads(PLACES)
 session = rlhf.session(settings["recipe"], output="mine")
 """
 LOOP = """
+import torch
+torch.use_deterministic_algorithms(True, warn_only=True)
 ppo = session.ppo()
 numbers = [ppo.step(step) for step in range(2)]
 ppo.checkpoint()
@@ -104,7 +106,8 @@ after = dict(os.environ), signal.getsignal(signal.SIGINT), logging.getLogger().l
 same = [left == right for left, right in zip(before, after)]
 import torch
 print(json.dumps([same[0] or [name for name in {*before[0], *after[0]} if before[0].get(name) != after[0].get(name)],
-                  *same[1:], torch.distributed.is_initialized(), os.path.exists("mine/.lock")]))
+                  *same[1:], torch.distributed.is_initialized(), os.path.exists("mine/.lock"),
+                  torch.are_deterministic_algorithms_enabled()]))
 """
 PARTS = {
     "loop": LOOP,
@@ -247,8 +250,8 @@ def test_every_mistake_is_one_line_that_says_what_to_do(outputs: dict[str, Any])
 
 
 def test_program_is_unchanged_after_a_session(outputs: dict[str, Any]) -> None:
-    """Environment, signals and logging are restored; there is no process group."""
-    assert outputs["afterwards"] == [True, True, True, False, False]
+    """Environment, signals, logging and what the program asked of torch are as before; there is no process group."""
+    assert outputs["afterwards"] == [True, True, True, False, False, True]
 
 
 @pytest.mark.slow
@@ -256,7 +259,7 @@ def test_new_interpreter_is_unchanged_after_a_session(places: dict[str, Any], tm
     """Not even by what torch, DeepSpeed and transformers do when they are imported for the first time."""
     first = f"PLACES = {json.dumps(places)!r}\n{START}"
     *_, (output, error) = run_cells([first, 'session.run("sft")', AFTERWARDS], tmp_path, timeout=300)
-    assert not error and json.loads(output.splitlines()[-1]) == [True, True, True, False, False]
+    assert not error and json.loads(output.splitlines()[-1]) == [True, True, True, False, False, False]
 
 
 @pytest.mark.parametrize("settings", [["ppo.steps=7"], {"ppo.steps": 7}, {"ppo": {"steps": 7}}, "ppo.steps=7"])
