@@ -46,6 +46,7 @@ def check_attention(accelerator: Accelerator) -> None:
         for which, heads in HEADS.items():
             case = _Case(f"attention {name!r}, {which}", accelerator, precision, name, heads)
             case.check_whole_rows()
+            case.check_dropout()
             case.check_decoding()
         logits, gradient = _llama(accelerator, precision, name)
         what = f"attention {name!r} of transformers against 'eager', rows padded left"
@@ -91,6 +92,17 @@ class _Case:
             assert_close(f"{what}: gradient of {name}", tensor.grad, reference.grad, self.precision)
 
     @torch.no_grad()
+    def check_dropout(self) -> None:
+        """Check that training drops weights: a query with one column to see gets nothing, or its value doubled."""
+        inputs = self._drawn(TOKENS)
+        output = self._attended(*self.accelerator.to_device(inputs), self._mask(TOKENS, self.real), dropout=0.5)
+        rows, first = torch.arange(len(LENGTHS)), TOKENS - torch.tensor(LENGTHS)
+        values = inputs[2].repeat_interleave(self.heads // self.groups, 1)[rows, :, first].double()
+        factors = (output.cpu()[rows, first].double() * values).sum(-1) / values.pow(2).sum(-1)
+        wrong = [factor for factor in factors.flatten().tolist() if min(abs(factor), abs(factor - 2)) > 0.05]
+        assert not wrong, f"{self.what}, dropout of 0.5: multiplies a lone value by {wrong[0]:.2f}, expected 0 or 2"
+
+    @torch.no_grad()
     def check_decoding(self) -> None:
         """Check a rollout: prompts into a static cache, then a token at a time while most columns are empty."""
         from transformers import StaticCache
@@ -127,11 +139,11 @@ class _Case:
         like = torch.empty(len(real), tokens, 0, dtype=self.precision.dtype, device=device)
         return create_causal_mask(self.config, like, self.accelerator.to_device(real.long()), cache)
 
-    def _attended(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
+    def _attended(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: float = 0.0) -> Tensor:
         """Return the output [B, T, H, WIDTH]."""
         with self.precision.autocast():
             output: Tensor = self.attend(
-                self.layer, query, key, value, mask, dropout=0.0, scaling=self.layer.scaling, sliding_window=None
+                self.layer, query, key, value, mask, dropout=dropout, scaling=self.layer.scaling, sliding_window=None
             )[0]
         expected = (len(query), query.shape[2], self.heads, WIDTH)
         assert tuple(output.shape) == expected, f"{self.what}: gives {tuple(output.shape)}, expected {expected}"

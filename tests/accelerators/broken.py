@@ -400,6 +400,10 @@ def infinite_masks_in_rollouts(plain, *arguments, **options):
     return (plain if torch.is_grad_enabled() else partial(infinite_masks, plain))(*arguments, **options)
 
 
+def without_dropout(plain, *arguments, **options):
+    return plain(*arguments, **options | {"dropout": 0.0})
+
+
 def heads_before_tokens(plain, *arguments, **options):
     output, weights = plain(*arguments, **options)
     return output.transpose(1, 2), weights
@@ -854,6 +858,7 @@ BROKEN: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("whole rows: gradients of queries are not finite", with_attention(nan_gradients_of_64_columns)),
         ("prompts, static cache of 72: outputs are not finite", with_attention(infinite_masks_in_rollouts)),
         (": gives (3, 4, 64, 16), expected (3, 64, 4, 16)", with_attention(heads_before_tokens)),
+        ("dropout of 0.5: multiplies a lone value by 1.00, expected 0 or 2", with_attention(without_dropout)),
         (
             "attention 'broken_attention' of transformers against 'eager', rows padded left: logits: differs by",
             with_attention(right, mask_without_padding),

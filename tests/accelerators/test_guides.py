@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import os
 import re
 import shutil
@@ -137,12 +138,14 @@ def test_quirks_of_the_pages_chip_show(flint):
     assert {chip.shape_policy().length(length, 64) for length in range(1, 65)} == {64}
 
 
-@pytest.mark.slow  # several minutes: the conformance kit twice, and the levels of a certificate
+@pytest.mark.slow  # some minutes: the conformance kit, and three checks of a certificate
 def test_steps_of_the_page_lead_to_a_certificate(shell, tmp_path):
     folder, exports, outputs = tmp_path / "rlhf-flint", [], []
     folder.mkdir()
+    certify = ("--level all", "--level all --only product --only attention --only operators")
     for name, text in chip_steps():
         if name == "bash":
+            text = text.replace(*certify)
             outputs.append(shell([*exports, text], folder))
             exports += [line for line in text.splitlines() if line.startswith("export ")]
         else:
@@ -150,6 +153,8 @@ def test_steps_of_the_page_lead_to_a_certificate(shell, tmp_path):
     assert "2 x Flint" in outputs[1]
     assert all(" 0 failed" in output for output in outputs if "skipped" in output)
     assert (folder / "certificate" / "certificate.html").exists()
+    certificate = json.loads((folder / "certificate" / "certificate.json").read_text())
+    assert [check["check"] for check in certificate["checks"]] == ["product", "attention", "operators"]
 
 
 def test_template_is_small_and_uses_public_names_only():
