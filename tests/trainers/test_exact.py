@@ -86,6 +86,9 @@ CASES: dict[str, dict[str, Any]] = {
     "gradient checkpointing": {"checkpointing": True, "engine": {"zero_stage": 2}},
     "truncated sampling": {"sampling": {"temperature": 0.7, "top_k": 20, "top_p": 0.9}},
     "groups": {"estimator": "rloo", "completions_per_prompt": 2, "micro_batch_size": 2},
+    "moving average": {"ema": 0.9},
+    "quantized to 8 bits": {"lora": {"rank": 4}, "engine": {"frozen": "int8", "zero_stage": 2}},
+    "quantized to 4 bits": {"lora": {"rank": 4}, "engine": {"frozen": "int4", "zero_stage": 3}},
     "ZeRO 3": {"engine": {"zero_stage": 3}},
     "ZeRO 3, layer by layer": {"engine": {"zero_stage": 3}, "generation_weights": "layerwise", "lora": {"rank": 4}},
 }
@@ -105,6 +108,12 @@ def test_bf16_is_exact(build):
     assert_exact(*build(precision="bf16"))
 
 
+def test_steps_after_an_evaluation_of_many_completions_are_exact(build):
+    ppo, rollouts = build(best_of=3)
+    ppo.evaluate("before")
+    assert_exact(ppo, rollouts, steps=1)
+
+
 def refusal(function: Any, *arguments: Any, **options: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         function(*arguments, **options)
@@ -114,6 +123,17 @@ def refusal(function: Any, *arguments: Any, **options: Any) -> str:
 def test_a_model_whose_attention_depends_on_the_batch_is_refused_with_its_first_module(build):
     line = refusal(build, attention="sdpa")
     assert "first in model.layers.0.self_attn" in line and "engine.kernels={attention: eager}" in line
+
+
+def test_quantized_weights_with_a_product_for_few_rows_are_refused_until_another_is_chosen(build, accelerator):
+    settings = {"lora": {"rank": 4}, "engine": {"frozen": "int8", "zero_stage": 0}, "precision": "bf16"}
+    line = refusal(build, **settings)
+    assert "(QuantizedLinear); set engine.kernels={quantized_weights: torch}" in line
+    accelerator.kernels.choose("quantized_weights", "torch")
+    try:
+        assert_exact(*build(**settings), steps=1)
+    finally:
+        accelerator.kernels.choose("quantized_weights", "auto")
 
 
 def test_dropout_is_refused(build):

@@ -24,6 +24,7 @@ from rlhf.generation.hybrid_engine import generation_mode
 from rlhf.losses.log_probs import exact_sums
 from rlhf.models.dropout import is_stochastic
 from rlhf.models.forward import LogProbs
+from rlhf.models.quantized import find_quantized_layers
 from rlhf.trainers.context import StageContext
 
 if TYPE_CHECKING:
@@ -80,9 +81,11 @@ def check_exact(context: StageContext, actor: TrainingEngine, decoder: Decoder, 
         mismatch = _find_mismatch(context, actor, decoder, score)
     if mismatch := next(filter(None, distributed.all_gather_objects(mismatch)), ""):
         chosen = getattr(cast(Any, actor.module).config, "_attn_implementation", "eager")
-        eager = "engine.kernels={attention: eager} if this is attention, or " if chosen != "eager" else ""
+        remedy = "engine.kernels={attention: eager} if this is attention, or " if chosen != "eager" else ""
+        if mismatch.partition(" ")[0] in find_quantized_layers(actor.module):
+            remedy = "engine.kernels={quantized_weights: torch}, or "
         raise ConfigError(
-            f"{KEY}: drawn and scored log-probabilities of this model differ, first in {mismatch}; set {eager}"
+            f"{KEY}: drawn and scored log-probabilities of this model differ, first in {mismatch}; set {remedy}"
             f"{KEY}=false"
         )
 
