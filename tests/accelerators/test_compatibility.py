@@ -86,6 +86,12 @@ def test_check_says_what_authors_change(forks, install, version):
     )
 
 
+def test_authors_change_what_later_versions_ask_for():
+    former, present = (compatibility.describe_changes(version) for version in (1, 2))
+    assert all(change in former and change not in present for change in compatibility.CHANGES[2])
+    assert compatibility.describe_changes(API_VERSION) == ""
+
+
 # translated calls
 
 
