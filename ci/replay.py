@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 from rlhf.config.schema import build_config  # noqa: E402
 from rlhf.launchers import local  # noqa: E402
-from rlhf.replay.job import Job, Outcome  # noqa: E402
+from rlhf.replay.job import Job, RankOutcome  # noqa: E402
 from rlhf.replay.recording import Entry, compare_entries  # noqa: E402
 from rlhf.reporting.console import console  # noqa: E402
 from rlhf.reporting.step_records import read_steps  # noqa: E402
@@ -212,7 +212,9 @@ def run_original(case: dict[str, Any]) -> dict[int, list[Entry]]:
     return {step: recording.entries for step, recording in by_step.items()}
 
 
-def compute(case: dict[str, Any], step: int, folder: Path, rank: int, changes: dict[str, Any] | None = None) -> Outcome:
+def compute(
+    case: dict[str, Any], step: int, folder: Path, rank: int, changes: dict[str, Any] | None = None
+) -> RankOutcome:
     """Compute a step of a case again on this rank, from the nearest checkpoint before it."""
     from rlhf.config.loader import apply_overrides, track
     from rlhf.replay.worker import recompute
@@ -241,7 +243,7 @@ def compute(case: dict[str, Any], step: int, folder: Path, rank: int, changes: d
         while not ready.exists():
             time.sleep(0.02)
     recompute(job.file)
-    return next(outcome for outcome in Outcome.read_all(folder) if outcome.rank == rank)
+    return next(outcome for outcome in RankOutcome.read_all(folder) if outcome.rank == rank)
 
 
 def work(spec: Path) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rlhf.cli.options import report_interruption
 from rlhf.cli.replay import DIFFERENT
 from rlhf.cli.tables import AsJSON, print_json, print_line
-from rlhf.errors import RLHFError
+
+if TYPE_CHECKING:
+    from rlhf.replay.bisect import Bisection
 
 Folder = Annotated[Path, typer.Argument(help="Folder of a run.", metavar="RUN")]
 
@@ -46,53 +49,53 @@ def bisect(
 
     Exit code 0: no recorded step differs; 3: one does; 2: an error that you can fix.
     """
-    from rlhf.replay import bisect as search
+    from rlhf.replay.bisect import bisect as search
 
-    stages = search.list_common_stages(first, second, stage)
-    origins = search.compare_origins(first, second, stages)
-    found, compared = search.find_first_difference(first, second, stages, tolerance)
-    computed, failure = None, ""
-    if found and not records_only:
-        try:
-            computed = search.compute_difference(first, second, found, trust=trust)
-        except RLHFError as error:
-            failure = search.explain_failure(error)
+    result = search(first, second, stage, tolerance=tolerance, computes=not records_only, trust=trust)
     if as_json:
-        print_json(_summarize(origins, found, compared, computed, failure))
+        print_json(_summarize(result))
     else:
-        _print(origins, found, compared, computed, failure, stages)
-    if found:
+        for line in _describe(result):
+            print_line(line)
+    if result.found:
         raise typer.Exit(DIFFERENT)
 
 
-def _summarize(origins: Any, found: Any, compared: int, computed: Any, failure: str) -> dict[str, Any]:
-    summary: dict[str, Any] = {"origins": origins.lines, "steps_compared": compared, "equal": found is None}
+def _summarize(result: Bisection) -> dict[str, Any]:
+    found, computed = result.found, result.computed
+    summary: dict[str, Any] = {
+        "origins": result.origins,
+        "not_compared": result.not_compared,
+        "steps_compared": result.compared,
+        "equal": found is None,
+    }
     if found:
         summary |= {"stage": found.stage, "step": found.step, "phase": found.phase, "text": found.text}
     if computed and computed.difference:
         item = computed.difference
         tensor = {"tensor": str(item.entry), "first": item.first, "second": item.second, "change": item.change}
         summary["computed"] = {"phase": computed.phase, **tensor}
-    return summary | ({"not_computed": failure} if failure else {})
+    return summary | ({"not_computed": result.failure} if result.failure else {})
 
 
-def _print(origins: Any, found: Any, compared: int, computed: Any, failure: str, stages: Any) -> None:
-    for line in origins.lines:
-        print_line(f"differs: {line}")
-    if not origins.lines:
-        print_line("settings, rows, models and versions are the same")
+def _describe(result: Bisection) -> Iterator[str]:
+    yield from (f"differs: {line}" for line in result.origins)
+    if not result.origins:
+        yield "settings, rows, models and versions are the same"
+    yield from (f"note: {line}" for line in result.not_compared)
+    found, computed = result.found, result.computed
     if not found:
-        print_line(f"no difference in {compared:,} steps of {', '.join(stages)}")
+        yield f"no difference in {result.compared:,} steps of {', '.join(result.stages)}"
         return
-    print_line(f"first difference: {found.stage} step {found.step}, {found.phase}: {found.text}")
-    if failure:
-        print_line(failure)
+    yield f"first difference: {found.stage} step {found.step}, {found.phase}: {found.text}"
+    if result.failure:
+        yield f"the step cannot be computed again ({result.failure}); this is what the records show"
     elif computed:
         for replay in computed.replays:
             if replay.found:
                 phase, text = replay.found[0]
-                print_line(f"note: {replay.step.run.path}: computed again, it is not its record ({phase}: {text})")
+                yield f"note: {replay.step.run.path}: computed again, it is not its record ({phase}: {text})"
         if computed.difference:
-            print_line(f"computed again: {computed.phase}: {computed.difference}")
+            yield f"computed again: {computed.phase}: {computed.difference}"
         else:
-            print_line("computed again: no tensor of this step differs")
+            yield "computed again: no tensor of this step differs"

@@ -210,6 +210,16 @@ def report_interruption() -> Iterator[None]:
         raise Interrupted("nothing is half-written") from error
 
 
+def require_folder(option: str, file: Path | None) -> None:
+    """Refuse a file whose folder is missing, before the work whose result it would receive.
+
+    Raises:
+        ConfigError: its folder is missing.
+    """
+    if file and not file.absolute().parent.is_dir():
+        raise ConfigError(f"{option} {file}: its folder is missing; create it, or name another file")
+
+
 def parse_stages(text: str) -> tuple[Stage, ...]:
     """Parse the stages of `--stages`, such as `sft,reward`.
 

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlhf.cli.options import report_interruption
+from rlhf.cli.options import report_interruption, require_folder
 from rlhf.cli.tables import AsJSON, print_json, print_line
 from rlhf.utils.atomic_io import atomic_write_json
 
 if TYPE_CHECKING:
-    from rlhf.replay.recording import Difference
+    from rlhf.replay.recording import TensorDifference
+    from rlhf.replay.replay import Replay
 
 DIFFERENT = 3
 """The exit code if something differs."""
@@ -54,8 +55,9 @@ def replay(
     """
     from rlhf.replay import replay as replays
 
+    require_folder("--record", record)
     found = replays.find_step(run, step, stage)
-    differences: list[Difference] = []
+    differences: list[TensorDifference] = []
     changed = None
     if change:
         result, changed, differences = replays.replay_with_changes(found, change, trust=trust)
@@ -73,12 +75,12 @@ def replay(
         raise typer.Exit(DIFFERENT)
 
 
-def _list(result: Any) -> list[dict[str, Any]]:
+def _list(result: Replay) -> list[dict[str, Any]]:
     return [entry._asdict() for entry in result.entries]
 
 
-def _summarize(result: Any, differences: Sequence[Difference], is_changed: bool) -> dict[str, Any]:
-    summary = {
+def _summarize(result: Replay, differences: Sequence[TensorDifference], is_changed: bool) -> dict[str, Any]:
+    summary: dict[str, Any] = {
         "stage": result.step.stage.name,
         "step": result.step.record.step,
         "from": str(result.step.checkpoint or "the beginning"),
@@ -94,7 +96,7 @@ def _summarize(result: Any, differences: Sequence[Difference], is_changed: bool)
     return summary
 
 
-def _print(result: Any, differences: Sequence[Difference], change: Sequence[str], record: Path | None) -> None:
+def _print(result: Replay, differences: Sequence[TensorDifference], change: Sequence[str], record: Path | None) -> None:
     found, name = result.step, result.step.stage.name
     start = found.checkpoint.name if found.checkpoint else "the stage's beginning"
     print_line(f"{name} step {found.record.step}: computed from {start}, {len(result.entries):,} tensors")
@@ -119,7 +121,7 @@ def _print(result: Any, differences: Sequence[Difference], change: Sequence[str]
         print_line(f"tensors: {record}")
 
 
-def _print_changes(differences: Sequence[Difference], change: Sequence[str], result: Any) -> None:
+def _print_changes(differences: Sequence[TensorDifference], change: Sequence[str], result: Replay) -> None:
     settings = ", ".join(change)
     if not differences:
         print_line(f"with {settings}: nothing moves in this step")

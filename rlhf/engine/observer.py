@@ -8,22 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from torch import Tensor, nn
 
-Phase = Literal["rows", "rollout", "scores", "advantages", "loss", "gradients", "update"]
-"""The phases of a step, in their order: the rows of the data and the completions drawn, of this rank; what models and
-rewards say of them; the inputs of the update; each loss; the gradient of each trained parameter, whole and summed over
-all ranks; its float32 weight after the optimizer's step."""
+from rlhf.reporting.step_records import Phase
 
 
 class Place(NamedTuple):
     """The origin of a tensor.
 
     Attributes:
+        phase: one of `rlhf.reporting.step_records.PHASES`.
         step: from 1.
         role: the model; empty if the tensor is that of no model.
         update: from 0; PPO may have several in a step.

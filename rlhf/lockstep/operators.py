@@ -10,17 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
-from rlhf.engine.observer import Phase
 from rlhf.lockstep.places import Places
 from rlhf.lockstep.rounding import base_name, is_view
 from rlhf.lockstep.truth import compute_truth, find_error, results_of, to_host, written_by
+from rlhf.reporting.step_records import PHASES
 
 Kind = Literal["wrong", "read early", "changed input", "changed between", "random", "kernel"]
 
@@ -36,7 +36,7 @@ KINDS: dict[Kind, str] = {
 MOST = 200
 """Faults after which no more are looked for."""
 
-_MODE_NAMES = ("aten", "prims")
+_NAMESPACES = ("aten", "prims")
 
 
 @dataclass
@@ -78,7 +78,8 @@ class OperatorJudge(TorchDispatchMode):
 
     Attributes:
         faults: the operators at fault, in the order in which they ran.
-        judged, not_judged: counts by name; an operator that the host lacks in float64 is not judged.
+        judged: how many were judged.
+        not_judged: those that the host lacks in float64, with the reason.
     """
 
     def __init__(self, places: Places, synchronize: Callable[[], None], until: str | None = None) -> None:
@@ -99,7 +100,7 @@ class OperatorJudge(TorchDispatchMode):
         """Run an operator, and judge it."""
         kwargs = kwargs or {}
         name = base_name(func)
-        if self._is_done or func.namespace not in _MODE_NAMES or is_view(func) or name.startswith(_NOT_JUDGED):
+        if self._is_done or func.namespace not in _NAMESPACES or is_view(func) or name.startswith(_NOT_JUDGED):
             returned = func(*args, **kwargs)
             if not is_view(func):
                 for item in tree_flatten((args, kwargs, returned))[0]:
@@ -156,8 +157,7 @@ class OperatorJudge(TorchDispatchMode):
         for fault in self.faults[self._assigned :]:
             fault.phase, fault.role, fault.update = phase, role, update
         self._assigned = len(self.faults)
-        phases = get_args(Phase)
-        self._is_done = self.until is not None and phases.index(phase) > phases.index(self.until)
+        self._is_done = self.until is not None and PHASES.index(phase) > PHASES.index(self.until)
 
     def _judge(self, func: Any, args: Any, kwargs: Any, results: Any, copies: list[Tensor], blame: Any) -> None:
         try:

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rlhf.config.schema import EVERY_STAGE, Stage
 from rlhf.errors import ConfigError, RLHFError, RunError
-from rlhf.replay.recording import Difference, compare_entries
-from rlhf.replay.replay import NO_EFFECT, PHASES, Replay, find_step, phase_of, replay
-from rlhf.reporting.step_records import StepRecord, read_steps
+from rlhf.replay.recording import TensorDifference, compare_entries
+from rlhf.replay.replay import NO_EFFECT, Replay, find_step, phase_of, replay
+from rlhf.reporting.step_records import PHASES, StepRecord, list_steps, read_steps
 from rlhf.runs.description import read_description
 from rlhf.runs.directory import RunDirectory
-from rlhf.runs.resume import list_differing_settings
-
-
-@dataclass(frozen=True)
-class Origins:
-    """What differs between two runs before their first step: settings, rows, models, versions; each as one line."""
-
-    lines: list[str]
+from rlhf.runs.resume import list_differing_leaves
 
 
 @dataclass(frozen=True)
@@ -50,12 +43,72 @@ class Computed:
     """
 
     phase: str
-    difference: Difference | None
+    difference: TensorDifference | None
     replays: tuple[Replay, Replay]
 
 
-def compare_origins(first: Path, second: Path, stages: Sequence[Stage]) -> Origins:
-    """Return what differs in the descriptions of two runs, for the stages that both have.
+@dataclass(frozen=True)
+class Bisection:
+    """What was found about two runs.
+
+    Attributes:
+        stages: the stages that were compared.
+        origins: what differs in their descriptions, one line each.
+        not_compared: of which steps only one run has records, one line each.
+        compared: the number of steps.
+        found: the first difference of their records; None if there is none.
+        computed: that of the step computed again; None if it was not.
+        failure: why it could not be.
+    """
+
+    stages: Sequence[Stage]
+    origins: list[str]
+    not_compared: list[str]
+    compared: int
+    found: FirstDifference | None
+    computed: Computed | None = None
+    failure: str = ""
+
+
+def bisect(
+    first: Path,
+    second: Path,
+    stage: str | None = None,
+    *,
+    tolerance: float = 0.0,
+    computes: bool = True,
+    trust: bool = False,
+) -> Bisection:
+    """Find the first difference of two runs.
+
+    Args:
+        stage: compare only this one.
+        tolerance: the relative difference up to which metrics and rewards count as equal.
+        computes: compute the step that differs again.
+        trust: run code that another user could have written.
+
+    Raises:
+        RunError, ConfigError: there is nothing to compare.
+    """
+    stages = list_common_stages(first, second, stage)
+    found, compared = find_first_difference(first, second, stages, tolerance)
+    not_compared = list_not_compared(first, second, stages, only=stage is not None)
+    if not compared:
+        raise RunError(f"no step of both runs can be read: {'; '.join(not_compared)}; name other runs")
+    result = Bisection(stages, compare_origins(first, second, stages), not_compared, compared, found)
+    if not found or not computes:
+        return result
+    try:
+        return replace(result, computed=compute_difference(first, second, found, trust=trust))
+    except RLHFError as error:
+        return replace(result, failure=str(error))
+
+
+def compare_origins(first: Path, second: Path, stages: Sequence[Stage]) -> list[str]:
+    """Return what differs in the descriptions of two runs, one line each: settings, rows, models, versions.
+
+    Args:
+        stages: the stages that both have.
 
     Raises:
         RunError: one is no run.
@@ -63,16 +116,12 @@ def compare_origins(first: Path, second: Path, stages: Sequence[Stage]) -> Origi
     one, other = (_describe(folder) for folder in (first, second))
     sections = {key for run in (one, other) for key in run.get("config", {}) if key not in EVERY_STAGE or key in stages}
     configs = [{key: run.get("config", {}).get(key) for key in sections} for run in (one, other)]
-    lines = [f"setting {text}" for text in list_differing_settings(configs[0], configs[1], NO_EFFECT)]
-    for source in sorted(one.get("data", {}).keys() | other.get("data", {}).keys()):
-        digests = [run.get("data", {}).get(source, {}).get("digest") for run in (one, other)]
-        if digests[0] != digests[1]:
-            lines.append(f"rows of {source}: {' and '.join('none' if d is None else d[:12] for d in digests)}")
+    leaves = list_differing_leaves(configs[0], configs[1], NO_EFFECT)
+    lines = [f"setting {key}: {first!r} and {second!r}" for key, first, second in leaves]
+    lines += list_other_rows(one.get("data", {}), other.get("data", {}))
     for stage in stages:
         models = [run.get("stages", {}).get(stage, {}).get("models", {}) for run in (one, other)]
-        for key in sorted(models[0].keys() & models[1].keys()):
-            if models[0][key]["identity"] != models[1][key]["identity"]:
-                lines.append(f"model {key} of {stage}: {models[0][key]['path']} and {models[1][key]['path']}")
+        lines += list_other_models(stage, *models)
     versions = [run.get("versions", {}) for run in (one, other)]
     lines += [
         f"version of {name}: {versions[0].get(name)} and {versions[1].get(name)}"
@@ -82,7 +131,26 @@ def compare_origins(first: Path, second: Path, stages: Sequence[Stage]) -> Origi
     devices = [(run.get("accelerator") or {}).get("device") or {} for run in (one, other)]
     if devices[0].get("model") != devices[1].get("model"):
         lines.append(f"device: {devices[0].get('model')} and {devices[1].get('model')}")
-    return Origins(lines)
+    return lines
+
+
+def list_other_rows(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return a line for each source whose rows differ between the descriptions of two runs."""
+    lines = []
+    for source in sorted(one.keys() | other.keys()):
+        digests = [rows.get(source, {}).get("digest") for rows in (one, other)]
+        if digests[0] != digests[1]:
+            lines.append(f"rows of {source}: {' and '.join('none' if d is None else d[:12] for d in digests)}")
+    return lines
+
+
+def list_other_models(stage: Stage, one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return a line for each model of a stage whose content differs between the descriptions of two runs."""
+    return [
+        f"model {key} of {stage}: {one[key]['path']} and {other[key]['path']}"
+        for key in sorted(one.keys() & other.keys())
+        if one[key]["identity"] != other[key]["identity"]
+    ]
 
 
 def list_common_stages(first: Path, second: Path, stage: str | None) -> list[Stage]:
@@ -104,6 +172,31 @@ def list_common_stages(first: Path, second: Path, stage: str | None) -> list[Sta
             f"{first} and {second}: have no {stage or 'stage'} with a steps.bin in both; record_steps=true writes it"
         )
     return stages
+
+
+def list_not_compared(first: Path, second: Path, stages: Sequence[Stage], *, only: bool) -> list[str]:
+    """Return a line for each stage or part of a stage of which only one run has records.
+
+    Args:
+        stages: the stages that are compared.
+        only: other stages were not asked for.
+    """
+    lines = []
+    for stage in stages:
+        files = [list_steps(RunDirectory(folder).stage(stage).steps) for folder in (first, second)]
+        counts = [len(file.steps) for file in files]
+        if counts[0] != counts[1] or not all(file.is_whole for file in files):
+            parts = (
+                f"{folder} has {count:,}{file.note}" for folder, count, file in zip((first, second), counts, files)
+            )
+            lines.append(f"{min(counts):,} steps of {stage} are compared: {', '.join(parts)}")
+    for folder, other in () if only else ((first, second), (second, first)):
+        lines += [
+            f"{place.name} is not compared: only {folder} has its records"
+            for place in RunDirectory(folder).stages
+            if place.steps.is_file() and not RunDirectory(other).stage(place.name).steps.is_file()
+        ]
+    return lines
 
 
 def find_first_difference(
@@ -176,7 +269,7 @@ def _compare_ranks(rank: int, left: Any, right: Any, tolerance: float) -> Iterat
             yield "rollout", f"other {'tokens' if name == 'ids' else 'lengths'} were drawn{where}: {_first_of(*pair)}"
     if digests[0][2] != digests[1][2] and not tolerance:
         yield "rollout", f"tokens were drawn with other log-probabilities{where}"
-    for name in arrays[0].keys() & arrays[1].keys() - {"lengths", "ids", "log_probs"}:
+    for name in sorted(arrays[0].keys() & arrays[1].keys() - {"lengths", "ids", "log_probs"}):
         pairs = list(zip(arrays[0][name], arrays[1][name]))
         for row, (now, then) in enumerate(pairs):
             if now != then and not abs(now - then) <= tolerance * max(abs(then), 1):
@@ -204,8 +297,3 @@ def _first_of(one: Sequence[int], other: Sequence[int]) -> str:
         if left != right:
             return f"{left} and {right} at place {place}"
     return f"{len(one)} and {len(other)} of them"
-
-
-def explain_failure(error: RLHFError) -> str:
-    """Return the line about a step that cannot be computed again."""
-    return f"the step cannot be computed again ({error}); this is what the records show"

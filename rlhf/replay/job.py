@@ -72,7 +72,7 @@ def read_origin(path: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RankOutcome:
     """What one rank computed.
 
     Attributes:
@@ -98,7 +98,7 @@ class Outcome:
         (folder / f"rank{self.rank}.json").write_text(json.dumps(values), encoding="utf-8")
 
     @classmethod
-    def read_all(cls, folder: Path) -> list[Outcome]:
+    def read_all(cls, folder: Path) -> list[RankOutcome]:
         """Return the outcomes of all ranks, in their order."""
         outcomes = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("rank*.json")]
         made = [cls(**values | {"entries": [Entry(*entry) for entry in values["entries"]]}) for values in outcomes]

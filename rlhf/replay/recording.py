@@ -85,7 +85,7 @@ class StepRecording:
         )
 
 
-class Difference(NamedTuple):
+class TensorDifference(NamedTuple):
     """One tensor that differs between two computations of a step.
 
     Attributes:
@@ -107,7 +107,9 @@ class Difference(NamedTuple):
         return f"{self.entry}: {values}, a change of {format_number(100 * self.change)} %"
 
 
-def compare_entries(first: Sequence[Entry], second: Sequence[Entry], *, tolerance: float = 0.0) -> list[Difference]:
+def compare_entries(
+    first: Sequence[Entry], second: Sequence[Entry], *, tolerance: float = 0.0
+) -> list[TensorDifference]:
     """Return the tensors that differ, in the order of computation.
 
     Args:
@@ -118,13 +120,13 @@ def compare_entries(first: Sequence[Entry], second: Sequence[Entry], *, toleranc
     for key, entry in _number(first):
         other = others.pop(key, None)
         if other is None or other.shape != entry.shape:
-            differences.append(Difference(entry, math.nan, math.nan, math.inf))
+            differences.append(TensorDifference(entry, math.nan, math.nan, math.inf))
         elif other.digest != entry.digest:
             difference = _measure(entry, other)
             if not difference.change <= tolerance or not tolerance:
                 differences.append(difference)
     if others and not differences:
-        differences.append(Difference(next(iter(others.values())), math.nan, math.nan, math.inf))
+        differences.append(TensorDifference(next(iter(others.values())), math.nan, math.nan, math.inf))
     return differences
 
 
@@ -136,12 +138,12 @@ def _number(entries: Sequence[Entry]) -> Iterator[tuple[Any, Entry]]:
         seen[entry.place] += 1
 
 
-def _measure(first: Entry, second: Entry) -> Difference:
+def _measure(first: Entry, second: Entry) -> TensorDifference:
     pairs = list(zip(first.sample, second.sample))
     gaps = [abs(one - other) if one == one and other == other else math.inf for one, other in pairs]
     largest = max(range(len(gaps)), key=gaps.__getitem__)
     size = math.sqrt(sum(one * one for one, _ in pairs)) or 1.0
     change = max(math.sqrt(sum(gap * gap for gap in gaps)) / size, abs(first.norm - second.norm) / (first.norm or 1.0))
     if not gaps[largest]:
-        return Difference(first, math.nan, math.nan, change)
-    return Difference(first, *pairs[largest], change if change == change else math.inf)
+        return TensorDifference(first, math.nan, math.nan, change)
+    return TensorDifference(first, *pairs[largest], change if change == change else math.inf)

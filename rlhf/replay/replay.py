@@ -17,16 +17,13 @@ from rlhf.config.trust import admit_code
 from rlhf.errors import ConfigError, RLHFError, RunError
 from rlhf.launchers import local
 from rlhf.launchers.exit_status import USER_ERROR, InternalError
-from rlhf.replay.job import Job, Outcome, list_kept, read_origin
-from rlhf.replay.recording import Difference, Entry, compare_entries
-from rlhf.reporting.step_records import StepRecord, read_steps
+from rlhf.replay.job import Job, RankOutcome, list_kept, read_origin
+from rlhf.replay.recording import Entry, TensorDifference, compare_entries
+from rlhf.reporting.step_records import PHASES, Phase, StepRecord, list_steps, read_steps
 from rlhf.runs.description import read_description
 from rlhf.runs.directory import RunDirectory, collect_versions
 from rlhf.runs.resume import list_differing_settings
 from rlhf.runs.stage_directory import StageDirectory, parse_step
-
-PHASES = ("rows", "rollout", "scores", "advantages", "loss", "gradients", "update")
-"""The phases of a step, in their order (`rlhf.engine.observer`)."""
 
 _MACHINE = ("accelerator", "device", "ranks", "threads", "precision")
 _ROUNDING = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
@@ -112,7 +109,8 @@ def find_step(folder: Path, step: int, stage: str | None) -> RecordedStep:
     records = {record.step: record for record in read_steps(place.steps)}
     if step not in records:
         known = f"steps {min(records)} to {max(records)}" if records else "no whole step"
-        raise RunError(f"{place.steps}: has {known}, and not step {step}; give one of them with --step")
+        remedy = "; give one of them with --step" if records else ""
+        raise RunError(f"{place.steps}: has {known}, and not step {step}{list_steps(place.steps).note}{remedy}")
     checkpoints = [path for path in place.all_checkpoints if parse_step(path) < step]
     found = RecordedStep(run, place, records[step], checkpoints[-1] if checkpoints else None)
     _check_steps(found, records)
@@ -178,7 +176,7 @@ def replay(found: RecordedStep, *, trust: bool = False) -> Replay:
 
 def replay_with_changes(
     found: RecordedStep, changes: Sequence[str], *, trust: bool = False
-) -> tuple[Replay, Replay, list[Difference]]:
+) -> tuple[Replay, Replay, list[TensorDifference]]:
     """Compute a step as it was and with other settings in this one step, from the same state.
 
     Args:
@@ -243,7 +241,7 @@ def _open_job(
         yield job
 
 
-def _run(job: Job) -> list[Outcome]:
+def _run(job: Job) -> list[RankOutcome]:
     """Run the ranks of a job and return what they computed.
 
     Raises:
@@ -262,10 +260,10 @@ def _run(job: Job) -> list[Outcome]:
     if status:
         message = status.message.removeprefix("rlhf: error: ")
         raise RLHFError(message) if status.code == USER_ERROR else InternalError(message)
-    return Outcome.read_all(Path(job.folder))
+    return RankOutcome.read_all(Path(job.folder))
 
 
-def _judge(found: RecordedStep, outcomes: Sequence[Outcome]) -> Replay:
+def _judge(found: RecordedStep, outcomes: Sequence[RankOutcome]) -> Replay:
     """Compare what all ranks computed with the record."""
     session, record = found.record.session, found.record
     machine = outcomes[0].machine
@@ -300,7 +298,7 @@ def _judge(found: RecordedStep, outcomes: Sequence[Outcome]) -> Replay:
 
 
 def _compare_origins(
-    record: StepRecord, outcomes: Sequence[Outcome], kept: Mapping[int, Path]
+    record: StepRecord, outcomes: Sequence[RankOutcome], kept: Mapping[int, Path]
 ) -> Iterator[tuple[str, str]]:
     """Yield what differs about a step that was not taken, then or now."""
     if outcomes[0].taken and not record.metrics:
@@ -322,7 +320,7 @@ def _compare_metrics(
             yield phase_of(name), f"{name} is {now:.17g}, and was {then:.17g}"
 
 
-_METRICS = {
+METRICS: dict[Phase, tuple[str, ...]] = {
     "gradients": ("grad_norm", "critic_grad_norm"),
     "update": (
         *("unequal_weights", "changed_frozen_weights", "unchanged_weights", "direction"),
@@ -337,6 +335,6 @@ _METRICS = {
 }
 
 
-def phase_of(metric: str) -> str:
+def phase_of(metric: str) -> Phase:
     """Return the phase of a step in which a metric is first known."""
-    return next((phase for phase, names in _METRICS.items() if metric in names), "scores")
+    return next((phase for phase, names in METRICS.items() if metric in names), "scores")

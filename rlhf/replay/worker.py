@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf.config.schema import Config, build_config
 from rlhf.engine.select import choose_kernels, choose_shapes, select_accelerator
 from rlhf.errors import RunError, StepNotTakenError
-from rlhf.replay.job import Job, Outcome, list_kept, read_origin
+from rlhf.replay.job import Job, RankOutcome, list_kept, read_origin
 from rlhf.reporting.console import console
 from rlhf.reporting.progress import progress
 from rlhf.reporting.step_records import RankStep, StepRecord, read_steps
@@ -46,7 +46,7 @@ def recompute(file: Path) -> None:
         outcome.write(Path(job.folder))
 
 
-def _compute(job: Job, config: Config, accelerator: Accelerator) -> Outcome:
+def _compute(job: Job, config: Config, accelerator: Accelerator) -> RankOutcome:
     """Take the steps up to the job's, on this rank."""
     from rlhf.replay.recording import StepRecording
     from rlhf.trainers import loop, pipeline
@@ -87,7 +87,7 @@ def _compute(job: Job, config: Config, accelerator: Accelerator) -> Outcome:
     machine.pop("config")
     origin = read_origin(place) if (place := list_kept(context.directory, job.step).get(rank)) else {}
     numbers = loop.select_repeatable(metrics)
-    return Outcome(rank, numbers, recording.entries, differences, machine, bool(metrics), origin)
+    return RankOutcome(rank, numbers, recording.entries, differences, machine, bool(metrics), origin)
 
 
 def _build_context(job: Job, config: Config, accelerator: Accelerator) -> StageContext:

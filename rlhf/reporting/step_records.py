@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BufferedRandom
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -22,6 +22,12 @@ from rlhf.utils.full_disk import retry_when_full
 
 if TYPE_CHECKING:
     from rlhf.runs.stage_directory import StageDirectory
+
+Phase = Literal["rows", "rollout", "scores", "advantages", "loss", "gradients", "update"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+"""The phases of a step, in their order: the rows of the data and the completions drawn, of this rank; what models and
+rewards say of them; the inputs of the update; each loss; the gradient of each trained parameter, whole and summed over
+all ranks; its float32 weight after the optimizer's step."""
 
 _MAGIC = b"rlhf steps 1\n"
 _FRAME = struct.Struct("<II")  # bytes of the content, and their CRC-32
@@ -149,6 +155,33 @@ def read_steps(path: Path) -> Iterator[StepRecord]:
             session = header["session"]
         else:
             yield StepRecord(header["step"], session, header["metrics"], _unpack(header, content))
+
+
+class StepFile(NamedTuple):
+    """What a file has, without the contents of its steps.
+
+    Attributes:
+        steps: their numbers, in the order of the file.
+        is_whole: False if a frame that is damaged or still being written follows them.
+    """
+
+    steps: list[int]
+    is_whole: bool
+
+    @property
+    def note(self) -> str:
+        """A clause about what cannot be read; empty if nothing is left out."""
+        after = f"what follows step {self.steps[-1]}" if self.steps else "its content"
+        return "" if self.is_whole else f"; {after} is damaged or still being written"
+
+
+def list_steps(path: Path) -> StepFile:
+    """Return the steps that `read_steps` would yield, and if they are all that the file has."""
+    steps, end = [], len(_MAGIC)
+    for header, content in _read_frames(path):
+        end += _FRAME.size + len(content)
+        steps += [header["step"]] if "step" in header else []
+    return StepFile(steps, is_whole=not path.is_file() or path.stat().st_size == end)
 
 
 def _pack(header: dict[str, Any], ranks: Sequence[RankStep]) -> bytes:

@@ -214,8 +214,14 @@ def find_first_difference(configs: Sequence[dict[str, Any]]) -> str:
 
 def list_differing_settings(then: Mapping[str, Any], now: Mapping[str, Any], harmless: Set[str]) -> list[str]:
     """Return the settings that differ between two dumped configurations, each as `key (then, now)`."""
-    leaves = _differing_leaves(dict(then), dict(now), "", harmless)
-    return [f"{key} ({old!r}, now {new!r})" for key, old, new in leaves]
+    return [f"{key} ({old!r}, now {new!r})" for key, old, new in list_differing_leaves(then, now, harmless)]
+
+
+def list_differing_leaves(
+    first: Mapping[str, Any], second: Mapping[str, Any], harmless: Set[str] = frozenset()
+) -> list[tuple[str, Any, Any]]:
+    """Return (key, first value, second value) of each setting that differs between two dumped configurations."""
+    return _differing_leaves(dict(first), dict(second), "", harmless)
 
 
 def _recorded_config(recorded: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rlhf.errors import RunError
-from rlhf.replay.bisect import compare_origins, find_first_difference, list_common_stages
+from rlhf.replay.bisect import bisect, compare_origins, find_first_difference, list_common_stages
 from rlhf.reporting.step_records import StepRecord, StepRecorder, read_steps
 from rlhf.runs.directory import RunDirectory
 from tests.helpers import sets
@@ -70,7 +70,7 @@ def test_copies_do_not_differ(finished_run: Path, other: Path) -> None:
     stages = list_common_stages(finished_run, other, None)
     assert stages == ["sft", "reward", "ppo"]
     assert find_first_difference(finished_run, other, stages) == (None, 9)
-    assert compare_origins(finished_run, other, stages).lines == []
+    assert compare_origins(finished_run, other, stages) == []
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -98,9 +98,9 @@ def test_settings_rows_models_and_versions_are_listed(finished_run: Path, other:
     key = next(iter(description["stages"]["ppo"]["models"]))
     description["stages"]["ppo"]["models"][key]["identity"] = {"weights": "other"}
     (other / "run.json").write_text(json.dumps(description))
-    lines = "\n".join(compare_origins(finished_run, other, ["ppo"]).lines)
+    lines = "\n".join(compare_origins(finished_run, other, ["ppo"]))
     for words in (
-        "setting ppo.clip (0.2, now 0.3)",
+        "setting ppo.clip: 0.2 and 0.3",
         f"rows of {source}: ",
         f"model {key} of ppo: ",
         "version of torch: ",
@@ -115,6 +115,23 @@ def test_runs_without_common_records_are_refused(finished_run: Path, tmp_path: P
         list_common_stages(finished_run, finished_run, "dpo")
 
 
+def test_steps_of_one_run_only_are_named(finished_run: Path, other: Path) -> None:
+    place = RunDirectory(other)
+    place.stage("reward").steps.unlink()
+    place.stage("ppo").steps.write_bytes(place.stage("ppo").steps.read_bytes()[:-9])
+    result = bisect(finished_run, other, computes=False)
+    assert result.found is None and result.compared == 5
+    assert result.not_compared == [
+        f"2 steps of ppo are compared: {finished_run} has 3, {other} has 2; what follows step 2 is damaged or still "
+        "being written",
+        f"reward is not compared: only {finished_run} has its records",
+    ]
+    assert bisect(finished_run, other, "sft", computes=False).not_compared == []
+    place.stage("ppo").steps.write_bytes(b"")
+    with pytest.raises(RunError, match=r"no step of both runs can be read: 0 steps of ppo .* its content is damaged"):
+        bisect(finished_run, other, "ppo", computes=False)
+
+
 @pytest.mark.slow
 def test_step_is_computed_again_for_both(rlhf: Any, finished_run: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
@@ -123,5 +140,5 @@ def test_step_is_computed_again_for_both(rlhf: Any, finished_run: Path, tmp_path
     assert done.returncode == 3, done.stderr
     summary = json.loads(done.stdout)
     assert (summary["stage"], summary["step"]) == ("sft", 2)
-    assert summary["origins"] == ["setting sft.optimizer.betas.0 (0.9, now 0.5)"]
+    assert summary["origins"] == ["setting sft.optimizer.betas.0: 0.9 and 0.5"]
     assert summary["computed"]["phase"] == "scores"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +13,10 @@ import torch
 
 from rlhf.engine.observer import Place
 from rlhf.replay.recording import Entry, StepRecording, compare_entries
-from rlhf.replay.replay import PHASES, phase_of
+from rlhf.replay.replay import METRICS, phase_of
+from rlhf.reporting.step_records import PHASES
+
+ROOT = Path(__file__).parents[2]
 
 
 def record(tensors: dict[str, torch.Tensor], rank: int = 0) -> list[Entry]:
@@ -71,3 +77,8 @@ def test_each_metric_belongs_to_a_phase() -> None:
     names = ("grad_norm", "policy_loss", "reward", "response_length", "unequal_weights")
     assert [phase_of(name) for name in names] == ["gradients", "loss", "scores", "rollout", "update"]
     assert all(phase_of(name) in PHASES for name in names)
+
+
+def test_metrics_that_have_a_phase_are_metrics() -> None:
+    rows = set(re.findall(r"^\| `(\w+)`", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE))
+    assert set(itertools.chain(*METRICS.values())) <= rows

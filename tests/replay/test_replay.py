@@ -96,6 +96,12 @@ def test_unknown_steps_stages_and_folders_are_refused(finished_run: Path, tmp_pa
             find_step(*arguments)
 
 
+def test_a_file_without_a_folder_is_refused_before_anything_is_computed(rlhf: Any, finished_run: Path) -> None:
+    arguments = ("replay", finished_run, "--stage", "ppo", "--step", 2, "--record", "absent/s.json")
+    done = rlhf(*arguments, check=False, recipe=None)
+    assert done.returncode == 2 and "--record absent/s.json: its folder is missing" in done.stderr
+
+
 def test_an_edited_description_is_noticed(copied: Path) -> None:
     find_step(copied, 2, "ppo")
     description = json.loads((copied / "run.json").read_text())
