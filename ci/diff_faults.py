@@ -2,6 +2,7 @@
 
     pip install --no-deps --target build/gaudi-sim ./plugins/rlhf-gaudi-sim
     python ci/diff_faults.py                    # faults and clean pairs; writes ci/results/diff.json
+    python ci/diff_faults.py --jobs 4           # the same in four processes
     python ci/diff_faults.py --only mm-scale    # faults with this word in their names; writes nothing
 
 The simulated device, in lazy mode, takes a step of each stage as it is, and again with each fault. A fault is named
@@ -150,13 +151,12 @@ def record(cases: Sequence[dict[str, Any]]) -> None:
 
 def record_steps(case: dict[str, Any], side: InProcess) -> None:
     """Take two steps of an open case, of a clean pair one, and keep them in the case's folder."""
-    from rlhf.lockstep.reference import FORMAT, LiveReference
+    from rlhf.lockstep.reference import LiveReference
 
-    reference = LiveReference(side, Path(case["folder"]), side.facts)
+    reference = LiveReference(side, Path(case["folder"]))
     for number in range(1 if case["faults"] == [""] else 2):
         reference.step(case["stage"], number)
-    document = {"format": FORMAT, "facts": side.facts, "steps": reference.steps, "settings": {}}
-    (Path(case["folder"]) / "golden.json").write_text(json.dumps(document))
+    reference.describe()
 
 
 def compare(cases: Sequence[dict[str, Any]], results: Path) -> None:
@@ -249,16 +249,21 @@ def summarize(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def run(command: str, cases: Path, site: str, *rest: str) -> None:
-    """Run a part in a process on one device."""
+def run(command: str, cases: Sequence[dict[str, Any]], folder: Path, site: str, jobs: int, *rest: str) -> None:
+    """Run a part of the cases in each of `jobs` processes, on one device each."""
     simulated = {"RLHF_GAUDI_SIM": "1", "PT_HPU_LAZY_MODE": "1", "RLHF_ACCELERATOR": "hpu"}
     variables = {"PYTHONPATH": os.pathsep.join((site, str(ROOT), os.environ.get("PYTHONPATH", "")))}
     variables |= simulated if command == "compare" else {}
-    subprocess.run(
-        [sys.executable, __file__, "--site", site, "--part", command, str(cases), *rest],
-        env=os.environ | variables | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        check=True,
-    )
+    processes = []
+    for job in range(min(jobs, len(cases))):
+        path = folder / f"{command}-{job}.json"
+        path.write_text(json.dumps(cases[job::jobs]))
+        arguments = [sys.executable, __file__, "--site", site, "--part", command, str(path), *rest]
+        environment = os.environ | variables | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        processes.append(subprocess.Popen(arguments, env=environment))
+    codes = [process.wait() for process in processes]
+    if any(codes):
+        sys.exit(f"{command}: a process failed; see above")
 
 
 def list_cases(folder: Path, only: str, clean: int) -> list[dict[str, Any]]:
@@ -294,6 +299,7 @@ def main() -> None:
     parser.add_argument("--site", default="build/gaudi-sim", help="folder into which pip installed the simulated Gaudi")
     parser.add_argument("--only", default="")
     parser.add_argument("--clean", type=int, default=50, help="clean pairs")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the cases")
     parser.add_argument("--folder", help="keep everything here; what is there is not done again")
     parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -310,7 +316,6 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     cases = list_cases(folder, options.only, 0 if options.only else options.clean)
     results = folder / "results.jsonl"
-    path = folder / "cases.json"
     done = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     known = {(entry["case"], entry["fault"]) for entry in done}
     for case in cases:
@@ -318,11 +323,9 @@ def main() -> None:
     cases = [case for case in cases if case["faults"]]
     on_host = [case for case in cases if case["faults"] == [""] and case["settings"]["precision"] == "fp32"]
     if missing := [case for case in on_host if not (Path(case["folder"]) / "golden.json").exists()]:
-        path.write_text(json.dumps(missing))
-        run("record", path, options.site)
+        run("record", missing, folder, options.site, options.jobs)
     if cases:
-        path.write_text(json.dumps(cases))
-        run("compare", path, options.site, str(results))
+        run("compare", cases, folder, options.site, options.jobs, str(results))
     entries = [json.loads(line) for line in results.read_text().splitlines()]
     summary = summarize(entries)
     print(json.dumps(summary, indent=1))

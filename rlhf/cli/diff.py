@@ -5,15 +5,16 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlhf.cli.options import parse_stages, report_interruption
+from rlhf.cli.options import parse_stages, report_interruption, require_folder
 from rlhf.cli.tables import AsJSON, print_json, print_line
-from rlhf.config.schema import STAGES, Config, Stage, load_config
+from rlhf.config.schema import STAGES, build_config, load_config
+from rlhf.config.trust import admit_code
 from rlhf.errors import ConfigError
 from rlhf.utils.process_info import current_process
 
@@ -62,6 +63,10 @@ def diff(
         list[str] | None,
         typer.Option("--variable-b", help="Of B's: [bold]--variable-b MODE=1[/].", metavar="NAME=VALUE"),
     ] = None,
+    trust: Annotated[
+        bool,
+        typer.Option("--trust", metavar="", help="Run code of the recipe that another user could have written."),
+    ] = False,
     as_json: AsJSON = False,
 ) -> None:
     """Run one recipe on two backends in lockstep, and name the first operator that is wrong.
@@ -93,42 +98,51 @@ def diff(
         raise ConfigError(f"rlhf accelerators diff starts its processes itself; start it without {launcher}")
     if (b is not None) + (against is not None) + (record is not None and b is None) != 1:
         raise ConfigError("rlhf accelerators diff: name A and B, or A with either --record FILE or --against FILE")
-    if bisect and b is None:
-        raise ConfigError("--bisect: needs both backends, because they take the steps several times; name A and B")
-    if against and (overrides or config):
-        raise ConfigError(f"--against {against}: the golden file has its recipe; leave out --config and --set")
-    variables = _parse_variables("--variable-a", variables_a), _parse_variables("--variable-b", variables_b)
+    without_b = {"--bisect": bisect, "--variable-b": variables_b, "--operators": operators and not against}
+    with_golden = {"--record": record, "--config": config, "--set": overrides, "--stages": stages}
+    for options, is_fit, reason in (
+        (without_b, b is not None, "needs two backends; name A and B"),
+        (with_golden, against is None, f"cannot be used with --against {against}, which has its recipe; leave it out"),
+    ):
+        if not is_fit and (wrong := next((option for option, value in options.items() if value), "")):
+            raise ConfigError(f"{wrong}: {reason}")
+    require_folder("--record", record)
+    variables = {"A": _parse_variables("--variable-a", variables_a), "B": _parse_variables("--variable-b", variables_b)}
     with report_interruption(), tempfile.TemporaryDirectory(prefix="rlhf-diff-") as temporary, ExitStack() as stack:
         from rlhf.lockstep import driver, reference
+        from rlhf.lockstep.peers import live_side
         from rlhf.lockstep.report import format_outcome
 
         folder = Path(temporary)
         kept = reference.open_golden(against, folder / "golden") if against else None
         if kept:
-            wanted, steps = kept.stages, min(steps, *kept.steps.values())
-            recipe = Config.model_validate(kept.settings)
+            wanted, recipe = kept.stages, build_config(kept.facts["settings"])
         else:
             wanted, recipe = parse_stages(stages) if stages else STAGES, load_config(config, overrides or ())
+        admit_code([recipe], [file for file in (config, against) if file], wanted, trust=trust)
 
-        def start(end: str, name: str, chosen: dict[str, str]) -> LiveSide:
-            return stack.enter_context(_start(f"{end}, {name}", name, recipe, wanted, folder / end, chosen))
+        def start(end: str, name: str) -> LiveSide:
+            chosen = recipe.model_copy(update={"accelerator": name, "output": folder / end / "run"})
+            title = f"{end}, {name}" if b else name
+            return stack.enter_context(live_side(title, chosen, wanted, folder / end, variables[end]))
 
-        live = start("A", a, variables[0])
+        live = start("A", a)
         if kept:
             outcome = driver.run_lockstep(kept, live, wanted, steps, judge_always=operators, say=_say)
         else:
-            first = reference.LiveReference(live, folder / "reference", live.facts)
+            first = reference.LiveReference(live, folder / "reference")
             if b is None:
                 driver.record_steps(first, wanted, steps, say=_say)
             else:
-                other = start("B", b, variables[1])
+                other = start("B", b)
                 outcome = driver.run_lockstep(
                     first, other, wanted, steps, judge_always=operators, bisect=bisect, say=_say
                 )
             if record:
-                first.write(record, recipe)
+                first.write(record)
     if b is None and not kept:
-        print_line(f"recorded {steps} steps of {', '.join(wanted)} on {a}: {record}")
+        counts = ", ".join(f"{count} steps of {stage}" for stage, count in first.steps.items())
+        print_line(f"recorded {counts} on {a}: {record}")
         return
     if as_json:
         print_json(outcome.to_json())
@@ -137,16 +151,6 @@ def diff(
             print_line(line)
     if not outcome.is_equal:
         raise typer.Exit(DIFFERENT)
-
-
-def _start(
-    title: str, name: str, recipe: Config, stages: Sequence[Stage], folder: Path, variables: dict[str, str]
-) -> AbstractContextManager[LiveSide]:
-    """Start a backend's process, with its run in `folder`."""
-    from rlhf.lockstep.peers import live_side
-
-    config = recipe.model_copy(update={"accelerator": name, "output": folder / "run"})
-    return live_side(title, config, stages, folder, variables)
 
 
 def _parse_variables(option: str, given: Sequence[str] | None) -> dict[str, str]:

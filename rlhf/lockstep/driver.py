@@ -11,10 +11,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rlhf.config.schema import Stage
+from rlhf.lockstep.agreement import require_agreement, require_same_start
 from rlhf.lockstep.bisection import EndDifference, compare_ends
 from rlhf.lockstep.observations import Difference, compare, measure_ratios
 from rlhf.lockstep.operators import Fault, Wanted
-from rlhf.lockstep.reference import LiveReference, Recording, StepRecord
+from rlhf.lockstep.reference import LiveReference, Recording, ReferenceStep
 from rlhf.lockstep.rounding import describe_bands
 
 WORST = 10
@@ -31,15 +32,12 @@ class Finding:
         step: from 1.
         differences: the tensors beyond their bands, in the order of computation.
         faults: the operators at fault, in the order in which they ran.
-        judged, not_judged: how many operators were judged, and which could not be, with the reason.
     """
 
     stage: str
     step: int
     differences: list[Difference]
     faults: list[Fault] = field(default_factory=list)
-    judged: int = 0
-    not_judged: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
@@ -50,6 +48,7 @@ class Outcome:
     Attributes:
         ratios: by stage and phase, the largest difference in bands.
         steps: by stage, the steps that were compared.
+        judged, not_judged: how many operators were judged, and which could not be, with the reason.
         end: the difference of held-out metrics after free runs.
     """
 
@@ -57,6 +56,8 @@ class Outcome:
     b: dict[str, Any]
     ratios: dict[str, dict[str, float]] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)
+    judged: int = 0
+    not_judged: dict[str, str] = field(default_factory=dict)
     finding: Finding | None = None
     notes: list[str] = field(default_factory=list)
     end: EndDifference | None = None
@@ -80,6 +81,8 @@ class Outcome:
             "bands": describe_bands(),
             "steps": self.steps,
             "ratios": self.ratios,
+            "judged": self.judged,
+            "not_judged": self.not_judged,
             "finding": finding,
             "end": self.end._asdict() if self.end else None,
             "notes": self.notes,
@@ -107,11 +110,13 @@ def run_lockstep(
         bisect: compare the held-out metrics of free runs of the steps, too; A must be live.
         say: receives lines of progress.
     """
+    require_agreement(reference.facts, other.facts, recorded=isinstance(reference, Recording))
     outcome = Outcome(reference.facts, other.facts)
     for number, stage in enumerate(stages):
-        say(f"{stage}: loading models and data on both sides")
-        facts = reference.open(stage)
-        if random := other.call("open", stage)["stochastic"]:
+        say(f"{stage}: loading models and data")
+        facts, others = reference.open(stage), other.call("open", stage)
+        require_same_start(stage, facts, others)
+        if random := others["stochastic"]:
             outcome.notes.append(f"{stage}: {', '.join(random)} uses dropout, whose numbers each device draws itself")
         outcome.ratios[stage] = {}
         for step in range(min(steps, facts["steps"])):
@@ -126,7 +131,7 @@ def run_lockstep(
                 step = outcome.end.step - 1
                 record = reference.record(stage, step)
                 outcome.finding = Finding(stage, outcome.end.step, [])
-                judge_operators(reference, other, step, record, outcome.finding)
+                judge_operators(reference, other, step, record, outcome.finding, outcome)
             if outcome.end:
                 return outcome
         last = number + 1 == len(stages)
@@ -170,19 +175,25 @@ def compare_step(
     if differences:
         first = differences[0]
         say(f"{stage}: step {step + 1}: {first.phase} differs ({first.role} {first.name}); judging every operator")
-    judge_operators(reference, other, step, record, finding)
+    judge_operators(reference, other, step, record, finding, outcome)
     return finding if differences or finding.faults else None
 
 
 def judge_operators(
-    reference: LiveReference | Recording, other: Any, step: int, record: StepRecord, finding: Finding
+    reference: LiveReference | Recording,
+    other: Any,
+    step: int,
+    record: ReferenceStep,
+    finding: Finding,
+    outcome: Outcome,
 ) -> None:
-    """Add the operators at fault to a finding, with A's values of the first of them."""
+    """Judge the operators of a step, and add those at fault to the finding, with A's values of the first of them."""
     until = finding.differences[0].phase if finding.differences else None
-    faults, finding.judged, finding.not_judged, finding.notes = other.call(
-        "judge", step, record.state, completions=record.completions, until=until
-    )
+    options = {"completions": record.completions, "until": until}
+    faults, judged, not_judged, finding.notes = other.call("judge", step, record.state, **options)
     finding.faults = faults
+    outcome.judged += judged
+    outcome.not_judged |= not_judged
     wanted = {
         Wanted(fault.module, fault.operator, fault.backward, fault.occurrence, tuple(fault.element)): fault
         for fault in faults[: WORST + 1]

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import os
 import pickle
-import secrets
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from multiprocessing.connection import Listener
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from rlhf.config.schema import Config, Stage
 from rlhf.errors import RemoteRankError, RLHFError
+from rlhf.launchers.exit_status import USER_ERROR
+
+Request = tuple[Config, list[Stage]]
+"""The first message to a side's process: the recipe, and the stages that will be opened."""
 
 
 class LiveSide:
     """The methods of `rlhf.lockstep.side.Side` in another process."""
 
-    def __init__(self, connection: Any, name: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(
+        self, connection: Connection, name: str, process: subprocess.Popen[bytes], log: Path, request: Request
+    ) -> None:
         self._connection, self.name, self._process, self._log = connection, name, process, log
-        self.facts: dict[str, Any] = self._receive()
+        self.facts: dict[str, Any] = self._ask(request)
 
     def call(self, method: str, *args: Any, **options: Any) -> Any:
         """Call a method of the side, and return its result.
@@ -31,22 +39,26 @@ class LiveSide:
             RLHFError: the call failed in a way that the user can fix.
             RemoteRankError: it failed otherwise.
         """
-        self._connection.send_bytes(pickle.dumps((method, args, options)))
-        return self._receive()
+        return self._ask((method, args, options))
 
-    def _receive(self) -> Any:
+    def _ask(self, content: Any) -> Any:
         try:
+            self._connection.send_bytes(pickle.dumps(content))
             answer = pickle.loads(self._connection.recv_bytes())
         except (EOFError, ConnectionError) as error:
             code = self._process.wait()
-            raise RemoteRankError(
-                f"{self.name}: its process ended with exit code {code}{_last_line(self._log)}"
-            ) from error
+            raise self._fail(f"its process ended with exit code {code}") from error
         if "error" in answer:
-            if answer["code"] == 2:
+            if answer["code"] == USER_ERROR:
                 raise RLHFError(f"{self.name}: {answer['error']}")
-            raise RemoteRankError(f"{self.name}: {answer['error']}{_last_line(self._log)}")
+            raise self._fail(answer["error"])
         return answer["result"]
+
+    def _fail(self, text: str) -> RemoteRankError:
+        """Return an error whose message names a copy of the process's log, which its folder would take along."""
+        kept = Path(tempfile.mkdtemp(prefix="rlhf-"), "log")
+        shutil.copyfile(self._log, kept)
+        return RemoteRankError(f"{self.name}: {text}; what it printed is in {kept}")
 
 
 @contextmanager
@@ -59,35 +71,28 @@ def live_side(
         name: what messages call it.
         config: the recipe, with the backend and the output folder.
         stages: the stages that will be opened.
-        folder: for the log and the address.
+        folder: for the log.
         variables: environment variables of the process, such as a mode of the backend.
     """
-    key, address, log = secrets.token_bytes(32), str(folder / "address"), folder / "log"
+    log = folder / "log"
     folder.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, **variables}
-    with Listener(address, "AF_UNIX", authkey=key) as listener, log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "rlhf.lockstep.worker", address],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=output,
-        )
+    here, there = Pipe()
+    with here, log.open("wb") as output:
+        with there:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "rlhf.lockstep.worker", str(there.fileno())],
+                env={**os.environ, **variables},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[there.fileno()],
+            )
         try:
-            assert process.stdin is not None
-            process.stdin.write(key)
-            process.stdin.close()
-            with listener.accept() as connection:
-                connection.send_bytes(pickle.dumps((config, list(stages))))
-                yield LiveSide(connection, name, process, log)
+            yield LiveSide(here, name, process, log, (config, list(stages)))
         finally:
+            here.close()
             try:
                 process.wait(20)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-def _last_line(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
-    return f" ({lines[-1][:200]})" if lines else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -10,14 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 
-_LIBRARIES = ("/rlhf/", "/transformers/")
-_OWN = str(Path(__file__).parent)
+_OWN = f"{Path(__file__).parent}{os.sep}"
+_PACKAGES = {
+    f"{package}{os.sep}": len(str(package.parent)) + 1
+    for package in (Path(__file__).parents[1], Path(transformers.__file__).parent)
+}
+"""The folders of rlhf and transformers, and the part of a file's path that a report leaves out."""
 
 
 @dataclass
-class Place:
+class CallSite:
     """The module and the line that called an operator; `backward` if it belongs to a backward pass."""
 
     module: str
@@ -30,7 +36,7 @@ class Places:
     """The modules that are running, and the places of forward operators by autograd's sequence numbers."""
 
     _modules: list[str] = field(default_factory=list)
-    _forward: dict[int, Place] = field(default_factory=dict)
+    _forward: dict[int, CallSite] = field(default_factory=dict)
 
     @contextmanager
     def follow(self, models: Mapping[str, Any]) -> Iterator[None]:
@@ -43,15 +49,15 @@ class Places:
                     stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
             yield
 
-    def current(self) -> Place:
+    def current(self) -> CallSite:
         """Return the place of the operator that runs now."""
         node = torch._C._current_autograd_node()
         if node is not None:
             known = self._forward.get(node._sequence_nr())
             if known:
-                return Place(known.module, known.line, backward=True)
-            return Place(self._module, node.name(), backward=True)
-        place = Place(self._module, find_line())
+                return CallSite(known.module, known.line, backward=True)
+            return CallSite(self._module, node.name(), backward=True)
+        place = CallSite(self._module, find_line())
         # The operator's node has been made: its number is the last that was given. The first operator after it counts.
         self._forward.setdefault(torch._C._autograd._get_sequence_nr() - 1, place)
         return place
@@ -72,12 +78,12 @@ class Places:
 
 
 def find_line() -> str:
-    """Return the innermost line of rlhf or transformers on the stack, as `file:line`; else the innermost of all."""
+    """Return the innermost line of rlhf or transformers on the stack, as `file:line`; empty if there is none."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        file = frame.f_code.co_filename
-        if any(part in file for part in _LIBRARIES) and not file.startswith(_OWN):
-            start = max(file.rfind(part) for part in _LIBRARIES)
-            return f"{file[start + 1 :]}:{frame.f_lineno}"
+        file: str = frame.f_code.co_filename
+        for package, start in _PACKAGES.items():
+            if file.startswith(package) and not file.startswith(_OWN):
+                return f"{file[start:]}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf.config.schema import EVERY_STAGE, Config, Stage
+from accelerators import describe_error
+from rlhf.config.schema import EVERY_STAGE, Stage
 from rlhf.errors import RunError
 from rlhf.lockstep.observations import Bands, Observed, measure_bands
 from rlhf.lockstep.operators import Wanted
@@ -28,7 +29,7 @@ PERTURBATIONS = 2
 """Repetitions of each step of A whose operators are perturbed by one rounding each."""
 
 
-class StepRecord(NamedTuple):
+class ReferenceStep(NamedTuple):
     """A step of A: the folder of the state that it starts from, its tensors, and how much each may differ."""
 
     state: str
@@ -49,7 +50,7 @@ class Recording:
         document = json.loads((folder / "golden.json").read_text("utf-8"))
         self.facts: dict[str, Any] = document["facts"]
         self.steps: dict[str, int] = document["steps"]
-        self.settings: dict[str, Any] = document["settings"]
+        self.opened: dict[str, dict[str, Any]] = document["opened"]
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -58,9 +59,9 @@ class Recording:
 
     def open(self, stage: Stage) -> dict[str, Any]:
         """Return what the driver needs to know about a stage."""
-        return {"steps": self.steps[stage]}
+        return self.opened[stage] | {"steps": self.steps[stage]}
 
-    def step(self, stage: Stage, number: int) -> StepRecord:
+    def step(self, stage: Stage, number: int) -> ReferenceStep:
         """Return the record of step `number`, from 0."""
         return _read_step(self.folder / stage / f"step-{number}")
 
@@ -68,7 +69,7 @@ class Recording:
         """Return the folder of the complete stage, if a later one needs it."""
         return str(self.folder / stage / "final") if keep else None
 
-    def read(self, step: int, record: StepRecord, wanted: Sequence[Wanted]) -> dict[Wanted, float | None]:
+    def read(self, step: int, record: ReferenceStep, wanted: Sequence[Wanted]) -> dict[Wanted, float | None]:
         """Return nothing: a recording has no values of single operators."""
         return dict.fromkeys(wanted)
 
@@ -76,25 +77,27 @@ class Recording:
 class LiveReference:
     """A reference that runs now, and keeps what it does in a folder."""
 
-    def __init__(self, side: LiveSide | Any, folder: Path, facts: dict[str, Any]) -> None:
-        self.side, self.folder, self.facts = side, folder, facts
+    def __init__(self, side: LiveSide | Any, folder: Path) -> None:
+        self.side, self.folder = side, folder
+        self.facts: dict[str, Any] = side.facts
         self.steps: dict[str, int] = {}
+        self.opened: dict[str, dict[str, Any]] = {}
 
     def open(self, stage: Stage) -> dict[str, Any]:
         """Open the stage."""
-        facts: dict[str, Any] = self.side.call("open", stage)
-        return facts
+        self.opened[stage] = self.side.call("open", stage)
+        return self.opened[stage]
 
     def state(self, stage: Stage, number: int) -> str:
         """Return the folder of the state after `number` steps."""
         return str(self.folder / stage / f"step-{number}" / "state")
 
-    def step(self, stage: Stage, number: int) -> StepRecord:
+    def step(self, stage: Stage, number: int) -> ReferenceStep:
         """Take step `number`, from 0, after the one before; perturbed repetitions give the bands."""
         state = self.state(stage, number)
         self.side.call("save_state", number, state)
         drawn = self.side.call("take", number, state) if stage == "ppo" else []
-        completions = StepRecord(state, drawn, {}).completions
+        completions = ReferenceStep(state, drawn, {}).completions
         perturbed = [
             self.side.call("take", number, state, completions=completions, perturbed=seed)
             for seed in range(PERTURBATIONS)
@@ -102,13 +105,13 @@ class LiveReference:
         variant = self.side.call("take", number, state, completions=completions, eps_before_correction=True)
         observed = self.side.call("take", number, state, completions=completions)  # last: the next step follows it
         bands = measure_bands(observed, perturbed, variant, getattr(torch, self.facts["unit"]))
-        record = StepRecord(state, observed, bands)
+        record = ReferenceStep(state, observed, bands)
         content = {"items": [tuple(item) for item in observed], "bands": list(record.bands.values())}
         torch.save(content, Path(state).with_name("observed.pt"))
         self.steps[stage] = number + 1
         return record
 
-    def record(self, stage: Stage, number: int) -> StepRecord:
+    def record(self, stage: Stage, number: int) -> ReferenceStep:
         """Return the record of a step that was taken."""
         return _read_step(self.folder / stage / f"step-{number}")
 
@@ -121,17 +124,20 @@ class LiveReference:
         shutil.copytree(folder, final, ignore=shutil.ignore_patterns("checkpoints"))
         return str(final)
 
-    def read(self, step: int, record: StepRecord, wanted: Sequence[Wanted]) -> dict[Wanted, float | None]:
+    def read(self, step: int, record: ReferenceStep, wanted: Sequence[Wanted]) -> dict[Wanted, float | None]:
         """Take a step again, and return elements of the results of its operators."""
         options = {"completions": record.completions}
         values: dict[Wanted, float | None] = self.side.call("read", step, record.state, wanted, **options)
         return values
 
-    def write(self, path: Path, config: Config) -> None:
-        """Write the golden file: complete, or not at all."""
-        settings = config.model_dump(mode="json", exclude={"output", "accelerator"})
-        document = {"format": FORMAT, "facts": self.facts, "steps": self.steps, "settings": settings}
+    def describe(self) -> None:
+        """Write `golden.json`, with which the folder is a complete recording."""
+        document = {"format": FORMAT, "facts": self.facts, "steps": self.steps, "opened": self.opened}
         (self.folder / "golden.json").write_text(json.dumps(document, indent=1), "utf-8")
+
+    def write(self, path: Path) -> None:
+        """Write the golden file: complete, or not at all."""
+        self.describe()
         with atomic_file(path) as temporary, tarfile.open(temporary, "w") as archive:
             archive.add(self.folder, arcname=".")
 
@@ -145,18 +151,16 @@ def open_golden(path: Path, folder: Path) -> Recording:
     try:
         with tarfile.open(path) as archive:
             archive.extractall(folder, filter="data")
-        document = json.loads((folder / "golden.json").read_text("utf-8"))
-    except (OSError, tarfile.TarError, ValueError, KeyError) as error:
-        raise RunError(f"{path}: is no golden file ({error}); write one with --record FILE") from error
-    if document.get("format") != FORMAT:
-        raise RunError(
-            f"{path}: has format {document.get('format')}, this version reads {FORMAT}; record it again with --record"
-        )
-    return Recording(folder)
+        written = json.loads((folder / "golden.json").read_text("utf-8"))["format"]
+        if written != FORMAT:
+            raise RunError(f"{path}: has format {written}, this version reads {FORMAT}; record it again with --record")
+        return Recording(folder)
+    except (OSError, tarfile.TarError, ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{path}: is no golden file ({describe_error(error)}); write one with --record FILE") from error
 
 
-def _read_step(folder: Path) -> StepRecord:
+def _read_step(folder: Path) -> ReferenceStep:
     content = torch.load(folder / "observed.pt", weights_only=True)
     observed = [Observed(*item) for item in content["items"]]
     bands = {item.key: band for item, band in zip(observed, content["bands"])}
-    return StepRecord(str(folder / "state"), observed, bands)
+    return ReferenceStep(str(folder / "state"), observed, bands)

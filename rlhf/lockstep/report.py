@@ -24,6 +24,9 @@ def format_outcome(outcome: Outcome) -> Iterator[str]:
         largest = ", ".join(f"{phase} {_number(ratio)}" for phase, ratio in ratios.items())
         yield f"{stage}: {outcome.steps.get(stage, 0)} steps; largest difference in bands: {largest}"
     yield from (f"note: {note}" for note in outcome.notes)
+    if outcome.judged:
+        yield f"{outcome.judged:,} operators of B were judged"
+    yield from (f"not judged: {operator} ({reason})" for operator, reason in outcome.not_judged.items())
     if outcome.end:
         end = outcome.end
         origin = f"step {end.step} makes the difference" if end.step else "one state is evaluated differently"
@@ -58,11 +61,9 @@ def _format_finding(finding: Finding) -> Iterator[str]:
             yield f"  {_format_difference(difference, finding)}"
     if not finding.faults:
         yield (
-            f"none of {finding.judged} operators is at fault when they run one by one: look at what this run lacks, "
-            "which is graphs that are compiled or recorded, and copies between host and device"
+            "none of the operators is at fault when they run one by one: look at what this run lacks, which is graphs "
+            "that are compiled or recorded, and copies between host and device"
         )
-    for operator, reason in finding.not_judged.items():
-        yield f"not judged: {operator} ({reason})"
 
 
 def _format_fault(fault: Fault, finding: Finding) -> str:

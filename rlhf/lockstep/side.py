@@ -9,22 +9,25 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rlhf.checkpoint import training_state
+from accelerators import AcceleratorError
 from rlhf.config.schema import Config, Stage
 from rlhf.engine.engine import NotFiniteError
-from rlhf.engine.observer import Place as ObservedPlace
+from rlhf.engine.observer import Place
+from rlhf.engine.select import choose_shapes
 from rlhf.lockstep.kernels import judge_kernels
 from rlhf.lockstep.observations import Observed
 from rlhf.lockstep.operators import Fault, OperatorJudge, OperatorWatch, Wanted
 from rlhf.lockstep.places import Places
 from rlhf.lockstep.rounding import PerturbedRounding
 from rlhf.models.dropout import is_stochastic
+from rlhf.runs.description import read_description
 from rlhf.runs.directory import RunDirectory
 from rlhf.trainers import loop, pipeline
 from rlhf.trainers.context import StageContext
@@ -64,7 +67,18 @@ class Side:
             "precision": precision.name,
             "unit": str(precision.dtype).removeprefix("torch."),
             "lazy": self.accelerator.is_lazy(),
+            "precisions": [name for name in ("bf16", "fp16", "fp32") if self._grants(name)],
+            "padding": asdict(choose_shapes(self.config, self.accelerator)),
+            "settings": self.config.model_dump(mode="json", exclude={"output", "accelerator"})
+            | {"precision": precision.name},
         }
+
+    def _grants(self, precision: str) -> bool:
+        try:
+            self.accelerator.precision(precision)
+        except AcceleratorError:
+            return False
+        return True
 
     def open(self, stage: Stage) -> dict[str, Any]:
         """Load a stage's models and data; return what the driver needs to know about it."""
@@ -75,7 +89,14 @@ class Side:
         self._trainer = pipeline.build_trainer(context)
         loop.resume_or_seed(self._trainer, context)
         random = [name for name, engine in self._trainer.engines.items() if is_stochastic(engine.module)]
-        return {"steps": self._trainer.total_steps, "stochastic": random}
+        description = read_description(self.run.description)
+        models = description.get("stages", {}).get(stage, {}).get("models", {})
+        return {
+            "steps": self._trainer.total_steps,
+            "stochastic": random,
+            "rows": description.get("data", {}),
+            "models": models,
+        }
 
     def close(self, *, keep: bool) -> str:
         """End the stage; with `keep` it saves its model and is complete. Return the stage's folder."""
@@ -109,10 +130,7 @@ class Side:
         context = self._context
         shutil.rmtree(context.directory.checkpoints, ignore_errors=True)
         shutil.copytree(source, context.directory.checkpoints)
-        restored = training_state.restore_checkpoint(context.directory, self._trainer.engines)
-        assert restored is not None
-        self._trainer.load_state_dict(restored.state["stage"])
-        context.accelerator.seed(self.config.seed * 100_003 + restored.step)
+        loop.resume_or_seed(self._trainer, context)
 
     def take(
         self,
@@ -132,13 +150,15 @@ class Side:
             perturbed: perturb each operator by one rounding, with this seed.
             eps_before_correction: let AdamW add eps before it corrects the bias of the second moment.
         """
+        if state is not None:
+            self.load_state(state)
         with ExitStack() as stack:
             if eps_before_correction:
                 stack.enter_context(_eps_before_correction(self._trainer, step))
             if perturbed is not None:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.enter_context(PerturbedRounding(perturbed))
-            return self._take(step, state, completions)
+            return self._take(step, completions)
 
     def judge(self, step: int, state: str, *, completions: Tensor | None = None, until: str | None = None) -> Judgement:
         """Take a step again and judge each of its operators, to the end of the phase `until` or of the step."""
@@ -162,7 +182,7 @@ class Side:
                 notes.append("operators of the lazy device were run one by one, and decoding steps were not recorded")
             self.load_state(state)
             with judge:
-                self._take(step, None, completions, on_report=judge.assign)
+                self._take(step, completions, on_report=judge.assign)
         return Judgement([fault for fault in judge.faults if fault.phase], judge.judged, judge.not_judged, notes)
 
     def read(
@@ -173,7 +193,7 @@ class Side:
         with _forced_eager(self._trainer), places.follow(self._context.models):
             self.load_state(state)
             with OperatorWatch(places, wanted) as watch:
-                self._take(step, None, completions)
+                self._take(step, completions)
         values: dict[Wanted, float | None] = watch.values
         return values
 
@@ -181,13 +201,11 @@ class Side:
         """Return the held-out metrics of the current state."""
         return dict(self._trainer.evaluate("lockstep").numbers)
 
-    def _take(self, step: int, state: str | None, completions: Tensor | None, on_report: Any = None) -> list[Observed]:
-        if state is not None:
-            self.load_state(state)
+    def _take(self, step: int, completions: Tensor | None, on_report: Any = None) -> list[Observed]:
         context, observed = self._context, []
         decoder = getattr(self._trainer, "decoder", None)
 
-        def keep(place: ObservedPlace, name: str, tensor: Tensor) -> None:
+        def keep(place: Place, name: str, tensor: Tensor) -> None:
             if on_report:
                 on_report(place.phase, place.role, place.update)
             copy = tensor.to(context.accelerator.host_device(), copy=True)

@@ -1,4 +1,4 @@
-"""A backend's process: `python -m rlhf.lockstep.worker ADDRESS`, which answers calls of `rlhf.lockstep.peers`.
+"""A backend's process: `python -m rlhf.lockstep.worker DESCRIPTOR`, which answers calls of `rlhf.lockstep.peers`.
 
 Each call names a method of `Side`; its result, or the line of its error, is the answer.
 """
@@ -9,7 +9,7 @@ import pickle
 import sys
 import traceback
 from contextlib import ExitStack
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Connection
 from typing import Any
 
 import accelerators
@@ -39,12 +39,12 @@ def _send(connection: Connection, answer: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Serve the driver at the address of the command line."""
+    """Serve the driver at the other end of the pipe whose descriptor is on the command line."""
     from rlhf.launchers.exit_status import ExitStatus
     from rlhf.reporting import verbosity
 
     verbosity.configure_logging(debug=False)
-    with Client(sys.argv[1], authkey=sys.stdin.buffer.read(32)) as connection, accelerators.stdout_to_stderr():
+    with Connection(int(sys.argv[1])) as connection, accelerators.stdout_to_stderr():
         try:
             config, stages = pickle.loads(connection.recv_bytes())
             serve(config, stages, connection)

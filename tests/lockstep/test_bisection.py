@@ -20,6 +20,7 @@ class Numbers:
 
     def __init__(self, wrong: int | None = None, *, evaluation: float = 0.0) -> None:
         self.wrong, self.evaluation, self.number = wrong, evaluation, 0.0
+        self.facts: dict[str, Any] = {}
 
     def call(self, method: str, *args: Any, perturbed: int | None = None, **options: Any) -> Any:
         if method == "save_state":
@@ -37,7 +38,7 @@ class Numbers:
 def reference(tmp_path: Path) -> LiveReference:
     """Return A after its steps."""
     side = Numbers()
-    reference = LiveReference(side, tmp_path, {})
+    reference = LiveReference(side, tmp_path)
     for number in range(STEPS):
         side.call("save_state", number, reference.state("sft", number))
         side.call("take", number, None)
