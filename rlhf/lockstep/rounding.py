@@ -61,11 +61,14 @@ def describe_bands() -> dict[str, Any]:
 
 
 class PerturbedRounding(TorchDispatchMode):
-    """Perturb the result of each operator by one rounding of its dtype, in a random direction of this seed."""
+    """Perturb the result of each operator by one rounding of its dtype, in a random direction of this seed.
 
-    def __init__(self, seed: int) -> None:
+    Elements have a direction each, as by rounding; with `together` all of a result have one, as by truncation.
+    """
+
+    def __init__(self, seed: int, *, together: bool = False) -> None:
         super().__init__()
-        self._random = torch.Generator().manual_seed(seed)
+        self._random, self._together = torch.Generator().manual_seed(seed), together
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and perturb what it computed."""
@@ -77,7 +80,8 @@ class PerturbedRounding(TorchDispatchMode):
         return result
 
     def _perturb(self, tensor: Tensor) -> None:
-        direction = torch.rand(tensor.shape, generator=self._random).mul_(2).sub_(1)
+        shape = () if self._together else tensor.shape
+        direction = torch.rand(shape, generator=self._random).mul_(2).sub_(1)
         relative = (direction * unit(tensor.dtype)).to(tensor.device)
         scale = torch.where(tensor.abs() < torch.finfo(tensor.dtype).max / 2, relative, 0.0)
         if tensor.dtype in (torch.float16, torch.bfloat16):  # one plus half a unit rounds to one

@@ -19,7 +19,7 @@ from torch import Tensor
 from accelerators import AcceleratorError
 from rlhf.config.schema import Config, Stage
 from rlhf.engine.engine import NotFiniteError
-from rlhf.engine.observer import Place
+from rlhf.engine.observer import Place, whole_weights
 from rlhf.engine.select import choose_shapes
 from rlhf.lockstep.kernels import judge_kernels
 from rlhf.lockstep.observations import Observed
@@ -55,6 +55,11 @@ class Side:
         self._stack = ExitStack()
         self._trainer: Trainer
         self._context: StageContext
+
+    @property
+    def models(self) -> list[torch.nn.Module]:
+        """The models of the open stage, without DeepSpeed."""
+        return [getattr(model, "module", model) for model in self._context.models.values()]
 
     def describe(self) -> dict[str, Any]:
         """Return what the report says about this side."""
@@ -139,6 +144,7 @@ class Side:
         *,
         completions: Tensor | None = None,
         perturbed: int | None = None,
+        together: bool = False,
         eps_before_correction: bool = False,
     ) -> list[Observed]:
         """Take step `step`, from 0, and return what it reported.
@@ -148,6 +154,7 @@ class Side:
             state: the state to start from; None: the current one.
             completions: ids [B, A] that PPO draws instead of sampled ones.
             perturbed: perturb each operator by one rounding, with this seed.
+            together: all elements of a result in one direction.
             eps_before_correction: let AdamW add eps before it corrects the bias of the second moment.
         """
         if state is not None:
@@ -157,7 +164,7 @@ class Side:
                 stack.enter_context(_eps_before_correction(self._trainer, step))
             if perturbed is not None:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-                stack.enter_context(PerturbedRounding(perturbed))
+                stack.enter_context(PerturbedRounding(perturbed, together=together))
             return self._take(step, completions)
 
     def judge(self, step: int, state: str, *, completions: Tensor | None = None, until: str | None = None) -> Judgement:
@@ -169,8 +176,7 @@ class Side:
             where = (places.current().module, line, False, 0)
             judge.faults.append(Fault(judge.number, kernel, "kernel", *where, ratio, index, value, truth, shapes))
 
-        models: list[Any] = [getattr(model, "module", model) for model in context.models.values()]  # under DeepSpeed
-        configs = [getattr(module, "config", None) for model in models for module in model.modules()]
+        configs = [getattr(module, "config", None) for model in self.models for module in model.modules()]
         attention = {getattr(config, "_attn_implementation", None) or "" for config in configs}
         notes = []
         with (
@@ -196,6 +202,15 @@ class Side:
                 self._take(step, completions)
         values: dict[Wanted, float | None] = watch.values
         return values
+
+    def weights(self) -> dict[tuple[str, str], Tensor]:
+        """Return the float32 weights that are trained, by role and name."""
+        host = self.accelerator.host_device()
+        return {
+            (engine.name, name): weight.detach().to(host, copy=True)
+            for engine in self._trainer.engines.values()
+            for name, weight in whole_weights(engine.module, engine.optimizer, zero_stage=engine.zero_stage)
+        }
 
     def evaluate(self) -> dict[str, float]:
         """Return the held-out metrics of the current state."""

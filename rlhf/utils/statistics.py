@@ -56,15 +56,15 @@ def wilson(successes: float, count: int) -> Interval:
     return Interval(max(middle - reach, 0.0), min(middle + reach, 1.0))
 
 
-def student_quantile(degrees: int) -> float:
-    """Return the two-sided quantile of Student's distribution at `CONFIDENCE`.
+def student_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
+    """Return the two-sided quantile of Student's distribution.
 
     Its distribution function has a closed form (Abramowitz and Stegun, 26.7.3 and 26.7.4), which is inverted by
     bisection.
     """
     low, high = 0.0, math.pi / 2  # bounds of the angle whose tangent is t / sqrt(degrees)
     while (angle := (low + high) / 2) not in (low, high):
-        low, high = (angle, high) if _within(angle, degrees) < CONFIDENCE else (low, angle)
+        low, high = (angle, high) if _within(angle, degrees) < confidence else (low, angle)
     return math.sqrt(degrees) * math.tan(angle)
 
 
