@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from accelerators import REFERENCE
 from rlhf.certify.checks import CONFORMANCE, FIRST_CONTACT, IMPLEMENTATIONS, OPERATORS, RESUME, ZERO, Check
 from rlhf.certify.endurance import FLAT, KILL, OUT_OF_MEMORY
+from rlhf.certify.learning import GOLDEN
 from rlhf.errors import ConfigError
 
 ALL = "all"
@@ -48,6 +49,11 @@ LEVELS = (
         "numerics",
         "every operator that training uses is as exact as its precision allows",
         (OPERATORS, IMPLEMENTATIONS),
+    ),
+    Level(
+        "learning",
+        "a hundred steps of every stage learn what they learn in float64, within the rounding of the precision",
+        (GOLDEN,),
     ),
     Level(
         "endurance",

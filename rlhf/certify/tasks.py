@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import accelerators
+from rlhf.certify import fixed_state
 from rlhf.certify.environment import record_backend
 from rlhf.certify.processes import CheckFailed
 from rlhf.config.schema import STAGES, Config, Stage, load_config
@@ -242,6 +243,24 @@ def take_ppo_steps(publish: Publish, name: str, output: str, settings: Settings,
             publish({"parameters": parameters, **facts, "steps": records})
 
 
+def write_fixed_state(publish: Publish, name: str, folder: str) -> None:
+    """Write the state from which the golden numbers start; publish the precisions of each stage. Opens no device."""
+    accelerators.select(name, environ={}).export(os.environ)  # torch may import the vendor's software
+    from rlhf.certify.fixed_state import write_state
+    from rlhf.certify.golden import read_golden
+
+    write_state(Path(folder))
+    publish({"stages": {stage: list(right.bands) for stage, right in read_golden().items()}})
+
+
+def compare_with_golden(publish: Publish, name: str, folder: str, stage: Stage, precision: str, steps: int) -> None:
+    """Take a stage's steps from the fixed state, with the golden completions; publish how they compare."""
+    with fixed_state.open_stage(name, Path(folder), stage, precision) as side:
+        from rlhf.certify.verdicts import compare_steps
+
+        publish(compare_steps(side, stage, precision, steps))
+
+
 @contextmanager
 def _open_stage(config: Config, stage: Stage) -> Iterator[tuple[Trainer, StageContext]]:
     """Set up a stage whose steps the block takes itself."""
@@ -319,6 +338,8 @@ TASKS: Mapping[str, Callable[..., None]] = {
         watch_steps,
         save_random_models,
         take_ppo_steps,
+        write_fixed_state,
+        compare_with_golden,
     )
 }
 

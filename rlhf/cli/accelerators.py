@@ -135,6 +135,8 @@ def certify(
 
     [bold]numerics[/]       every operator that training uses, compared with float64
 
+    [bold]learning[/]       a hundred steps of every stage, compared with golden numbers
+
     [bold]endurance[/]      a killed run, full memory, two ranks, ZeRO 0 to 3, and many steps
 
     Each level is a gate: the command stops at the first check that fails. After the first contact, a level takes at

@@ -59,7 +59,8 @@ class Side:
     @property
     def models(self) -> list[torch.nn.Module]:
         """The models of the open stage, without DeepSpeed."""
-        return [getattr(model, "module", model) for model in self._context.models.values()]
+        models: list[Any] = list(self._context.models.values())
+        return [getattr(model, "module", model) for model in models]
 
     def describe(self) -> dict[str, Any]:
         """Return what the report says about this side."""

@@ -20,6 +20,7 @@ from accelerators import OPERATIONS, AcceleratorError
 from rlhf.certify import runner
 from rlhf.certify.checks import FIRST_CONTACT, Subject, check_zero
 from rlhf.certify.endurance import KILLED_AFTER, fit_slope
+from rlhf.certify.learning import check_golden
 from rlhf.certify.levels import LEVELS, select_levels
 from rlhf.certify.processes import CheckFailed, Finished, Processes
 from rlhf.errors import ConfigError
@@ -56,6 +57,8 @@ TASKS: dict[str, Any] = {
         "fallbacks": [],
         "steps": [{"seconds": 1.0, "compilations": count, "skipped_steps": 0.0} for count in (5, 6, 7, 7)],
     },
+    "write_fixed_state": {"stages": {stage: ["fp32", "bf16"] for stage in ("sft", "reward", "dpo", "ppo")}},
+    "compare_with_golden": {"compared": 9, "rows": [{"stage": "sft", "of band": 0.1}], "failure": ""},
 }
 KIT = [{"check": "shapes", "result": "passed", "reason": ""}, {"check": "memory", "result": "skipped", "reason": "x"}]
 
@@ -214,6 +217,8 @@ FAULTS: list[tuple[str, Callable[[Fake], None], str]] = [
         change("tasks.compare_operations.failures", [{"operator": "adamw: fast", "failure": "adamw by fast: nan"}]),
         "1 of 1 implementations: adamw: fast; adamw by fast: nan",
     ),
+    ("golden", change("tasks.compare_with_golden.failure", "sft in fp32: update"), "sft in fp32: update"),
+    ("golden", change("tasks.write_fixed_state.stages.dpo", ["fp8"]), "dpo: no golden numbers of a precision"),
     (
         "kill",
         attribute("losses", lambda command, _: [3.0, 2.5, 2.0, 1.6] if "--resume" in command else LOSSES),
@@ -297,6 +302,22 @@ def test_two_ranks_may_be_refused_on_one_device_alone(tmp_path: Path, devices: i
         check_zero(Subject("npu", devices, False, processes), facts)
     assert facts.get("ZeRO 0 with 2 ranks", "").endswith("share a device here: it is refused") == refused
     assert ("ZeRO 3 with 1 rank" in facts) == refused
+
+
+def test_precision_without_golden_numbers_is_named(tmp_path: Path) -> None:
+    processes = Fake(tmp_path)
+    facts = run(processes, "golden")
+    assert facts["without golden numbers"] == {"fp16": ["sft", "reward", "dpo", "ppo"]}
+    assert processes.commands.count("compare_with_golden") == 2 * 4  # fp32 and bf16 of four stages
+
+
+def test_stages_after_one_that_differs_are_compared_too(tmp_path: Path) -> None:
+    processes = Fake(tmp_path)
+    processes.tasks["compare_with_golden"]["failure"] = "update"
+    facts: dict[str, Any] = {}
+    with pytest.raises(CheckFailed):
+        check_golden(Subject("npu", 1, False, processes), facts)
+    assert len(facts["worst of each phase"]) == 2 * 4
 
 
 def test_overflowing_gradients_have_no_norm_to_compare(tmp_path: Path) -> None:

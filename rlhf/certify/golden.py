@@ -1,0 +1,252 @@
+"""The golden numbers of the level `learning`: the float64 truth of each stage's steps, and bands from many seeds.
+
+`ci/golden.py` records them. A seed is a run in one precision that perturbs the operators of every tenth step by one
+rounding each, so that it ends as another device of this precision might. Seeds give each quantity a mean and a spread.
+The band is Student's interval for the next one, wide enough that a correct device fails the whole level once in a
+thousand times (`ALARMS`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, Literal, NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlhf.certify.fixed_state import LARGEST_WEIGHT
+from rlhf.certify.trace import Name, Trace
+from rlhf.config.schema import Stage
+from rlhf.utils.statistics import student_quantile
+
+FILE = Path(__file__).with_name("golden") / "learning.safetensors"
+FORMAT = 1
+
+ALARMS = 1e-3
+"""Probability that a correct device fails the level, if deviations are normally distributed."""
+
+BLOCK = 10
+"""Steps whose deviation is averaged for one number of the curve."""
+
+_SMALL = 8  # elements below which a tensor is compared by its mean alone
+_UNITS = {"fp32": 2.0**-24, "bf16": 2.0**-9, "fp16": 2.0**-12}
+"""The relative error of one rounding, which is always allowed."""
+
+Kind = Literal["exact", "distance", "scale", "mean", "curve"]
+
+
+class Quantity(NamedTuple):
+    """A number that is compared.
+
+    Attributes:
+        kind: exact: the elements that differ; distance: the logarithm of the root mean square deviation of a tensor;
+            scale: its component along the truth, minus 1; mean: the deviation of its mean; curve: that of a number in
+            a block of steps.
+        block: the number of the block, of the curve; -1 for the first step.
+    """
+
+    name: Name
+    kind: Kind
+    block: int = -1
+
+
+class Band(NamedTuple):
+    """How a quantity is distributed over the seeds of a precision."""
+
+    mean: float
+    spread: float
+
+
+class Verdict(NamedTuple):
+    """A quantity of a device in comparison; `ratio` is its deviation in bands."""
+
+    quantity: Quantity
+    here: float
+    golden: float
+    ratio: float
+    place: str
+
+
+@dataclass
+class GoldenStage:
+    """The golden numbers of one stage.
+
+    Attributes:
+        truth: in float64.
+        bands: by precision and quantity.
+        seeds: of each precision.
+    """
+
+    truth: Trace
+    bands: dict[str, dict[Quantity, Band]] = field(default_factory=dict)
+    seeds: int = 0
+
+
+Golden = dict[Stage, GoldenStage]
+
+
+def measure(truth: Trace, own: Trace) -> dict[Quantity, float]:
+    """Return the quantities of a trace, in the order of computation; NaN if it lacks a tensor, or has another shape."""
+    numbers: dict[Quantity, float] = {}
+    for name, right in truth.first.items():
+        tensor = own.first.get(name)
+        if tensor is not None and tensor.shape != right.shape:
+            tensor = None
+        numbers |= {Quantity(name, kind): value for kind, value in _measure_tensor(right, tensor).items()}
+    for name, curve in truth.curve.items():
+        values = own.curve.get(name, [])
+        for block in range(len(curve) // BLOCK):
+            steps = slice(block * BLOCK, (block + 1) * BLOCK)
+            pairs = list(zip(values[steps], curve[steps]))
+            complete = len(pairs) == BLOCK
+            numbers[Quantity(name, "curve", block)] = fmean(a - b for a, b in pairs) if complete else math.nan
+    return numbers
+
+
+def _measure_tensor(right: Tensor, tensor: Tensor | None) -> dict[Kind, float]:
+    if not right.is_floating_point():
+        return {"exact": math.nan if tensor is None else float((tensor != right).sum())}
+    truth = right.double()
+    size = _size(truth)
+    own = torch.full_like(truth, math.nan) if tensor is None else tensor.double()
+    if truth.numel() < _SMALL:
+        return {"mean": float((own - truth).mean())}
+    distance = _size(own - truth)
+    least = max(_UNITS["fp32"] * size, 1e-30)  # one rounding is always allowed
+    logarithm = math.log(max(distance, least)) if math.isfinite(distance) else math.nan
+    numbers: dict[Kind, float] = {"distance": logarithm}
+    if size > 1e-12:
+        numbers["scale"] = float((own * truth).mean() / size**2 - 1)
+    return numbers
+
+
+def _size(tensor: Tensor) -> float:
+    return float(tensor.square().mean().sqrt())
+
+
+def summarize_seeds(truth: Trace, seeds: Sequence[Trace]) -> dict[Quantity, Band]:
+    """Return the bands of a stage in one precision."""
+    numbers = [measure(truth, seed) for seed in seeds]
+    return {quantity: summarize([seed[quantity] for seed in numbers]) for quantity in numbers[0]}
+
+
+def summarize(values: Sequence[float]) -> Band:
+    """Return the mean and the standard deviation of values."""
+    return Band(fmean(values), stdev(values))
+
+
+def reach(seeds: int, comparisons: int) -> float:
+    """Return how many standard deviations the next value may be from the mean of `seeds` values.
+
+    Student's prediction interval: among so many comparisons, one is beyond it with the probability `ALARMS`.
+    """
+    return student_quantile(seeds - 1, 1 - ALARMS / comparisons) * math.sqrt(1 + 1 / seeds)
+
+
+def count_comparisons(golden: Golden) -> int:
+    """Return how many numbers the level compares in all precisions."""
+    return sum(sum(map(len, stage.bands.values())) for stage in golden.values())
+
+
+def compare(right: GoldenStage, own: Trace, precision: str, factor: float) -> list[Verdict]:
+    """Return the verdict about each quantity of a stage, in the order of computation; `factor` is that of `reach`.
+
+    Of a trace with fewer steps, only the blocks that are complete are compared.
+    """
+    steps = max(map(len, own.curve.values()), default=0)
+    numbers = measure(right.truth, own)
+    return [
+        _judge(right, quantity, value, own, precision, factor)
+        for quantity, value in numbers.items()
+        if (quantity.block + 1) * BLOCK <= steps
+    ]
+
+
+def _judge(right: GoldenStage, quantity: Quantity, value: float, own: Trace, precision: str, factor: float) -> Verdict:
+    name, kind, block = quantity
+    if kind == "curve":
+        steps = slice(block * BLOCK, (block + 1) * BLOCK)
+        size = fmean(map(abs, right.truth.curve[name._replace(part="size")][steps]))
+        golden, place = fmean(right.truth.curve[name][steps]), f"steps {steps.start + 1} to {steps.stop}"
+        here = golden + value
+    else:
+        here, golden, place = _find_worst(right.truth.first[name], own.first.get(name))
+        size = _size(right.truth.first[name].double())
+    # The change of a weight is as exact as the weight, which is kept in float32.
+    floor = _UNITS["fp32"] * LARGEST_WEIGHT if name.phase == "update" else _UNITS[precision] * size
+    if kind == "scale":
+        floor /= size
+    if kind == "exact":
+        return Verdict(quantity, here, golden, 0.0 if value == 0 else math.inf, place)
+    band = right.bands[precision][quantity]
+    if kind == "distance":
+        limit, deviation = math.exp(band.mean + factor * band.spread), math.exp(value)
+    else:
+        limit, deviation = abs(band.mean) + factor * band.spread, abs(value)
+    ratio = deviation / max(limit, floor, 1e-30)
+    return Verdict(quantity, here, golden, math.inf if math.isnan(ratio) else ratio, place)
+
+
+def _find_worst(right: Tensor, tensor: Tensor | None) -> tuple[float, float, str]:
+    """Return the values of the element that differs most, and its place."""
+    if tensor is None or tensor.shape != right.shape:
+        shape = None if tensor is None else list(tensor.shape)
+        return math.nan, math.nan, f"shape {shape} instead of {list(right.shape)}"
+    gap = (tensor.double() - right.double()).abs().nan_to_num(nan=math.inf).flatten()
+    number = int(gap.argmax())
+    index = [int(part) for part in torch.unravel_index(torch.tensor(number), right.shape)]
+    return float(tensor.flatten()[number]), float(right.flatten()[number]), f"element {index}"
+
+
+def write_golden(path: Path, golden: Golden) -> None:
+    """Write the file."""
+    tensors: dict[str, Tensor] = {}
+    index: dict[str, Any] = {"format": FORMAT, "stages": {}}
+    for stage, right in golden.items():
+        tensors |= {f"{stage}/first/{number}": _shrink(item) for number, item in enumerate(right.truth.first.values())}
+        tensors |= {f"{stage}/ids/{number}": _shrink(item) for number, item in enumerate(right.truth.ids)}
+        tensors[f"{stage}/curve"] = torch.tensor(list(right.truth.curve.values()), dtype=torch.float64)
+        for precision, bands in right.bands.items():
+            tensors[f"{stage}/bands/{precision}"] = torch.tensor([list(band) for band in bands.values()])
+        index["stages"][stage] = {
+            "first": [list(name) for name in right.truth.first],
+            "curve": [list(name) for name in right.truth.curve],
+            "ids": len(right.truth.ids),
+            "precisions": list(right.bands),
+            "seeds": right.seeds,
+        }
+    path.parent.mkdir(exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"index": json.dumps(index)})
+
+
+def _shrink(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor.short()  # tokens, masks, numbers of rows
+
+
+def read_golden(path: Path = FILE) -> Golden:
+    """Read the numbers that ship with the package."""
+    golden: Golden = {}
+    with safe_open(path, "pt") as file:
+        index = json.loads(file.metadata()["index"])
+        for stage, entry in index["stages"].items():
+            first = {
+                Name(*name): file.get_tensor(f"{stage}/first/{number}") for number, name in enumerate(entry["first"])
+            }
+            curve = dict(zip((Name(*name) for name in entry["curve"]), file.get_tensor(f"{stage}/curve").tolist()))
+            ids = [file.get_tensor(f"{stage}/ids/{number}").long() for number in range(entry["ids"])]
+            right = GoldenStage(Trace(first, curve, ids), seeds=entry["seeds"])
+            quantities = list(measure(right.truth, right.truth))
+            for precision in entry["precisions"]:
+                bands = file.get_tensor(f"{stage}/bands/{precision}").tolist()
+                right.bands[precision] = {
+                    quantity: Band(*band) for quantity, band in zip(quantities, bands, strict=True)
+                }
+            golden[stage] = right
+    return golden

@@ -1,0 +1,49 @@
+"""The check of learning: a hundred steps of each stage against golden numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlhf.certify.checks import Check, Facts, Subject
+from rlhf.certify.fixed_state import PRECISIONS, STEPS
+from rlhf.certify.processes import CheckFailed
+from rlhf.config.schema import EVERY_STAGE
+
+
+def check_golden(subject: Subject, facts: Facts) -> None:
+    """Compare each stage in each precision that the device grants and that has golden numbers."""
+    folder, precisions = _prepare(subject, facts)
+    facts["compared"], rows, failures = 0, list[Any](), list[str]()
+    facts["worst of each phase"] = rows
+    for stage, names in precisions.items():
+        for precision in names:
+            arguments = (subject.name, folder, stage, precision, STEPS)
+            result = subject.processes.task("compare_with_golden", *arguments)
+            rows += result["rows"]
+            facts["compared"] += result["compared"]
+            failures += filter(None, [result["failure"]])
+    if failures:
+        raise CheckFailed("; ".join(failures))
+
+
+def _prepare(subject: Subject, facts: Facts) -> tuple[str, dict[str, list[str]]]:
+    """Write the fixed state, if no check has; return its folder, and each stage's precisions that can be compared."""
+    folder = subject.folder("fixed-state")
+    recorded = subject.processes.task("write_fixed_state", subject.name, str(folder))["stages"]
+    granted = [name for name in PRECISIONS if subject.explanation["precisions"][name]["ok"]]
+    facts["without golden numbers"] = {
+        name: stages
+        for name in granted
+        if (stages := [stage for stage in EVERY_STAGE if name not in recorded.get(stage, [])])
+    } or "none"
+    precisions = {stage: [name for name in granted if name in names] for stage, names in recorded.items()}
+    if missing := [stage for stage, names in precisions.items() if not names]:
+        raise CheckFailed(f"{', '.join(missing)}: no golden numbers of a precision of this device ({granted})")
+    return str(folder), precisions
+
+
+GOLDEN = Check(
+    "golden",
+    f"{STEPS} steps of each stage give the golden numbers: each phase of the first step, and the curves of all",
+    check_golden,
+)

@@ -1,0 +1,60 @@
+"""Comparisons of a device's steps with the golden numbers, in the device's process; each returns facts for a report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlhf.certify.golden import Verdict, compare, count_comparisons, reach, read_golden
+from rlhf.certify.trace import trace_steps
+from rlhf.utils.units import format_number
+
+if TYPE_CHECKING:
+    from rlhf.config.schema import Stage
+    from rlhf.lockstep.side import Side
+
+Facts = dict[str, Any]
+
+
+def compare_steps(side: Side, stage: Stage, precision: str, steps: int) -> Facts:
+    """Take steps with the golden completions, and compare each phase of the first step, and the curves of all."""
+    golden = read_golden()
+    right = golden[stage]
+    trace = trace_steps(side, steps, right.truth.ids)
+    verdicts = compare(right, trace, precision, reach(right.seeds, count_comparisons(golden)))
+    return report(verdicts, stage, precision)
+
+
+def report(verdicts: Sequence[Verdict], stage: str, precision: str) -> Facts:
+    """Return the worst verdict of each phase, and a line about the first that is beyond its band, if there is one."""
+    worst: dict[tuple[str, bool], Verdict] = {}
+    for verdict in verdicts:
+        key = (verdict.quantity.name.phase, verdict.quantity.kind == "curve")
+        if key not in worst or verdict.ratio > worst[key].ratio:
+            worst[key] = verdict
+    rows = [
+        {
+            "stage": stage,
+            "precision": precision,
+            "phase": verdict.quantity.name.phase,
+            "worst": str(verdict.quantity.name._replace(phase="")),
+            "by": verdict.quantity.kind,
+            "place": verdict.place,
+            **{
+                name: number if math.isfinite(number) else str(number)  # JSON has no others
+                for name, number in (("golden", verdict.golden), ("here", verdict.here), ("of band", verdict.ratio))
+            },
+        }
+        for verdict in worst.values()
+    ]
+    beyond = [verdict for verdict in verdicts if not verdict.ratio <= 1]
+    failure = ""
+    if beyond:
+        first = beyond[0]
+        failure = (
+            f"{stage} in {precision}: {first.quantity.name}, {first.place}: {first.here:.9g}, golden "
+            f"{first.golden:.9g}; its {first.quantity.kind} is {format_number(first.ratio)} times its band "
+            f"({len(beyond)} of {len(verdicts)} quantities are beyond theirs)"
+        )
+    return {"compared": len(verdicts), "rows": rows, "failure": failure}
