@@ -40,9 +40,10 @@ def main() -> None:
     arguments = parser.parse_args()
 
     size = f"{arguments.prompt}+{arguments.completion}"
-    what = f"one PPO step of {arguments.shape} in {arguments.precision}, batch {arguments.batch}, {size} tokens"
+    model_name = arguments.shape + (f"-{arguments.layers}-layers" if arguments.layers else "")
+    what = f"one PPO step of {model_name} in {arguments.precision}, batch {arguments.batch}, {size} tokens"
     settings = {"batch": arguments.batch, "precision": arguments.precision, "layers": arguments.layers}
-    measured = turns.Turns(f"exact-{size}-{arguments.shape}-{arguments.precision}", what, settings, arguments)
+    measured = turns.Turns(f"exact-{size}-{model_name}-{arguments.precision}", what, settings, arguments)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         model = make(folder / "model", arguments.shape, layers=arguments.layers)
