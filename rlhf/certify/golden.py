@@ -119,7 +119,7 @@ def _measure_tensor(right: Tensor, tensor: Tensor | None) -> dict[Kind, float]:
     if truth.numel() < _SMALL:
         return {"mean": float((own - truth).mean())}
     distance = _size(own - truth)
-    least = max(_UNITS["fp32"] * size, 1e-30)  # one rounding is always allowed
+    least = max(_UNITS["fp32"] * size / 16, 1e-30)  # one rounding is always allowed, so less does not matter
     logarithm = math.log(max(distance, least)) if math.isfinite(distance) else math.nan
     numbers: dict[Kind, float] = {"distance": logarithm}
     if size > 1e-12:

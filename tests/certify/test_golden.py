@@ -24,11 +24,11 @@ from rlhf.certify.golden import (
 )
 from rlhf.certify.trace import Name, Trace
 from rlhf.certify.verdicts import report
-from rlhf.config.schema import Stage
+from rlhf.config.schema import EVERY_STAGE, Stage
 from rlhf.utils.statistics import student_quantile
 
 GOLDEN = read_golden()
-RECORDED = {"sft": ["fp32"]}
+RECORDED = {stage: ["fp32"] for stage in EVERY_STAGE}
 PHASES = {
     "sft": ["rows", "scores", "loss", "gradients", "update"],
     "reward": ["rows", "scores", "loss", "gradients", "update"],

@@ -25,10 +25,14 @@ with fixed_state.open_stage("cpu", Path(folder), stage, precision) as side:
     from rlhf.certify.verdicts import compare_steps
     from rlhf.engine import deepspeed_patches as patches
     from rlhf.engine.engine import TrainingEngine
+    from rlhf.trainers.ppo import trainer as ppo
 
     trainer = side._trainer
     engine = next(iter(trainer.engines.values()))
     rate = TrainingEngine.scheduled_rate.fget
+
+    def without_mask(module, args, kwargs):
+        return args, {key: value for key, value in kwargs.items() if key != "attention_mask"}
 
     def transpose():
         weight = engine.module.model.layers[0].self_attn.o_proj.weight
@@ -40,6 +44,8 @@ with fixed_state.open_stage("cpu", Path(folder), stage, precision) as side:
 
     faults = {
         "none": lambda: None,
+        "mask": lambda: engine.module.model.register_forward_pre_hook(without_mask, with_kwargs=True),
+        "whitening": lambda: patch.object(ppo, "whiten", lambda advantages, mask, all_sum: advantages).start(),
         "rate": lambda: patch.object(
             TrainingEngine, "scheduled_rate", property(lambda self: 1.1 * rate(self))).start(),
         "transposed": transpose,
@@ -60,7 +66,7 @@ def take_steps(forks: Forks, folder: Path, stage: str, precision: str, steps: in
     return json.loads(report.read_text())
 
 
-@pytest.mark.parametrize(("stage", "steps"), [("sft", 10)])
+@pytest.mark.parametrize(("stage", "steps"), [("sft", 10), ("reward", 10), ("dpo", 10), ("ppo", 2)])
 def test_cpu_has_the_golden_numbers(forks: Forks, tmp_path: Path, stage: str, steps: int) -> None:
     facts = take_steps(forks, tmp_path, stage, "fp32", steps)
     assert facts["failure"] == ""
@@ -72,6 +78,9 @@ def test_cpu_has_the_golden_numbers(forks: Forks, tmp_path: Path, stage: str, st
 @pytest.mark.parametrize(
     ("fault", "stage", "phase"),
     [
+        ("mask", "ppo", "rollout"),
+        ("whitening", "ppo", "advantages"),
+        ("rate", "ppo", "update"),
         ("rate", "sft", "update"),
         ("transposed", "sft", "scores"),
         ("rounding", "sft", "gradients"),
@@ -90,5 +99,5 @@ def test_a_hundred_steps_of_every_stage_pass_on_the_cpu(rlhf: Any, tmp_path: Pat
     (golden,) = report["checks"]
     assert done.returncode == 0 and report["passed"]
     worst = golden["facts"]["worst of each phase"]
-    assert {row["stage"] for row in worst} == {"sft"}
+    assert {row["stage"] for row in worst} == {"sft", "reward", "dpo", "ppo"}
     assert max(row["of band"] for row in worst) <= 1
