@@ -158,15 +158,31 @@ def count_comparisons(golden: Golden) -> int:
 def compare(right: GoldenStage, own: Trace, precision: str, factor: float) -> list[Verdict]:
     """Return the verdict about each quantity of a stage, in the order of computation; `factor` is that of `reach`.
 
-    Of a trace with fewer steps, only the blocks that are complete are compared.
+    Of a trace with fewer steps, only the blocks that are complete are compared. If another trace replaces the truth,
+    what is 0 in the truth has no scale to compare.
     """
     steps = max(map(len, own.curve.values()), default=0)
     numbers = measure(right.truth, own)
     return [
         _judge(right, quantity, value, own, precision, factor)
         for quantity, value in numbers.items()
-        if (quantity.block + 1) * BLOCK <= steps
+        if (quantity.block + 1) * BLOCK <= steps and quantity in right.bands[precision]
     ]
+
+
+def judge_draws(own: Trace, comparisons: int) -> Verdict:
+    """Return the verdict about PPO's steps whose completions were drawn.
+
+    The log-probability of a token that is drawn from a distribution is on average minus its entropy. So the sum of both
+    has the mean 0 in every step, however the policy changes: Student's test over the steps.
+    """
+    name = Name("scores", "actor", "log_probs", "mean")
+    pairs = zip(own.curve[name], own.curve[name._replace(name="entropy")], strict=True)
+    sums = [log_prob + entropy for log_prob, entropy in pairs]
+    mean, error = fmean(sums), stdev(sums) / math.sqrt(len(sums))
+    limit = student_quantile(len(sums) - 1, 1 - ALARMS / comparisons) * error
+    quantity = Quantity(Name("rollout", "actor", "log-probability plus entropy of the drawn tokens"), "mean")
+    return Verdict(quantity, mean, 0.0, abs(mean) / limit if limit else math.inf, f"{len(sums)} steps")
 
 
 def _judge(right: GoldenStage, quantity: Quantity, value: float, own: Trace, precision: str, factor: float) -> Verdict:

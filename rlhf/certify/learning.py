@@ -1,4 +1,4 @@
-"""The check of learning: a hundred steps of each stage against golden numbers."""
+"""The checks of learning: a hundred steps of each stage against golden numbers, drawn completions, recorded steps."""
 
 from __future__ import annotations
 
@@ -26,6 +26,20 @@ def check_golden(subject: Subject, facts: Facts) -> None:
         raise CheckFailed("; ".join(failures))
 
 
+def check_drawn(subject: Subject, facts: Facts) -> None:
+    """Let the device draw the completions of PPO's steps."""
+    folder, precisions = _prepare(subject, facts)
+    precision = _choose(subject, precisions["ppo"])
+    _judge(facts, subject.processes.task("compare_draws", subject.name, folder, precision, STEPS))
+
+
+def check_captured(subject: Subject, facts: Facts) -> None:
+    """Compare recorded or compiled steps with plain ones."""
+    folder, precisions = _prepare(subject, facts)
+    precision = _choose(subject, precisions["ppo"])
+    _judge(facts, subject.processes.task("compare_captured", subject.name, folder, precision))
+
+
 def _prepare(subject: Subject, facts: Facts) -> tuple[str, dict[str, list[str]]]:
     """Write the fixed state, if no check has; return its folder, and each stage's precisions that can be compared."""
     folder = subject.folder("fixed-state")
@@ -42,8 +56,30 @@ def _prepare(subject: Subject, facts: Facts) -> tuple[str, dict[str, list[str]]]
     return str(folder), precisions
 
 
+def _choose(subject: Subject, precisions: list[str]) -> str:
+    """Return the precision of runs, or else the first one that can be compared."""
+    automatic: str = subject.explanation["precisions"]["auto"]["name"]
+    return automatic if automatic in precisions else precisions[0]
+
+
+def _judge(facts: Facts, result: Facts) -> None:
+    facts |= result
+    if failure := facts.pop("failure", ""):
+        raise CheckFailed(failure)
+    if parts := facts.get("fallbacks"):
+        raise CheckFailed(f"{', '.join(parts)} were not recorded or compiled; the log has the reason")
+
+
 GOLDEN = Check(
     "golden",
     f"{STEPS} steps of each stage give the golden numbers: each phase of the first step, and the curves of all",
     check_golden,
+)
+DRAWN = Check(
+    "drawn",
+    f"completions that the device draws in {STEPS} PPO steps come from the policy's distribution",
+    check_drawn,
+)
+CAPTURED = Check(
+    "captured", "recorded or compiled steps, if there are any, give the numbers of plain ones", check_captured
 )

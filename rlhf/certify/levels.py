@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from accelerators import REFERENCE
 from rlhf.certify.checks import CONFORMANCE, FIRST_CONTACT, IMPLEMENTATIONS, OPERATORS, RESUME, ZERO, Check
 from rlhf.certify.endurance import FLAT, KILL, OUT_OF_MEMORY
-from rlhf.certify.learning import GOLDEN
+from rlhf.certify.learning import CAPTURED, DRAWN, GOLDEN
 from rlhf.errors import ConfigError
 
 ALL = "all"
@@ -53,7 +53,7 @@ LEVELS = (
     Level(
         "learning",
         "a hundred steps of every stage learn what they learn in float64, within the rounding of the precision",
-        (GOLDEN,),
+        (GOLDEN, DRAWN, CAPTURED),
     ),
     Level(
         "endurance",

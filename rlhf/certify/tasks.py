@@ -261,6 +261,22 @@ def compare_with_golden(publish: Publish, name: str, folder: str, stage: Stage, 
         publish(compare_steps(side, stage, precision, steps))
 
 
+def compare_draws(publish: Publish, name: str, folder: str, precision: str, steps: int) -> None:
+    """Take PPO's steps with completions that the device draws; publish how these compare."""
+    with fixed_state.open_stage(name, Path(folder), "ppo", precision) as side:
+        from rlhf.certify.verdicts import compare_draws
+
+        publish(compare_draws(side, precision, steps))
+
+
+def compare_captured(publish: Publish, name: str, folder: str, precision: str) -> None:
+    """Take PPO's first step recorded or compiled, and operator by operator; publish how these compare."""
+    with fixed_state.open_stage(name, Path(folder), "ppo", precision) as side:
+        from rlhf.certify.verdicts import compare_captured
+
+        publish(compare_captured(side, Path(folder), precision))
+
+
 @contextmanager
 def _open_stage(config: Config, stage: Stage) -> Iterator[tuple[Trainer, StageContext]]:
     """Set up a stage whose steps the block takes itself."""
@@ -340,6 +356,8 @@ TASKS: Mapping[str, Callable[..., None]] = {
         take_ppo_steps,
         write_fixed_state,
         compare_with_golden,
+        compare_draws,
+        compare_captured,
     )
 }
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf.certify.golden import Verdict, compare, count_comparisons, reach, read_golden
+from rlhf.certify.golden import Verdict, compare, count_comparisons, judge_draws, reach, read_golden
 from rlhf.certify.trace import trace_steps
 from rlhf.utils.units import format_number
 
@@ -26,7 +28,33 @@ def compare_steps(side: Side, stage: Stage, precision: str, steps: int) -> Facts
     return report(verdicts, stage, precision)
 
 
-def report(verdicts: Sequence[Verdict], stage: str, precision: str) -> Facts:
+def compare_draws(side: Side, precision: str, steps: int) -> Facts:
+    """Let PPO draw its completions, and compare them with the policy's distribution."""
+    verdict = judge_draws(trace_steps(side, steps), count_comparisons(read_golden()))
+    return report([verdict], "ppo", precision)
+
+
+def compare_captured(side: Side, folder: Path, precision: str) -> Facts:
+    """Take PPO's first step recorded or compiled, and again operator by operator, and compare the two."""
+    accelerator, golden = side.accelerator, read_golden()
+    capture = accelerator.kernels.capabilities()["graph_capture"]
+    if not capture.ok:
+        return {"recorded by": f"nothing: not offered by this backend ({capture.reason})"}
+    right, state = golden["ppo"], str(folder / "start")
+    side.save_state(0, state)
+    recorded = trace_steps(side, 1, right.truth.ids)
+    facts = {"recorded by": capture.implementation, "graphs": accelerator.compilations()}
+    side.load_state(state)
+    with side.forced_eager():
+        plain = trace_steps(side, 1, right.truth.ids)
+    factor = reach(right.seeds, count_comparisons(golden))
+    verdicts = compare(replace(right, truth=recorded), plain, precision, factor)
+    return facts | {"fallbacks": accelerator.fallbacks} | report(verdicts, "ppo", precision, "recorded", "plain")
+
+
+def report(
+    verdicts: Sequence[Verdict], stage: str, precision: str, golden: str = "golden", here: str = "here"
+) -> Facts:
     """Return the worst verdict of each phase, and a line about the first that is beyond its band, if there is one."""
     worst: dict[tuple[str, bool], Verdict] = {}
     for verdict in verdicts:
@@ -43,7 +71,7 @@ def report(verdicts: Sequence[Verdict], stage: str, precision: str) -> Facts:
             "place": verdict.place,
             **{
                 name: number if math.isfinite(number) else str(number)  # JSON has no others
-                for name, number in (("golden", verdict.golden), ("here", verdict.here), ("of band", verdict.ratio))
+                for name, number in ((golden, verdict.golden), (here, verdict.here), ("of band", verdict.ratio))
             },
         }
         for verdict in worst.values()
@@ -53,7 +81,7 @@ def report(verdicts: Sequence[Verdict], stage: str, precision: str) -> Facts:
     if beyond:
         first = beyond[0]
         failure = (
-            f"{stage} in {precision}: {first.quantity.name}, {first.place}: {first.here:.9g}, golden "
+            f"{stage} in {precision}: {first.quantity.name}, {first.place}: {first.here:.9g}, {golden} "
             f"{first.golden:.9g}; its {first.quantity.kind} is {format_number(first.ratio)} times its band "
             f"({len(beyond)} of {len(verdicts)} quantities are beyond theirs)"
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -212,6 +212,10 @@ class Side:
             for engine in self._trainer.engines.values()
             for name, weight in whole_weights(engine.module, engine.optimizer, zero_stage=engine.zero_stage)
         }
+
+    def forced_eager(self) -> AbstractContextManager[None]:
+        """Return a context in which what the backend compiles or records runs operator by operator."""
+        return _forced_eager(self._trainer)
 
     def evaluate(self) -> dict[str, float]:
         """Return the held-out metrics of the current state."""

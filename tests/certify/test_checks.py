@@ -58,6 +58,8 @@ TASKS: dict[str, Any] = {
         "steps": [{"seconds": 1.0, "compilations": count, "skipped_steps": 0.0} for count in (5, 6, 7, 7)],
     },
     "write_fixed_state": {"stages": {stage: ["fp32", "bf16"] for stage in ("sft", "reward", "dpo", "ppo")}},
+    "compare_draws": {"compared": 1, "rows": [], "failure": ""},
+    "compare_captured": {"recorded by": "graphs", "fallbacks": [], "compared": 9, "rows": [], "failure": ""},
     "compare_with_golden": {"compared": 9, "rows": [{"stage": "sft", "of band": 0.1}], "failure": ""},
 }
 KIT = [{"check": "shapes", "result": "passed", "reason": ""}, {"check": "memory", "result": "skipped", "reason": "x"}]
@@ -219,6 +221,9 @@ FAULTS: list[tuple[str, Callable[[Fake], None], str]] = [
     ),
     ("golden", change("tasks.compare_with_golden.failure", "sft in fp32: update"), "sft in fp32: update"),
     ("golden", change("tasks.write_fixed_state.stages.dpo", ["fp8"]), "dpo: no golden numbers of a precision"),
+    ("drawn", change("tasks.compare_draws.failure", "ppo in fp32: rollout"), "ppo in fp32: rollout"),
+    ("captured", change("tasks.compare_captured.failure", "ppo in fp32: scores"), "ppo in fp32: scores"),
+    ("captured", change("tasks.compare_captured.fallbacks", ["generation"]), "generation were not recorded"),
     (
         "kill",
         attribute("losses", lambda command, _: [3.0, 2.5, 2.0, 1.6] if "--resume" in command else LOSSES),
@@ -318,6 +323,12 @@ def test_stages_after_one_that_differs_are_compared_too(tmp_path: Path) -> None:
     with pytest.raises(CheckFailed):
         check_golden(Subject("npu", 1, False, processes), facts)
     assert len(facts["worst of each phase"]) == 2 * 4
+
+
+def test_device_that_records_nothing_says_so(tmp_path: Path) -> None:
+    processes = Fake(tmp_path)
+    processes.tasks["compare_captured"] = {"recorded by": "nothing: not offered by this backend (no graphs)"}
+    assert run(processes, "captured")["recorded by"] == "nothing: not offered by this backend (no graphs)"
 
 
 def test_overflowing_gradients_have_no_norm_to_compare(tmp_path: Path) -> None:

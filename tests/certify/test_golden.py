@@ -17,6 +17,7 @@ from rlhf.certify.golden import (
     Verdict,
     compare,
     count_comparisons,
+    judge_draws,
     reach,
     read_golden,
     summarize_seeds,
@@ -208,3 +209,25 @@ def test_report_names_stage_tensor_and_both_values(golden: dict[Stage, GoldenSta
     assert facts["failure"].startswith(f"sft in fp32: {name}, element [0, 0]: {right + 1:.9g}, golden {right:.9g};")
     (row,) = [row for row in facts["rows"] if row["of band"] > 1]
     assert (row["stage"], row["phase"], row["here"]) == ("sft", "gradients", pytest.approx(right + 1))
+
+
+# --- drawn completions
+
+
+def draw(temperature: float) -> Trace:
+    """A trace of a policy whose tokens are drawn at another temperature than they are scored."""
+    random = torch.Generator().manual_seed(0)
+    log_probs, entropies = [], []
+    for _ in range(STEPS):
+        logits = 2 * torch.randn(64, 64, generator=random)
+        drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=random)
+        scored = logits.log_softmax(-1)
+        log_probs.append(float(scored.gather(-1, drawn).mean()))
+        entropies.append(-float((scored.exp() * scored).sum(-1).mean()))
+    name = Name("scores", "actor", "log_probs", "mean")
+    return Trace({}, {name: log_probs, name._replace(name="entropy"): entropies})
+
+
+@pytest.mark.parametrize(("temperature", "passes"), [(1.0, True), (0.9, False), (1.1, False)])
+def test_judge_draws_finds_tokens_of_another_temperature(temperature: float, passes: bool) -> None:
+    assert (judge_draws(draw(temperature), 5000).ratio <= 1) is passes
