@@ -5,7 +5,7 @@
     python ci/certificates.py cpu --level numerics        # one level again; the file keeps the others
 
 The files are the certificates that `rlhf accelerators certify` writes at toy size, without the disks of the machine.
-Each level has the commit and the date of its own run.
+The results name the commit and the date of each level.
 tests/certify/test_committed.py compares them with the present levels, checks and lists.
 """
 
