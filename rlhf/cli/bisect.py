@@ -74,7 +74,7 @@ def _summarize(result: Bisection) -> dict[str, Any]:
     if computed and computed.difference:
         item = computed.difference
         tensor = {"tensor": str(item.entry), "first": item.first, "second": item.second, "change": item.change}
-        summary["computed"] = {"phase": computed.phase, **tensor}
+        summary["computed"] = {"step": computed.step, "phase": computed.phase, **tensor}
     return summary | ({"not_computed": result.failure} if result.failure else {})
 
 
@@ -96,6 +96,6 @@ def _describe(result: Bisection) -> Iterator[str]:
                 phase, text = replay.found[0]
                 yield f"note: {replay.step.run.path}: computed again, it is not its record ({phase}: {text})"
         if computed.difference:
-            yield f"computed again: {computed.phase}: {computed.difference}"
+            yield f"computed again: step {computed.step}, {computed.phase}: {computed.difference}"
         else:
             yield "computed again: no tensor of this step differs"

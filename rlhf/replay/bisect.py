@@ -37,11 +37,13 @@ class Computed:
     """The first difference of a step that both runs computed again.
 
     Attributes:
+        step: from 1; that of the records' first difference, or an earlier one, whose update made it.
         phase: the first phase that differs; empty if none does.
         difference: its first tensor; None if no tensor differs.
         replays: the step of each run.
     """
 
+    step: int
     phase: str
     difference: TensorDifference | None
     replays: tuple[Replay, Replay]
@@ -222,17 +224,35 @@ def find_first_difference(
 def compute_difference(first: Path, second: Path, found: FirstDifference, *, trust: bool = False) -> Computed:
     """Compute the step of a difference in both runs, and return its first tensor that differs.
 
+    Records have no weights, and a metric may be the same with other ones, so the difference may be that of an earlier
+    step: halving finds the first step with one.
+
     Raises:
         RLHFError: one of them cannot be computed.
     """
-    steps = [find_step(folder, found.step, found.stage) for folder in (first, second)]
-    one, other = (replay(step, trust=trust) for step in steps)
+    computed = _compute_step(first, second, found.stage, found.step, trust=trust)
+    if not computed.difference or computed.phase == "rows":
+        return computed
+    equal, probe = 0, found.step - 1
+    while computed.step - equal > 1:
+        before = _compute_step(first, second, found.stage, probe, trust=trust)
+        if before.difference:
+            computed = before
+        else:
+            equal = probe
+        probe = (equal + computed.step) // 2
+    return computed
+
+
+def _compute_step(first: Path, second: Path, stage: Stage, step: int, *, trust: bool) -> Computed:
+    steps = [find_step(folder, step, stage) for folder in (first, second)]
+    one, other = (replay(found, trust=trust) for found in steps)
     entries = [one.entries, other.entries]
     if steps[0].record.session["ranks"] != steps[1].record.session["ranks"]:  # each rank has other rows
         entries = [[entry for entry in part if entry.phase in ("gradients", "update")] for part in entries]
     differences = compare_entries(*entries)
     first_one = differences[0] if differences else None
-    return Computed(first_one.entry.phase if first_one else "", first_one, (one, other))
+    return Computed(step, first_one.entry.phase if first_one else "", first_one, (one, other))
 
 
 def _describe(folder: Path) -> dict[str, Any]:
@@ -244,21 +264,25 @@ def _describe(folder: Path) -> dict[str, Any]:
 
 def _compare(one: StepRecord, other: StepRecord, tolerance: float) -> Iterator[tuple[str, str]]:
     """Yield (phase, line) of what differs between two records of a step."""
-    rows = [sorted(row for rank in record.ranks for row in rank.rows) for record in (one, other)]
-    if rows[0] != rows[1]:
-        yield "rows", f"other rows: {_first_of(*rows)}"
     if len(one.ranks) == len(other.ranks):
         for rank, (left, right) in enumerate(zip(one.ranks, other.ranks)):
             yield from _compare_ranks(rank, left, right, tolerance)
-    elif (tokens := [_join(record, "ids") for record in (one, other)]) and tokens[0] != tokens[1]:
-        yield "rollout", f"other tokens were drawn: {_first_of(*tokens)}"
+    else:  # each rank has other rows
+        rows, tokens = ([join(record) for record in (one, other)] for join in (_join_rows, _join_ids))
+        if sorted(rows[0]) != sorted(rows[1]):
+            yield "rows", f"other rows: {_first_of(sorted(rows[0]), sorted(rows[1]))}"
+        if tokens[0] != tokens[1]:
+            yield "rollout", f"other tokens were drawn: {_first_of(*tokens)}"
     yield from _compare_metrics(one.metrics, other.metrics, tolerance)
 
 
 def _compare_ranks(rank: int, left: Any, right: Any, tolerance: float) -> Iterator[tuple[str, str]]:
     where = f" on rank {rank}" if rank else ""
     digests = [[part.digests.get(name) for name in ("rows", "generator", "log_probs")] for part in (left, right)]
-    if left.rows == right.rows and digests[0][0] != digests[1][0]:
+    if left.rows != right.rows:
+        kind = "the same rows in another order" if sorted(left.rows) == sorted(right.rows) else "other rows"
+        yield "rows", f"{kind}{where}: {_first_of(left.rows, right.rows)}"
+    elif digests[0][0] != digests[1][0]:
         yield "rows", f"the same rows have other tokens{where}"
     if digests[0][1] != digests[1][1]:
         yield "rollout", f"the generator that draws was in another state{where}"
@@ -287,8 +311,12 @@ def _compare_metrics(
             yield phase_of(name), f"{name}: {one[name]:.17g} and {other[name]:.17g}"
 
 
-def _join(record: StepRecord, name: str) -> list[int]:
-    return [number for rank in record.ranks for number in rank.arrays.get(name, ())]
+def _join_rows(record: StepRecord) -> list[int]:
+    return [row for rank in record.ranks for row in rank.rows]
+
+
+def _join_ids(record: StepRecord) -> list[int]:
+    return [number for rank in record.ranks for number in rank.arrays.get("ids", ())]
 
 
 def _first_of(one: Sequence[int], other: Sequence[int]) -> str:

@@ -196,7 +196,14 @@ def replay_with_changes(
         first = _judge(found, _run(job))
         saved = StageDirectory(job.stage_folder, found.stage.name).latest_checkpoint
         with _open_job(found, changed, checkpoint=saved, changed=True) as other:
-            second = _judge(found, _run(other))
+            try:
+                second = _judge(found, _run(other))
+            except RLHFError as error:  # its remedy is about a run
+                reason = str(error).partition("; ")[0]
+                raise RunError(
+                    f"--change {', '.join(changes)}: step {found.record.step} cannot be taken with it from the run's "
+                    f"state before that step: {reason}; change what leaves the trained weights the same"
+                ) from error
     return first, second, compare_entries(first.entries, second.entries)
 
 
