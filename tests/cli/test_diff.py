@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from tests.helpers import sets
 
 
 @pytest.mark.parametrize(
@@ -72,7 +75,7 @@ def test_diff_against_golden_file_names_what_differs(rlhf: Any, recipe: dict[str
     assert other["finding"]["faults"] == [] and other["judged"] > 500
 
 
-SABOTAGE = """
+FINDER = """
 import importlib.util, sys
 
 class Finder:
@@ -84,6 +87,11 @@ class Finder:
             spec.loader.exec_module = lambda module: (run(module), change(module.Side))
             return spec
 
+sys.meta_path.insert(0, Finder())
+"""
+"""Calls `change` with the class of a side when a process imports it."""
+
+STALE = """
 def change(Side):
     load, take = Side.load_state, Side._take
 
@@ -101,24 +109,75 @@ def change(Side):
         return observed
 
     Side.load_state, Side._take = load_state, _take
-
-sys.meta_path.insert(0, Finder())
 """
 """Makes the second step after a state was loaded wrong, as a stale buffer does: no single step shows it."""
 
+WRONG_SILU = """
+def change(Side):
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Wrong(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            return result * 1.01 if func is torch.ops.aten.silu.default else result
+
+    def wrongly(method):
+        def run(*arguments, **options):
+            with Wrong():
+                return method(*arguments, **options)
+        return run
+
+    Side.take, Side.judge = wrongly(Side.take), wrongly(Side.judge)
+"""
+"""Makes one operator wrong."""
+
+
+@pytest.fixture
+def sabotage(tmp_path: Path) -> Callable[[str], str]:
+    """Return a function that makes a variable of a process with which it runs a change of its side."""
+
+    def write(change: str) -> str:
+        (tmp_path / "sitecustomize.py").write_text(change + FINDER)
+        return f"PYTHONPATH={os.pathsep.join(filter(None, (str(tmp_path), os.environ.get('PYTHONPATH'))))}"
+
+    return write
+
 
 @pytest.mark.slow
-def test_diff_bisect_names_the_step_if_only_the_end_differs(rlhf: Any, recipe: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [["engine.zero_stage=3"], ["lora.rank=2", "engine.zero_stage=0"]])
+def test_diff_names_the_operator_with_sharded_weights_and_adapters(
+    rlhf: Any, recipe: dict[str, Any], tmp_path: Path, sabotage: Callable[[str], str], settings: list[str]
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(recipe))
+    arguments = ("--config", path, *sets(*settings), "--stages", "sft", "--steps", 1, "--operators", "--json")
+    options = {"check": False, "recipe": None, "timeout": 1800}
+    done = rlhf("accelerators", "diff", "cpu", "cpu", *arguments, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)["judged"] > 400
+    done = rlhf("accelerators", "diff", "cpu", "cpu", *arguments, "--variable-b", sabotage(WRONG_SILU), **options)
+    assert done.returncode == 3, done.stderr
+    first, *_ = json.loads(done.stdout)["finding"]["faults"]
+    assert (first["operator"], first["phase"], first["kind"]) == ("aten::silu", "scores", "wrong")
+    assert first["module"] == "sft:model.layers.0.mlp.act_fn"
+    assert first["value"] == pytest.approx(1.01 * first["truth"], rel=1e-4)
+    assert first["other"] == pytest.approx(first["truth"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_diff_bisect_names_the_step_if_only_the_end_differs(
+    rlhf: Any, recipe: dict[str, Any], tmp_path: Path, sabotage: Callable[[str], str]
+) -> None:
     path, steps = tmp_path / "recipe.yaml", 3
     path.write_text(json.dumps(recipe))
-    (tmp_path / "sitecustomize.py").write_text(SABOTAGE)
-    folders = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
-    arguments = ("--config", path, "--stages", "sft", "--steps", steps, "--bisect", "--json")
+    settings = sets("engine.zero_stage=0")  # with ZeRO 1 the optimizer's own weights would undo the change
+    arguments = ("--config", path, *settings, "--stages", "sft", "--steps", steps, "--bisect", "--json")
     options = {"check": False, "recipe": None, "timeout": 1800}
     done = rlhf("accelerators", "diff", "cpu", "cpu", *arguments, **options)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["end"] is None
-    done = rlhf("accelerators", "diff", "cpu", "cpu", *arguments, "--variable-b", f"PYTHONPATH={folders}", **options)
+    done = rlhf("accelerators", "diff", "cpu", "cpu", *arguments, "--variable-b", sabotage(STALE), **options)
     assert done.returncode == 3, done.stderr
     outcome = json.loads(done.stdout)
     # A run from before step 2 has two steps, one from before step 3 only one.

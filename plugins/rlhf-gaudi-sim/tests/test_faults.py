@@ -44,7 +44,7 @@ def test_planted_operator_is_wrong_in_its_block_only() -> None:
 
 @pytest.mark.slow
 def test_diff_names_a_dozen_of_faults(site: Path, tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "ci/diff_faults.py"), "--site", str(site), "--only", "-not-awaited"]
+    command = [sys.executable, str(ROOT / "ci/diff_faults.py"), "--site", str(site), "--only=-not-awaited"]
     done = subprocess.run(
         [*command, "--folder", str(tmp_path)],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -55,3 +55,31 @@ def test_diff_names_a_dozen_of_faults(site: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     summary = json.loads(done.stdout[done.stdout.index("{") :])
     assert summary["faults"] == summary["named"] == 12
+
+
+@pytest.mark.slow
+def test_diff_in_fp16_names_a_fault_below_the_bands_of_tensors(site: Path, tmp_path: Path) -> None:
+    code = "import json, sys; from pathlib import Path; import diff_faults as made; folder = Path(sys.argv[1]); "
+    code += "made.write_rows(folder / 'rows.jsonl'); models = made.write_models(folder, 'llama', 0); "
+    code += "print(json.dumps(made.describe_case(folder, models, 'sft', 0, 'fp16')['settings']))"
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RLHF_")}
+    environment = clean | {"PYTHONPATH": os.pathsep.join((str(site), str(ROOT), str(ROOT / "ci")))}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, cwd=tmp_path)
+
+    recipe = run("-c", code, str(tmp_path)).stdout
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    environment |= {"RLHF_GAUDI_SIM": "1", "PT_HPU_LAZY_MODE": "1"}
+    diff = ("-m", "rlhf", "accelerators", "diff", "hpu", "hpu", "--config", str(tmp_path / "recipe.yaml"))
+    options = ("--stages", "sft", "--steps", "1", "--operators", "--json")
+    done = run(*diff, *options)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout)["a"]["unit"] == "float16"
+    done = run(*diff, *options, "--variable-b", "RLHF_GAUDI_SIM_FAULT=mm-scale")
+    assert done.returncode == 3, done.stderr[-2000:]
+    finding = json.loads(done.stdout)["finding"]
+    assert finding["differences"] == []  # 1 % is less than what 24 roundings to fp16 make of a step
+    assert (finding["faults"][0]["operator"], finding["faults"][0]["phase"]) == ("aten::mm", "scores")
+    assert finding["faults"][0]["value"] == pytest.approx(1.01 * finding["faults"][0]["truth"], rel=1e-3)
