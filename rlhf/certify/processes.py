@@ -62,6 +62,8 @@ class Finished:
         lines = [line.strip() for line in (self.stderr.strip() or self.stdout).splitlines() if line.strip()]
         errors = [line for line in lines if _ERROR.match(line)]
         message = "".join((errors or lines)[-1:]).removeprefix("rlhf: error: ")
+        if self.code is None and message:
+            message = f"its last line: {message}"
         return "; ".join(filter(None, [how if self.code != 2 else "", message])) or how
 
 

@@ -506,6 +506,10 @@ def test_end_of_a_process_is_one_line(tmp_path: Path, code: str, seconds: float,
     assert (tmp_path / "log").read_text().startswith(f"$ python {shlex.join(['-c', code])}\n")
 
 
+def test_process_that_hangs_is_reported_with_its_last_line() -> None:
+    assert Finished(None, "step 3\n", "", 9.0).error == "did not end within 9 s; its last line: step 3"
+
+
 def test_processes_do_not_get_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
     monkeypatch.setenv("DS_ACCELERATOR", "npu")
