@@ -10,13 +10,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import random
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -154,14 +157,21 @@ def record(name: str, accelerator: Any) -> dict[str, Any]:
     return recorder.calls
 
 
-def record_all() -> dict[str, int]:
-    """Record all sources, and return the line of each call with its sources as bits."""
-    lines: dict[str, int] = {}
+def record_apart(name: str) -> tuple[list[str], float]:
+    """Return the lines of a source's calls, and the seconds that it took; in a process of its own kind."""
+    start = time.monotonic()
     with backend() as accelerator:
-        for number, name in enumerate(sources()):
-            start = time.monotonic()
-            calls = record(name, accelerator)
-            print(f"{name}: {len(calls)} calls in {time.monotonic() - start:.0f} s", flush=True)
+        return [*record(name, accelerator)], time.monotonic() - start
+
+
+def record_all(jobs: int) -> dict[str, int]:
+    """Record all sources in some processes, and return the line of each call with its sources as bits."""
+    lines: dict[str, int] = {}
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        for number, (name, (calls, seconds)) in enumerate(
+            zip(sources(), pool.map(record_apart, sources()), strict=True)
+        ):
+            print(f"{name}: {len(calls)} calls in {seconds:.0f} s", flush=True)
             for line in calls:
                 lines[line] = lines.get(line, 0) | 1 << number
     return lines
@@ -182,48 +192,59 @@ def recorded_versions() -> dict[str, str]:
     return {package: version(package).partition("+")[0] for package in ("torch", "transformers", "deepspeed")}
 
 
-def find_stale(name: str, calls: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+def find_stale(name: str, calls: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
     """Return what a source calls and the list lacks, and what the list has of it and it does not call any more.
 
-    Operators with the dtypes of their tensors are compared: kinds of values depend on the numbers that a run draws.
+    Calls are compared by operator, dtypes, dimensions and order of strides: kinds of values depend on the numbers that
+    a run draws.
     """
     from accelerators.testing.numerics import entries
 
     names, lines = entries.read_calls()
     bit = 1 << names.index(name)
-
-    def form(call: entries.Call) -> str:
-        return " ".join([call.operator, *dict.fromkeys(spec.dtype for spec in call.specs())])
-
-    made = {form(call) for call in calls.values()}
-    listed = {line: form(entries.Call.decode(line)) for line in lines}
+    made = {call.shape_class() for call in calls.values()}
+    listed = {line: entries.Call.decode(line).shape_class() for line in lines}
     own = {listed[line] for line, bits in lines.items() if bits & bit}
-    return sorted(made - set(listed.values())), sorted(own - made)
+    return sorted(made - own, key=str), sorted(own - made, key=str)
 
 
-def write_tolerances() -> None:
-    """Measure the errors of torch on the CPU in each dtype of a device, and write the table of tolerances."""
+def measure_call(line: str) -> tuple[str, str, float]:
+    """Return the operator and the dtype of a call, and the largest error of torch on the CPU in all cases."""
     import torch
 
+    from accelerators.testing.numerics import entries, replay
+
+    call = entries.Call.decode(line)
+    worst = 0.0
+    for comparison in replay.compare_call(call, torch.device("cpu"), math.inf, full=True):
+        if comparison.reason or comparison.units == math.inf:
+            raise SystemExit(f"the CPU itself fails: {comparison.describe()}")
+        worst = max(worst, comparison.units)
+    return call.operator, call.dtype(), worst
+
+
+def write_tolerances(jobs: int) -> None:
+    """Measure the errors of torch on the CPU in each dtype of a device, and write the table of tolerances."""
     from accelerators.testing.numerics import entries, errors, replay
 
     start = time.monotonic()
     largest: dict[str, dict[str, float]] = {}
     granted = (replay.ALL_DTYPES, [*replay.SIXTEEN_BITS.values()])  # of devices with and without float64
     calls = [one for call in entries.iterate_calls() for dtypes in granted for one in replay.in_dtypes(call, dtypes)]
-    for one in {call.encode(): call for call in calls}.values():
-        for comparison in replay.compare_call(one, torch.device("cpu"), math.inf, full=True):
-            if comparison.reason or comparison.units == math.inf:
-                raise SystemExit(f"the CPU itself fails: {comparison.describe()}")
-            row = largest.setdefault(comparison.operator, {})
-            row[comparison.dtype] = max(row.get(comparison.dtype, 0.0), comparison.units)
+    lines = [*dict.fromkeys(call.encode() for call in calls)]
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        for number, (operator, dtype, units) in enumerate(pool.map(measure_call, lines, chunksize=20)):
+            if number % 500 == 0:
+                print(f"call {number} of {len(lines)}, {operator}", flush=True)
+            row = largest.setdefault(operator, {})
+            row[dtype] = max(row.get(dtype, 0.0), units)
     table = {
         operator: {dtype: errors.derive_factor(units, dtype) for dtype, units in sorted(row.items())}
         for operator, row in sorted(largest.items())
     }
     rows = ",\n".join(f"{json.dumps(operator)}: {json.dumps(row)}" for operator, row in table.items())
     errors.TABLE.write_text(f"{{\n{rows}\n}}\n")
-    print(f"tolerances of {len(table)} operators in {time.monotonic() - start:.0f} s")
+    print(f"tolerances of {len(table)} operators from {len(lines)} calls in {time.monotonic() - start:.0f} s")
 
 
 def print_calls() -> None:
@@ -245,11 +266,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="record all sources, and write both files")
     parser.add_argument("--tolerances", action="store_true", help="write tolerances.json for the recorded calls")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time; default: %(default)s")
     options = parser.parse_args()
     if options.write:
-        write_calls(record_all())
+        write_calls(record_all(options.jobs))
     if options.write or options.tolerances:
-        write_tolerances()
+        write_tolerances(options.jobs)
     else:
         print_calls()
 

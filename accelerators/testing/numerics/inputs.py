@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +27,9 @@ WIDE = "wide"
 LEAST_WIDENED = 8
 """Sizes below are numbers of heads, experts or rows, and stay as they are."""
 MOST_ELEMENTS = 2**19
+MOST_IN_RESULT = 2**22
 MOST_TIMES = 64
+"""Limits of a wide call: elements of an argument and of the result, and the number of times that a size grows."""
 
 SOLVERS = ("aten.linalg_solve_triangular",)
 """Operators that divide by their first argument: it is drawn near the identity, since random matrices are singular in
@@ -56,17 +60,22 @@ def widen(call: Call) -> Call | None:
     """Return a call with larger tensors: each size from `LEAST_WIDENED` on is multiplied by one number.
 
     So sizes that were equal stay equal, as the inner ones of a product. The number is the largest up to `MOST_TIMES`
-    with which no tensor has more than `MOST_ELEMENTS` elements. Ranges of integers grow along, because most are
-    indices. Returns None if nothing grows, or for indices that must differ: there are too few of them.
+    with which no argument has more than `MOST_ELEMENTS` elements, and the result no more than `MOST_IN_RESULT`. Ranges
+    of integers grow along, because most are indices. Returns None if nothing grows, or for indices that must differ:
+    there are too few.
     """
     specs = call.specs()
-    rooms = [
-        (MOST_ELEMENTS / max(spec.elements, 1)) ** (1 / count)
-        for spec in specs
-        if (count := sum(size >= LEAST_WIDENED for size in spec.shape))
-    ]
-    times = min([MOST_TIMES, *map(int, rooms)]) if rooms else 1
-    if times < 2 or any("distinct" in spec.values for spec in specs):
+    sizes = [item for item in (*call.args, *call.kwargs.values()) if _is_sizes(item)]
+    shapes = [*(spec.shape for spec in specs), *sizes]
+    # No result is larger than all arguments together, each expanded to the others.
+    result = [max(map(abs, column)) for column in itertools.zip_longest(*map(reversed, shapes), fillvalue=1)]
+    rooms = [(spec.shape, MOST_ELEMENTS) for spec in specs] + [(result, MOST_IN_RESULT)]
+    times = min([MOST_TIMES, *(_find_room(shape, most) for shape, most in rooms)])
+    if (
+        not any(size >= LEAST_WIDENED for shape in shapes for size in shape)
+        or times < 2
+        or any("distinct" in spec.values for spec in specs)
+    ):
         return None
 
     def grow(size: int) -> int:
@@ -83,6 +92,16 @@ def widen(call: Call) -> Call | None:
 
     args = tuple(change(name, item) for name, item in call.named_args())
     return Call(call.operator, args, {name: change(name, item) for name, item in call.kwargs.items()})
+
+
+def _is_sizes(item: Any) -> bool:
+    return isinstance(item, (list, tuple)) and bool(item) and all(type(part) is int for part in item)
+
+
+def _find_room(shape: Sequence[int], most: int) -> int:
+    """Return how many times the sizes of a shape may grow until it has `most` elements."""
+    grown = sum(size >= LEAST_WIDENED for size in shape)
+    return int((most / max(math.prod(shape), 1)) ** (1 / grown)) if grown else MOST_TIMES
 
 
 def _grow_strides(spec: Spec, grow: Callable[[int], int]) -> tuple[int, ...] | None:
