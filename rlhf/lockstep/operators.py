@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
@@ -90,7 +91,7 @@ class OperatorJudge(TorchDispatchMode):
         self.judged, self.number = 0, 0
         self.not_judged: dict[str, str] = {}
         self._calls: dict[tuple[str, str, bool], int] = {}
-        self._written: dict[tuple[Any, ...], Tensor] = {}
+        self._written: dict[tuple[Any, ...], tuple[StorageWeakRef, Tensor]] = {}
         self._storages: dict[int, list[tuple[Any, ...]]] = {}
         self._drawn: set[bytes] = set()
         self._assigned = 0
@@ -124,8 +125,10 @@ class OperatorJudge(TorchDispatchMode):
         if len(self.faults) >= MOST:
             self._is_done = True
         for item, copy in zip(inputs, before):
-            known = self._written.get(_memory(item))
-            if known is not None and (number := _first_difference(known, copy)) is not None:
+            storage, known = self._written.get(_memory(item), (None, copy))
+            # Other memory may lie where a tensor was freed, and be written by what the mode does not see.
+            is_same = storage is not None and not storage.expired()
+            if is_same and (number := _first_difference(known, copy)) is not None:
                 blame("changed between", math.inf, *_element(copy, known, number))
                 self._written.pop(_memory(item))
         returned = func(*args, **kwargs)
@@ -195,7 +198,7 @@ class OperatorJudge(TorchDispatchMode):
 
     def _remember(self, item: Tensor, copy: Tensor) -> None:
         key = _memory(item)
-        self._written[key] = copy
+        self._written[key] = StorageWeakRef(item.untyped_storage()), copy
         self._storages.setdefault(key[0], []).append(key)
 
     def _forget(self, item: Tensor) -> None:

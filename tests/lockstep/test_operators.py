@@ -121,6 +121,17 @@ def test_judge_memory_that_changes_between_two_operators_is_blamed() -> None:
     assert (fault.operator, fault.kind, fault.value) == ("aten::sin", "changed between", 7.0)
 
 
+def test_judge_memory_that_another_tensor_took_over_is_not_blamed() -> None:
+    memory = bytearray(12)
+
+    def run() -> None:
+        torch.frombuffer(memory, dtype=torch.float32).fill_(2.0)
+        memory[:] = bytes(12)
+        torch.frombuffer(memory, dtype=torch.float32).cos()
+
+    assert judge("", lambda func: None, run) == []
+
+
 def test_judge_random_numbers_that_repeat_are_blamed() -> None:
     def repeat(func: Any, *args: Any, **options: Any) -> Any:
         return func(*args, **options).copy_(torch.linspace(0, 1, 100))
