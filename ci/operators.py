@@ -216,7 +216,7 @@ def measure_call(line: str) -> tuple[str, str, float]:
 
     call = entries.Call.decode(line)
     worst = 0.0
-    for comparison in replay.compare_call(call, torch.device("cpu"), math.inf, full=True):
+    for comparison in replay.compare_call(call, torch.device("cpu"), math.inf):
         if comparison.reason or comparison.units == math.inf:
             raise SystemExit(f"the CPU itself fails: {comparison.describe()}")
         worst = max(worst, comparison.units)

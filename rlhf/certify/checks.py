@@ -331,7 +331,7 @@ def check_ppo_steps(subject: Subject, facts: Facts) -> None:
 
 def check_operators(subject: Subject, facts: Facts) -> None:
     """Repeat every operator that the stages use."""
-    facts |= subject.processes.task("compare_operators", subject.name, subject.full)
+    facts |= subject.processes.task("compare_operators", subject.name)
     _judge_failures(facts["failures"], facts["operators"], "operators")
 
 

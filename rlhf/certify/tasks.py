@@ -65,13 +65,13 @@ def compare_with_cpu(publish: Publish, name: str, comparison: str, full: bool) -
     publish(testing.compare_with_cpu(comparison, accelerator, full=full))
 
 
-def compare_operators(publish: Publish, name: str, full: bool) -> None:
+def compare_operators(publish: Publish, name: str) -> None:
     """Repeat every recorded operator on the device."""
     from accelerators import testing
 
     accelerator = _select(name)
     accelerator.bind(0)
-    publish(testing.compare_operators(accelerator, publish, full=full))
+    publish(testing.compare_operators(accelerator, publish))
 
 
 def compare_operations(publish: Publish, name: str) -> None:

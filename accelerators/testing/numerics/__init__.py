@@ -33,7 +33,8 @@ def compare_operators(
     Args:
         accelerator: the backend, its device bound.
         publish: called with facts about the operator that comes next.
-        full: repeat each call in the widths of real models, too.
+        full: repeat each call in wide tensors, too. Certificates do not: the table is not measured in them, and long
+            sums of numbers of one sign err by more units than short ones.
 
     Returns:
         Facts for a report: counts, the first failure of each operator, and the worst cases. An operator that the device
