@@ -2,7 +2,7 @@
 
 `ci/golden.py` records them. A seed is a run in one precision that perturbs the operators of every tenth step by one
 rounding each, so that it ends as another device of this precision might. Seeds give each quantity a mean and a spread.
-The band is Student's interval for the next one, wide enough that a correct device fails the whole level once in a
+The band is Student's interval for the next one, so wide that a correct device fails the comparison at most once in a
 thousand times (`ALARMS`).
 """
 
@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlhf.certify.fixed_state import LARGEST_WEIGHT
+from rlhf.certify.fixed_state import LARGEST_WEIGHT, STEPS
 from rlhf.certify.trace import Name, Trace
 from rlhf.config.schema import Stage
 from rlhf.utils.statistics import student_quantile
@@ -30,7 +30,7 @@ FILE = Path(__file__).with_name("golden") / "learning.safetensors"
 FORMAT = 1
 
 ALARMS = 1e-3
-"""Probability that a correct device fails the level, if deviations are normally distributed."""
+"""Largest probability that a correct device fails the comparison, if deviations are normally distributed."""
 
 BLOCK = 10
 """Steps whose deviation is averaged for one number of the curve."""
@@ -65,7 +65,13 @@ class Band(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """A quantity of a device in comparison; `ratio` is its deviation in bands."""
+    """A quantity of a device in comparison.
+
+    Attributes:
+        here, golden: the values of the element that differs most, or of a block of steps; NaN if there are none.
+        ratio: the deviation in bands: more than 1 is beyond; infinite if it is not a number.
+        place: the element, the steps, or the reason why there are no values.
+    """
 
     quantity: Quantity
     here: float
@@ -106,7 +112,7 @@ def measure(truth: Trace, own: Trace) -> dict[Quantity, float]:
             steps = slice(block * BLOCK, (block + 1) * BLOCK)
             pairs = list(zip(values[steps], curve[steps]))
             complete = len(pairs) == BLOCK
-            numbers[Quantity(name, "curve", block)] = fmean(a - b for a, b in pairs) if complete else math.nan
+            numbers[Quantity(name, "curve", block)] = sum(a - b for a, b in pairs) / BLOCK if complete else math.nan
     return numbers
 
 
@@ -145,7 +151,8 @@ def summarize(values: Sequence[float]) -> Band:
 def reach(seeds: int, comparisons: int) -> float:
     """Return how many standard deviations the next value may be from the mean of `seeds` values.
 
-    Student's prediction interval: among so many comparisons, one is beyond it with the probability `ALARMS`.
+    Student's prediction interval, with Bonferroni's correction: the probability that any of so many comparisons is
+    beyond it is at most `ALARMS`, however they correlate.
     """
     return student_quantile(seeds - 1, 1 - ALARMS / comparisons) * math.sqrt(1 + 1 / seeds)
 
@@ -155,33 +162,38 @@ def count_comparisons(golden: Golden) -> int:
     return sum(sum(map(len, stage.bands.values())) for stage in golden.values())
 
 
-def compare(right: GoldenStage, own: Trace, precision: str, factor: float) -> list[Verdict]:
-    """Return the verdict about each quantity of a stage, in the order of computation; `factor` is that of `reach`.
+def compare(right: GoldenStage, own: Trace, precision: str, factor: float, steps: int = STEPS) -> list[Verdict]:
+    """Return the verdict about each quantity that has a band, in the order of computation.
 
-    Of a trace with fewer steps, only the blocks that are complete are compared. If another trace replaces the truth,
-    what is 0 in the truth has no scale to compare.
+    Args:
+        right: the golden numbers of the stage.
+        own: the trace of a device. A number that it lacks is beyond its band.
+        precision: that of the trace.
+        factor: that of `reach`.
+        steps: the steps that the device was to take; only complete blocks of them are compared.
     """
-    steps = max(map(len, own.curve.values()), default=0)
     numbers = measure(right.truth, own)
     return [
-        _judge(right, quantity, value, own, precision, factor)
-        for quantity, value in numbers.items()
-        if (quantity.block + 1) * BLOCK <= steps and quantity in right.bands[precision]
+        _judge(right, quantity, numbers.get(quantity, math.nan), own, precision, factor)
+        for quantity in right.bands[precision]
+        if (quantity.block + 1) * BLOCK <= steps
     ]
 
 
-def judge_draws(own: Trace, comparisons: int) -> Verdict:
-    """Return the verdict about PPO's steps whose completions were drawn.
+def judge_draws(own: Trace, comparisons: int, steps: int = STEPS) -> Verdict:
+    """Return the verdict about `steps` of PPO whose completions were drawn.
 
     The log-probability of a token that is drawn from a distribution is on average minus its entropy. So the sum of both
     has the mean 0 in every step, however the policy changes: Student's test over the steps.
     """
     name = Name("scores", "actor", "log_probs", "mean")
-    pairs = zip(own.curve[name], own.curve[name._replace(name="entropy")], strict=True)
-    sums = [log_prob + entropy for log_prob, entropy in pairs]
+    curves = [own.curve.get(each, []) for each in (name, name._replace(name="entropy"))]
+    quantity = Quantity(Name("rollout", "actor", "log-probability plus entropy of the drawn tokens"), "mean")
+    if any(len(curve) != steps or not all(map(math.isfinite, curve)) for curve in curves):
+        return Verdict(quantity, math.nan, math.nan, math.inf, f"the steps did not report {steps} finite numbers")
+    sums = [log_prob + entropy for log_prob, entropy in zip(*curves)]
     mean, error = fmean(sums), stdev(sums) / math.sqrt(len(sums))
     limit = student_quantile(len(sums) - 1, 1 - ALARMS / comparisons) * error
-    quantity = Quantity(Name("rollout", "actor", "log-probability plus entropy of the drawn tokens"), "mean")
     return Verdict(quantity, mean, 0.0, abs(mean) / limit if limit else math.inf, f"{len(sums)} steps")
 
 
@@ -193,12 +205,15 @@ def _judge(right: GoldenStage, quantity: Quantity, value: float, own: Trace, pre
         golden, place = fmean(right.truth.curve[name][steps]), f"steps {steps.start + 1} to {steps.stop}"
         here = golden + value
     else:
-        here, golden, place = _find_worst(right.truth.first[name], own.first.get(name))
-        size = _size(right.truth.first[name].double())
+        truth, tensor = right.truth.first.get(name), own.first.get(name)
+        if truth is None or tensor is None or truth.shape != tensor.shape:
+            return Verdict(quantity, math.nan, math.nan, math.inf, _describe_shapes(truth, tensor))
+        here, golden, place = _find_worst(truth, tensor)
+        size = _size(truth.double())
     # The change of a weight is as exact as the weight, which is kept in float32.
     floor = _UNITS["fp32"] * LARGEST_WEIGHT if name.phase == "update" else _UNITS[precision] * size
     if kind == "scale":
-        floor /= size
+        floor /= max(size, 1e-30)
     if kind == "exact":
         return Verdict(quantity, here, golden, 0.0 if value == 0 else math.inf, place)
     band = right.bands[precision][quantity]
@@ -210,15 +225,18 @@ def _judge(right: GoldenStage, quantity: Quantity, value: float, own: Trace, pre
     return Verdict(quantity, here, golden, math.inf if math.isnan(ratio) else ratio, place)
 
 
-def _find_worst(right: Tensor, tensor: Tensor | None) -> tuple[float, float, str]:
+def _find_worst(right: Tensor, tensor: Tensor) -> tuple[float, float, str]:
     """Return the values of the element that differs most, and its place."""
-    if tensor is None or tensor.shape != right.shape:
-        shape = None if tensor is None else list(tensor.shape)
-        return math.nan, math.nan, f"shape {shape} instead of {list(right.shape)}"
     gap = (tensor.double() - right.double()).abs().nan_to_num(nan=math.inf).flatten()
     number = int(gap.argmax())
     index = [int(part) for part in torch.unravel_index(torch.tensor(number), right.shape)]
     return float(tensor.flatten()[number]), float(right.flatten()[number]), f"element {index}"
+
+
+def _describe_shapes(right: Tensor | None, tensor: Tensor | None) -> str:
+    if right is None or tensor is None:
+        return "the step did not report it"
+    return f"shape {list(tensor.shape)} instead of {list(right.shape)}"
 
 
 def write_golden(path: Path, golden: Golden) -> None:

@@ -24,13 +24,13 @@ def compare_steps(side: Side, stage: Stage, precision: str, steps: int) -> Facts
     golden = read_golden()
     right = golden[stage]
     trace = trace_steps(side, steps, right.truth.ids)
-    verdicts = compare(right, trace, precision, reach(right.seeds, count_comparisons(golden)))
+    verdicts = compare(right, trace, precision, reach(right.seeds, count_comparisons(golden)), steps)
     return report(verdicts, stage, precision)
 
 
 def compare_draws(side: Side, precision: str, steps: int) -> Facts:
     """Let PPO draw its completions, and compare them with the policy's distribution."""
-    verdict = judge_draws(trace_steps(side, steps), count_comparisons(read_golden()))
+    verdict = judge_draws(trace_steps(side, steps), count_comparisons(read_golden()), steps)
     return report([verdict], "ppo", precision)
 
 
@@ -48,7 +48,7 @@ def compare_captured(side: Side, folder: Path, precision: str) -> Facts:
     with side.forced_eager():
         plain = trace_steps(side, 1, right.truth.ids)
     factor = reach(right.seeds, count_comparisons(golden))
-    verdicts = compare(replace(right, truth=recorded), plain, precision, factor)
+    verdicts = compare(replace(right, truth=recorded), plain, precision, factor, steps=1)
     return facts | {"fallbacks": accelerator.fallbacks} | report(verdicts, "ppo", precision, "recorded", "plain")
 
 
@@ -79,10 +79,17 @@ def report(
     beyond = [verdict for verdict in verdicts if not verdict.ratio <= 1]
     failure = ""
     if beyond:
-        first = beyond[0]
-        failure = (
-            f"{stage} in {precision}: {first.quantity.name}, {first.place}: {first.here:.9g}, {golden} "
-            f"{first.golden:.9g}; its {first.quantity.kind} is {format_number(first.ratio)} times its band "
-            f"({len(beyond)} of {len(verdicts)} quantities are beyond theirs)"
-        )
+        count = f"{len(beyond)} of {len(verdicts)} quantities are beyond their bands"
+        failure = f"{stage} in {precision}: {_explain(beyond[0], golden)} ({count})"
     return {"compared": len(verdicts), "rows": rows, "failure": failure}
+
+
+def _explain(verdict: Verdict, golden: str) -> str:
+    """Return what is wrong with a quantity; `golden` names the numbers that it is compared with."""
+    quantity, place = verdict.quantity, f"{verdict.quantity.name}, {verdict.place}"
+    if math.isnan(verdict.golden):
+        return place
+    values = f"{place}: {verdict.here:.9g}, {golden} {verdict.golden:.9g}"
+    if math.isfinite(verdict.ratio):
+        return f"{values}; its {quantity.kind} is {format_number(verdict.ratio)} times its band"
+    return f"{values}; it must be equal" if quantity.kind == "exact" else f"{values}; it is not finite, or missing"

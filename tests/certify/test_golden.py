@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,9 +50,11 @@ def copy(trace: Trace) -> Trace:
     return Trace(first, {name: list(values) for name, values in trace.curve.items()}, trace.ids)
 
 
-def judge(golden: dict[Stage, GoldenStage], stage: Stage, trace: Trace, precision: str = "fp32") -> list[Verdict]:
+def judge(
+    golden: dict[Stage, GoldenStage], stage: Stage, trace: Trace, precision: str = "fp32", steps: int = STEPS
+) -> list[Verdict]:
     factor = reach(golden[stage].seeds, count_comparisons(golden))
-    return compare(golden[stage], trace, precision, factor)
+    return compare(golden[stage], trace, precision, factor, steps)
 
 
 def beyond(golden: dict[Stage, GoldenStage], stage: Stage, trace: Trace, precision: str = "fp32") -> list[Verdict]:
@@ -185,8 +188,34 @@ def test_compare_finds_a_difference_that_begins_late(golden: dict[Stage, GoldenS
 def test_compare_of_fewer_steps_leaves_later_blocks_out(golden: dict[Stage, GoldenStage]) -> None:
     trace = copy(golden["sft"].truth)
     trace.curve = {name: values[: BLOCK + 3] for name, values in trace.curve.items()}
-    verdicts = judge(golden, "sft", trace)
+    verdicts = judge(golden, "sft", trace, steps=BLOCK + 3)
     assert {verdict.quantity.block for verdict in verdicts} == {-1, 0}
+    assert all(verdict.ratio <= 1 for verdict in verdicts)
+
+
+def test_compare_finds_steps_that_reported_nothing(golden: dict[Stage, GoldenStage]) -> None:
+    trace = copy(golden["sft"].truth)
+    trace.curve = {name: values[:-1] for name, values in trace.curve.items()}
+    found = beyond(golden, "sft", trace)
+    assert {verdict.place for verdict in found} == {"steps 91 to 100"} and len(found) == len(trace.curve)
+    assert report(found, "sft", "fp32")["failure"]
+
+
+def test_compare_finds_values_that_are_infinite(golden: dict[Stage, GoldenStage]) -> None:
+    trace = copy(golden["sft"].truth)
+    trace.curve[Name("loss", "sft", "loss", "mean")][:2] = [math.inf, -math.inf]
+    assert (
+        "sft in fp32: loss sft loss mean, steps 1 to 10: nan"
+        in report(beyond(golden, "sft", trace), "sft", "fp32")["failure"]
+    )
+
+
+@pytest.mark.parametrize("stage", GOLDEN)
+def test_report_of_no_tensors_is_a_failure_for_each(golden: dict[Stage, GoldenStage], stage: Stage) -> None:
+    for truth in (golden[stage].truth, Trace()):
+        first_step = compare(replace(golden[stage], truth=truth), Trace(), "fp32", 10.0, 1)
+        assert first_step and all(verdict.ratio == math.inf for verdict in first_step)
+        assert "the step did not report it" in report(first_step, stage, "fp32")["failure"]
 
 
 def test_compare_gives_the_ratio_of_deviation_and_band() -> None:
@@ -226,6 +255,15 @@ def draw(temperature: float) -> Trace:
         entropies.append(-float((scored.exp() * scored).sum(-1).mean()))
     name = Name("scores", "actor", "log_probs", "mean")
     return Trace({}, {name: log_probs, name._replace(name="entropy"): entropies})
+
+
+@pytest.mark.parametrize("spoiled", [[], [-3.0] * (STEPS - 1), [math.nan] * STEPS])
+def test_judge_draws_needs_a_finite_number_of_each_step(spoiled: list[float]) -> None:
+    trace = draw(1.0)
+    trace.curve[Name("scores", "actor", "log_probs", "mean")] = spoiled
+    verdict = judge_draws(trace, 5000)
+    assert verdict.ratio == math.inf
+    assert f"did not report {STEPS} finite numbers" in report([verdict], "ppo", "fp32")["failure"]
 
 
 @pytest.mark.parametrize(("temperature", "passes"), [(1.0, True), (0.9, False), (1.1, False)])
