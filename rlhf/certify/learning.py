@@ -29,14 +29,14 @@ def check_golden(subject: Subject, facts: Facts) -> None:
 def check_drawn(subject: Subject, facts: Facts) -> None:
     """Let the device draw the completions of PPO's steps."""
     folder, precisions = _prepare(subject, facts)
-    precision = _choose(subject, precisions["ppo"])
+    facts["precision"] = precision = _choose(subject, precisions["ppo"])
     _judge(facts, subject.processes.task("compare_draws", subject.name, folder, precision, STEPS))
 
 
 def check_captured(subject: Subject, facts: Facts) -> None:
     """Compare recorded or compiled steps with plain ones."""
     folder, precisions = _prepare(subject, facts)
-    precision = _choose(subject, precisions["ppo"])
+    facts["precision"] = precision = _choose(subject, precisions["ppo"])
     _judge(facts, subject.processes.task("compare_captured", subject.name, folder, precision))
 
 
@@ -45,14 +45,17 @@ def _prepare(subject: Subject, facts: Facts) -> tuple[str, dict[str, list[str]]]
     folder = subject.folder("fixed-state")
     recorded = subject.processes.task("write_fixed_state", subject.name, str(folder))["stages"]
     granted = [name for name in PRECISIONS if subject.explanation["precisions"][name]["ok"]]
-    facts["without golden numbers"] = {
-        name: stages
+    precisions = {stage: [name for name in granted if name in recorded.get(stage, [])] for stage in EVERY_STAGE}
+    lacking = [
+        f"{', '.join(stages)} in {name}"
         for name in granted
-        if (stages := [stage for stage in EVERY_STAGE if name not in recorded.get(stage, [])])
-    } or "none"
-    precisions = {stage: [name for name in granted if name in names] for stage, names in recorded.items()}
+        if (stages := [stage for stage, names in precisions.items() if name not in names])
+    ]
+    if lacking:
+        facts["note"] = f"not compared, for lack of golden numbers: {'; '.join(lacking)}"
     if missing := [stage for stage, names in precisions.items() if not names]:
-        raise CheckFailed(f"{', '.join(missing)}: no golden numbers of a precision of this device ({granted})")
+        grants = ", ".join(granted)
+        raise CheckFailed(f"{', '.join(missing)}: no golden numbers of a precision that the device grants ({grants})")
     return str(folder), precisions
 
 

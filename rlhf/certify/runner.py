@@ -185,6 +185,8 @@ def _run_level(
         processes.seconds = check.seconds if subject.full else TOY_SECONDS
         results.append(_run_check(level, check, subject, exceptions))
         report_progress(f"      {_describe(results[-1])}")
+        if note := results[-1].facts.get("note"):  # what the check left out
+            report_progress(f"      {note}")
         if results[-1].result == "failed":
             return
 
