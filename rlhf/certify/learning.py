@@ -7,7 +7,7 @@ from typing import Any
 from rlhf.certify.checks import Check, Facts, Subject
 from rlhf.certify.fixed_state import PRECISIONS, STEPS
 from rlhf.certify.processes import CheckFailed
-from rlhf.config.schema import EVERY_STAGE
+from rlhf.config.schema import EVERY_STAGE, Stage
 
 
 def check_golden(subject: Subject, facts: Facts) -> None:
@@ -40,12 +40,14 @@ def check_captured(subject: Subject, facts: Facts) -> None:
     _judge(facts, subject.processes.task("compare_captured", subject.name, folder, precision))
 
 
-def _prepare(subject: Subject, facts: Facts) -> tuple[str, dict[str, list[str]]]:
+def _prepare(subject: Subject, facts: Facts) -> tuple[str, dict[Stage, list[str]]]:
     """Write the fixed state, if no check has; return its folder, and each stage's precisions that can be compared."""
     folder = subject.folder("fixed-state")
     recorded = subject.processes.task("write_fixed_state", subject.name, str(folder))["stages"]
     granted = [name for name in PRECISIONS if subject.explanation["precisions"][name]["ok"]]
-    precisions = {stage: [name for name in granted if name in recorded.get(stage, [])] for stage in EVERY_STAGE}
+    precisions: dict[Stage, list[str]] = {
+        stage: [name for name in granted if name in recorded.get(stage, [])] for stage in EVERY_STAGE
+    }
     lacking = [
         f"{', '.join(stages)} in {name}"
         for name in granted
@@ -71,6 +73,8 @@ def _judge(facts: Facts, result: Facts) -> None:
         raise CheckFailed(failure)
     if parts := facts.get("fallbacks"):
         raise CheckFailed(f"{', '.join(parts)} were not recorded or compiled; the log has the reason")
+    if facts.get("graphs") == 0:  # None: the backend does not count
+        raise CheckFailed("the backend offers recorded or compiled steps, but its count of graphs is 0 after a step")
 
 
 GOLDEN = Check(

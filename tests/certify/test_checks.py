@@ -224,6 +224,7 @@ FAULTS: list[tuple[str, Callable[[Fake], None], str]] = [
     ("drawn", change("tasks.compare_draws.failure", "ppo in fp32: rollout"), "ppo in fp32: rollout"),
     ("captured", change("tasks.compare_captured.failure", "ppo in fp32: scores"), "ppo in fp32: scores"),
     ("captured", change("tasks.compare_captured.fallbacks", ["generation"]), "generation were not recorded"),
+    ("captured", change("tasks.compare_captured.graphs", 0), "its count of graphs is 0"),
     (
         "kill",
         attribute("losses", lambda command, _: [3.0, 2.5, 2.0, 1.6] if "--resume" in command else LOSSES),
@@ -367,6 +368,19 @@ def test_first_failure_ends_all_levels_and_the_certificate_is_written(
     assert [level["result"] for level in report["levels"]] == ["failed"] + ["not run"] * (len(LEVELS) - 1)
     assert lines[0].startswith("cpu: first-contact, interface, ")
     assert lines[-1].endswith("shapes failed: bucket(3) is 2")
+
+
+def test_note_of_a_check_is_shown_after_it_and_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Fake(tmp_path)
+    fake.tasks |= {"record_environment": {"facts": {}}, "list_exceptions": {"exceptions": []}}
+    monkeypatch.setattr(runner, "Processes", lambda *arguments: fake)
+    lines: list[str] = []
+    _, folder = runner.certify(
+        "cpu", level="learning", size="toy", only=["golden"], output=tmp_path / "c", report_progress=lines.append
+    )
+    note = "not compared, for lack of golden numbers: sft, reward, dpo, ppo in fp16"
+    assert lines[-1].strip() == note
+    assert f"<div>{note}</div>" in (folder / "certificate.html").read_text()
 
 
 def test_exceptions_that_cannot_be_read_end_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
