@@ -270,6 +270,10 @@ FAULTS: dict[str, Fault] = {
 }
 
 
+_until_the_end = ExitStack()
+"""Keeps the fault of the environment: a block whose stack is gone would end."""
+
+
 def plant_from_environment() -> None:
     """Plant the fault that the environment names, until the process ends.
 
@@ -280,7 +284,7 @@ def plant_from_environment() -> None:
         if name not in FAULTS:
             raise AcceleratorError(f"{VARIABLE}={name}: no such fault; use one of {', '.join(FAULTS)}")
         print(f"{NAME}: planted the fault {name}", file=sys.stderr, flush=True)
-        ExitStack().enter_context(plant(name))
+        _until_the_end.enter_context(plant(name))
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,6 +41,14 @@ def test_planted_operator_is_wrong_in_its_block_only() -> None:
         assert not result.cpu().any()
         torch.hpu.synchronize()
         assert torch.allclose(result.cpu(), torch.nn.functional.silu(first.cpu()))
+
+
+def test_fault_of_the_environment_stays_until_the_process_ends(python: Any) -> None:
+    code = "import gaudi_sim; gaudi_sim.install(); import habana_frameworks.torch.core, torch; "
+    code += "first = torch.ones(2, 4).to('hpu'); print((first @ first.mT).cpu())"
+    done = python("-c", code, fresh=True, strict=False, env={"RLHF_GAUDI_SIM_FAULT": "mm-scale"})
+    assert done.returncode == 0, done.stderr
+    assert "planted the fault mm-scale" in done.stderr and "4.0400" in done.stdout
 
 
 @pytest.mark.slow
