@@ -158,7 +158,7 @@ def record(name: str, accelerator: Any) -> dict[str, Any]:
 
 
 def record_apart(name: str) -> tuple[list[str], float]:
-    """Return the lines of a source's calls, and the seconds that it took; in a process of its own kind."""
+    """Return the lines of a source's calls, and the seconds that it took; in a new process."""
     start = time.monotonic()
     with backend() as accelerator:
         return [*record(name, accelerator)], time.monotonic() - start
