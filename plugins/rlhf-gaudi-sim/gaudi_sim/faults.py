@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.utils._pytree import tree_map
 
 from accelerators import AcceleratorError
@@ -329,7 +329,7 @@ def _replace_operator(fault: Fault) -> Iterator[None]:
 
     device = build.load()
     namespace, _, base = (fault.kernel or fault.operator).partition("::")
-    library = torch.library.Library(namespace, "IMPL")
+    replaced = library.Library(namespace, "IMPL")
     packet = getattr(getattr(torch.ops, namespace), base)
     for overload in packet.overloads():
         operator = getattr(packet, overload)
@@ -337,11 +337,11 @@ def _replace_operator(fault: Fault) -> Iterator[None]:
         if _has_kernel(operator) and not name.endswith("out"):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that the kernel is replaced
-                library.impl(name, _kernel(device, operator, fault), "HPU")
+                replaced.impl(name, _kernel(device, operator, fault), "HPU")
     try:
         yield
     finally:
-        library._destroy()
+        replaced._destroy()
 
 
 def _has_kernel(operator: Any) -> bool:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from accelerators.backends.cpu.kernels import compiler
 from accelerators.types import KernelImpl, Support
@@ -47,17 +47,17 @@ def batch_invariant() -> Iterator[None]:
     if is_active():
         yield
         return
-    library = torch.library.Library("aten", "IMPL")
+    replaced = library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns about every operator that it replaces
         for name, make in _REPLACEMENTS.items():
-            library.impl(name, make(name), "CPU")
+            replaced.impl(name, make(name), "CPU")
     _active += 1
     try:
         yield
     finally:
         _active -= 1
-        library._destroy()
+        replaced._destroy()
 
 
 class _Matrix(ctypes.Structure):
@@ -111,7 +111,7 @@ def _is_ours(*tensors: Tensor) -> bool:
 
 def _torch_kernel(name: str) -> Callable[..., Any]:
     """Return torch's implementation of an operator for the CPU."""
-    kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
+    kernel = library.get_kernel(f"aten::{name}", "CPU")
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
     return functools.partial(kernel.call_boxed, keys)
 
@@ -215,7 +215,7 @@ _REPLACEMENTS: dict[str, Callable[[str], Callable[..., Tensor]]] = {
 @functools.cache
 def supported(accelerator: object) -> Support:
     """Test that a compiler is installed, and that torch's operators can be replaced here."""
-    if not hasattr(torch.library, "get_kernel"):
+    if not hasattr(library, "get_kernel"):
         return Support(False, f"torch {torch.__version__} cannot name its own kernels; 2.10 can")
     if reason := compiler.why_not(_functions, "products depend on the number of rows", needed=""):
         return Support(False, reason)
