@@ -6,8 +6,8 @@
 
 Each stage takes its steps on the CPU, with PyTorch's own operators: once in float64; then in float32 and bfloat16 from
 each seed, which perturbs the operators of every tenth step by one rounding each. PPO's completions are those of the run
-in float64. At the end, each seed is compared with the bands of the others: the false alarms. The shipped file has
-fp32 only, so far. The CPU does not train in fp16 (DeepSpeed), so fp16 has no golden numbers.
+in float64. At the end, each seed is compared with the bands of the others: the false alarms. The CPU
+does not train in fp16 (DeepSpeed), so fp16 has no golden numbers.
 """
 
 from __future__ import annotations

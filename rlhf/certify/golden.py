@@ -46,7 +46,7 @@ class Quantity(NamedTuple):
     """A number that is compared.
 
     Attributes:
-        kind: exact: the elements that differ; distance: the logarithm of the root mean square deviation of a tensor;
+        kind: exact: the elements that differ; distance: the root mean square deviation of a tensor;
             scale: its component along the truth, minus 1; mean: the deviation of its mean; curve: that of a number in
             a block of steps.
         block: the number of the block, of the curve; -1 for the first step.
@@ -124,10 +124,7 @@ def _measure_tensor(right: Tensor, tensor: Tensor | None) -> dict[Kind, float]:
     own = torch.full_like(truth, math.nan) if tensor is None else tensor.double()
     if truth.numel() < _SMALL:
         return {"mean": float((own - truth).mean())}
-    distance = _size(own - truth)
-    least = max(_UNITS["fp32"] * size / 16, 1e-30)  # one rounding is always allowed, so less does not matter
-    logarithm = math.log(max(distance, least)) if math.isfinite(distance) else math.nan
-    numbers: dict[Kind, float] = {"distance": logarithm}
+    numbers: dict[Kind, float] = {"distance": _size(own - truth)}
     if size > 1e-12:
         numbers["scale"] = float((own * truth).mean() / size**2 - 1)
     return numbers
@@ -217,11 +214,8 @@ def _judge(right: GoldenStage, quantity: Quantity, value: float, own: Trace, pre
     if kind == "exact":
         return Verdict(quantity, here, golden, 0.0 if value == 0 else math.inf, place)
     band = right.bands[precision][quantity]
-    if kind == "distance":
-        limit, deviation = math.exp(band.mean + factor * band.spread), math.exp(value)
-    else:
-        limit, deviation = abs(band.mean) + factor * band.spread, abs(value)
-    ratio = deviation / max(limit, floor, 1e-30)
+    limit = abs(band.mean) + factor * band.spread
+    ratio = abs(value) / max(limit, floor, 1e-30)
     return Verdict(quantity, here, golden, math.inf if math.isnan(ratio) else ratio, place)
 
 

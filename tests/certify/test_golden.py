@@ -30,7 +30,7 @@ from rlhf.config.schema import EVERY_STAGE, Stage
 from rlhf.utils.statistics import student_quantile
 
 GOLDEN = read_golden()
-RECORDED = {stage: ["fp32"] for stage in EVERY_STAGE}
+RECORDED = {stage: ["fp32", "bf16"] for stage in EVERY_STAGE}
 PHASES = {
     "sft": ["rows", "scores", "loss", "gradients", "update"],
     "reward": ["rows", "scores", "loss", "gradients", "update"],
@@ -77,6 +77,17 @@ def test_golden_file_has_bands_of_these_precisions(golden: dict[Stage, GoldenSta
         assert set(right.bands) <= set(PRECISIONS)
         for bands in right.bands.values():
             assert all(map(math.isfinite, (number for band in bands.values() for number in band)))
+
+
+@pytest.mark.parametrize("stage", EVERY_STAGE)
+def test_bands_of_the_first_step_are_a_few_roundings_wide(golden: dict[Stage, GoldenStage], stage: Stage) -> None:
+    right = golden[stage]
+    factor = reach(right.seeds, count_comparisons(golden))
+    for quantity, band in right.bands["fp32"].items():
+        size = float(right.truth.first[quantity.name].double().square().mean().sqrt()) if quantity.block < 0 else 0.0
+        if quantity.kind in ("distance", "scale") and size > 1e-6:  # others are the noise of a zero
+            width = (abs(band.mean) + factor * band.spread) / (size if quantity.kind == "distance" else 1)
+            assert width < 1e-4, quantity
 
 
 def test_golden_file_is_small() -> None:
