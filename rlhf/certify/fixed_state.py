@@ -89,7 +89,7 @@ def open_stage(
 
     output = str(folder / f"{stage}-{precision}")
     config = build_config(build_settings(folder, precision) | dict(settings) | {"accelerator": name, "output": output})
-    with launch.open_run(config, (stage,), overwrite=True) as (resolved, accelerator):
+    with launch.open_run(config, (stage,), accelerator=name, overwrite=True) as (resolved, accelerator):
         from rlhf.lockstep.side import Side  # imports DeepSpeed, which `open_run` has configured for the device
 
         side = Side(resolved, accelerator)

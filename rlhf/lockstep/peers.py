@@ -22,9 +22,6 @@ from rlhf.launchers.exit_status import USER_ERROR
 Request = tuple[Config, list[Stage]]
 """The first message to a side's process: the recipe, and the stages that will be opened."""
 
-_DROPPED = {"RLHF_ACCELERATOR", "DS_ACCELERATOR"}
-"""Variables that choose a backend: a side has that of its recipe."""
-
 
 class LiveSide:
     """The methods of `rlhf.lockstep.side.Side` in another process."""
@@ -84,7 +81,7 @@ def live_side(
         with there:
             process = subprocess.Popen(
                 [sys.executable, "-m", "rlhf.lockstep.worker", str(there.fileno())],
-                env={name: value for name, value in os.environ.items() if name not in _DROPPED} | dict(variables),
+                env={**os.environ, **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -21,7 +21,9 @@ def serve(config: Config, stages: list[Stage], connection: Connection) -> None:
     from rlhf.trainers import run as launch
 
     with ExitStack() as stack:
-        resolved, accelerator = stack.enter_context(launch.open_run(config, stages, overwrite=True))
+        resolved, accelerator = stack.enter_context(
+            launch.open_run(config, stages, accelerator=config.accelerator, overwrite=True)
+        )
         from rlhf.lockstep.side import Side  # imports DeepSpeed, which `open_run` has configured for the device
 
         side = Side(resolved, accelerator)

@@ -116,12 +116,20 @@ def run(
 
 @contextmanager
 def open_run(
-    config: Config, stages: Sequence[Stage], *, resume: bool = False, overwrite: bool = False
+    config: Config,
+    stages: Sequence[Stage],
+    *,
+    accelerator: str | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
 ) -> Iterator[tuple[Config, Accelerator]]:
     """Prepare and lock a run for code that runs `stages` itself, as `rlhf.api.session` does.
 
     While the block runs, the folder is locked and the accelerator's environment variables are set; signals are not
     handled. Yields the configuration with each `auto` that the plan resolves, and the accelerator.
+
+    Args:
+        config, stages, accelerator, resume, overwrite: as for `run`.
 
     Raises:
         RLHFError, AcceleratorError: as `run`; or the stages are complete.
@@ -132,7 +140,10 @@ def open_run(
     request = Request(stages, resume, overwrite)
     termination = RunTermination(RunDirectory(config.output), stages)
     try:
-        with _restore_environment(), _open(config, select_accelerator(config), request, pending) as opened:
+        with (
+            _restore_environment(),
+            _open(config, select_accelerator(config, accelerator), request, pending) as opened,
+        ):
             yield opened.config, opened.accelerator
     finally:
         if current_process().rank == 0:

@@ -23,7 +23,7 @@ def test_process_that_cannot_start_is_reported_with_what_it_printed(tmp_path: Pa
 
 
 def test_error_of_the_user_is_one_line_with_the_side_in_front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RLHF_ACCELERATOR", "cpu")  # the recipe of a side decides
+    monkeypatch.setenv("RLHF_ACCELERATOR", "cpu")  # a side names its backend
     config = Config(accelerator="absent", output=tmp_path / "run")
     side = live_side("B", config, ["sft"], tmp_path / "b")
     with pytest.raises(RLHFError, match=r"^B: .*absent"), side:
