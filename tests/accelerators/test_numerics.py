@@ -284,60 +284,8 @@ def test_list_was_recorded_with_the_locked_versions() -> None:
     }, "run python ci/operators.py --write"
 
 
-# wider tensors, for the full size
-
-
 def spec(*shape: int, dtype: str = "float32", values: str = "any", strides: tuple[int, ...] | None = None) -> Spec:
     return Spec(dtype, shape, strides, values)
-
-
-def test_wide_call_keeps_equal_sizes_equal_and_small_ones_small() -> None:
-    """By hand: 96 x 128 elements leave room for 6 times both sizes, whose product is 2**18.7."""
-    wide = inputs.widen(Call("aten.mm.default", (spec(96, 128), spec(128, 4)), {}))
-    assert wide is not None
-    assert [one.shape for one in wide.specs()] == [(6 * 96, 6 * 128), (6 * 128, 4)]
-
-
-def test_wide_call_has_indices_sizes_and_strides_that_fit() -> None:
-    call = Call(
-        "aten.embedding_dense_backward.default",
-        (spec(4, 24, 32), spec(4, 24, dtype="int64", values="integer 0 299"), 300, 0, False),
-        {},
-    )
-    wide = inputs.widen(call)
-    assert wide is not None
-    gradient, indices = wide.specs()
-    times = gradient.shape[1] // 24
-    assert gradient.shape == (4, 24 * times, 32 * times) and indices.values == f"integer 0 {299 * times}"
-    assert wide.args[2:] == (300 * times, 0, False) and times == 13
-    view = inputs.widen(Call("aten.view.default", (spec(4, 24, 32, strides=(768, 1, 24)), [96, 32]), {}))
-    assert view is not None
-    (turned,) = view.specs()
-    assert turned.strides == (24 * 13 * 32 * 13, 1, 24 * 13) and view.args[1] == [96 * 13, 32 * 13]
-
-
-def test_scalars_that_are_no_sizes_and_distinct_indices_are_left_alone() -> None:
-    wide = inputs.widen(Call("aten.mul.Tensor", (spec(64), 64), {}))
-    assert wide is not None and wide.args[1] == 64
-    assert (
-        inputs.widen(
-            Call(
-                "aten.index_select.default", (spec(64), 0, spec(64, dtype="int64", values="integer-distinct 0 63")), {}
-            )
-        )
-        is None
-    )
-
-
-def test_wide_calls_are_possible_and_pass_on_the_cpu() -> None:
-    done = {}
-    for call in CALLS:
-        if call.operator in WATCHED and call.operator not in done and (wide := inputs.widen(call)) is not None:
-            found = list(replay.compare_call(call, CPU, TABLE[call.operator][call.dtype()], full=True))
-            done[call.operator] = [one for one in found if one.case == inputs.WIDE]
-            assert max(spec.elements for spec in wide.specs()) <= inputs.MOST_ELEMENTS
-    assert len([operator for operator, found in done.items() if found]) >= len(WATCHED) - 2
-    assert [one.describe() for found in done.values() for one in found if one.failed] == []
 
 
 def test_product_of_groups_is_compared_with_its_definition() -> None:

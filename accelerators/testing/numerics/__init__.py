@@ -25,16 +25,12 @@ def compare_operations(accelerator: Accelerator) -> dict[str, Any]:
 def compare_operators(
     accelerator: Accelerator,
     publish: Callable[[dict[str, Any]], None] = lambda facts: None,
-    *,
-    full: bool = False,
 ) -> dict[str, Any]:
     """Compare every recorded call on a device, forward and backward, with float64 on the CPU.
 
     Args:
         accelerator: the backend, its device bound.
         publish: called with facts about the operator that comes next.
-        full: repeat each call in wide tensors, too. Certificates do not: the table is not measured in them, and long
-            sums of numbers of one sign err by more units than short ones.
 
     Returns:
         Facts for a report: counts, the first failure of each operator, and the worst cases. An operator that the device
@@ -50,7 +46,7 @@ def compare_operators(
         if number % PUBLISHED_EVERY == 0:
             publish({"reached": f"call {number} of {len(calls)}, {call.operator}"})
         factor = table[call.operator][call.dtype()]
-        comparisons += replay.compare_call(call, accelerator.device(), factor, full=full)
+        comparisons += replay.compare_call(call, accelerator.device(), factor)
     return {
         "calls": len(calls),
         "dtypes": ["float32", *(str(dtype).removeprefix("torch.") for dtype in granted)],

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from accelerators.testing.numerics.entries import ATTENTION, SCALARS, Call, Spec
+from accelerators.testing.numerics.entries import ATTENTION, Call, Spec
 
 CASES = {
     "plain": "values of the recorded kind",
@@ -21,15 +19,6 @@ CASES = {
     "empty": "a row of zeros, as padding leaves it",
     "strided": "the first tensor is every second element of a larger one",
 }
-
-WIDE = "wide"
-"""The case of the full size: plain values in tensors of the widths of real models; see `widen`."""
-LEAST_WIDENED = 8
-"""Sizes below are numbers of heads, experts or rows, and stay as they are."""
-MOST_ELEMENTS = 2**19
-MOST_IN_RESULT = 2**22
-MOST_TIMES = 64
-"""Limits of a wide call: elements of an argument and of the result, and the number of times that a size grows."""
 
 SOLVERS = ("aten.linalg_solve_triangular",)
 """Operators that divide by their first argument: it is drawn near the identity, since random matrices are singular in
@@ -54,73 +43,6 @@ def applies(case: str, call: Call) -> bool:
     if case == "strided":
         return bool(specs) and specs[0].elements > 1 and len(specs[0].shape) > 0 and specs[0].strides is None
     return case == "plain" or bool(floats)
-
-
-def widen(call: Call) -> Call | None:
-    """Return a call with larger tensors: each size from `LEAST_WIDENED` on is multiplied by one number.
-
-    So sizes that were equal stay equal, as the inner ones of a product. The number is the largest up to `MOST_TIMES`
-    with which no argument has more than `MOST_ELEMENTS` elements, and the result no more than `MOST_IN_RESULT`. Ranges
-    of integers grow along, because most are indices. Returns None if nothing grows, or for indices that must differ:
-    there are too few.
-    """
-    specs = call.specs()
-    sizes = [item for item in (*call.args, *call.kwargs.values()) if _is_sizes(item)]
-    shapes = [*(spec.shape for spec in specs), *sizes]
-    # No result is larger than all arguments together, each expanded to the others.
-    result = [max(map(abs, column)) for column in itertools.zip_longest(*map(reversed, shapes), fillvalue=1)]
-    rooms = [(spec.shape, MOST_ELEMENTS) for spec in specs] + [(result, MOST_IN_RESULT)]
-    times = min([MOST_TIMES, *(_find_room(shape, most) for shape, most in rooms)])
-    if (
-        not any(size >= LEAST_WIDENED for shape in shapes for size in shape)
-        or times < 2
-        or any("distinct" in spec.values for spec in specs)
-    ):
-        return None
-
-    def grow(size: int) -> int:
-        return size * times if LEAST_WIDENED <= size < 2**31 // times else size
-
-    def change(name: str, item: Any) -> Any:
-        if isinstance(item, Spec):
-            return item._replace(
-                shape=tuple(map(grow, item.shape)), strides=_grow_strides(item, grow), values=_grow_range(item, grow)
-            )
-        if isinstance(item, (list, tuple)):
-            return [change(name, part) for part in item]
-        return grow(item) if type(item) is int and name not in SCALARS else item
-
-    args = tuple(change(name, item) for name, item in call.named_args())
-    return Call(call.operator, args, {name: change(name, item) for name, item in call.kwargs.items()})
-
-
-def _is_sizes(item: Any) -> bool:
-    return isinstance(item, (list, tuple)) and bool(item) and all(type(part) is int for part in item)
-
-
-def _find_room(shape: Sequence[int], most: int) -> int:
-    """Return how many times the sizes of a shape may grow until it has `most` elements."""
-    grown = sum(size >= LEAST_WIDENED for size in shape)
-    return int((most / max(math.prod(shape), 1)) ** (1 / grown)) if grown else MOST_TIMES
-
-
-def _grow_strides(spec: Spec, grow: Callable[[int], int]) -> tuple[int, ...] | None:
-    """Return dense strides in the order of the recorded ones; 0 stays, of expanded dimensions."""
-    if spec.strides is None:
-        return None
-    grown, step = [0] * len(spec.shape), 1
-    for stride, place in sorted((stride, place) for place, stride in enumerate(spec.strides)):
-        if stride:
-            grown[place], step = step, step * grow(spec.shape[place])
-    return tuple(grown)
-
-
-def _grow_range(spec: Spec, grow: Callable[[int], int]) -> str:
-    """Return the kind of values with the range of integers that follows the sizes, if the dtype has them."""
-    kind, *numbers = spec.values.split(" ")
-    grown = [grow(int(number)) for number in numbers]
-    fits = not grown or max(grown) <= torch.iinfo(getattr(torch, spec.dtype)).max
-    return " ".join([kind, *map(str, grown)]) if fits else spec.values
 
 
 def draw_arguments(call: Call, case: str, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

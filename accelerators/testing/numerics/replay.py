@@ -24,7 +24,7 @@ from accelerators.testing.numerics.errors import (
     measure_error,
     measure_spread,
 )
-from accelerators.testing.numerics.inputs import CASES, WIDE, applies, draw_arguments, widen
+from accelerators.testing.numerics.inputs import CASES, applies, draw_arguments
 
 if TYPE_CHECKING:
     from accelerators.accelerator import Accelerator
@@ -114,29 +114,28 @@ def _replace_dtype(call: Call, old: torch.dtype, new: torch.dtype) -> Call:
     return Call(call.operator, args, kwargs)
 
 
-def compare_call(
-    call: Call, device: torch.device, factor: float, seed: int = SEED, *, full: bool = False
-) -> Iterable[Comparison]:
-    """Yield the comparison of a call in each case that makes a difference to it; in the case `wide` too if `full`."""
-    wide = widen(call) if full else None
-    cases = [*((call, case) for case in CASES if applies(case, call)), *([(wide, WIDE)] if wide else [])]
-    for one, case in cases:
-        about = (one.operator, one.dtype(), case, " ".join(str(list(spec.shape)) for spec in one.specs()[:4]))
-        arguments = draw_arguments(one, case, seed)
+def compare_call(call: Call, device: torch.device, factor: float, seed: int = SEED) -> Iterable[Comparison]:
+    """Yield the comparison of a call in each case that makes a difference to it."""
+    shapes = " ".join(str(list(spec.shape)) for spec in call.specs()[:4])
+    for case in CASES:
+        if not applies(case, call):
+            continue
+        about = (call.operator, call.dtype(), case, shapes)
+        arguments = draw_arguments(call, case, seed)
         try:
-            reference, is_exact = _refer(one, arguments)
+            reference, is_exact = _refer(call, arguments)
         except (RuntimeError, NotImplementedError, IndexError, TypeError):
             if case == "plain":  # a recorded call must be possible
                 raise
             continue  # the CPU refuses it too, such as a view of a strided tensor
         try:
-            results = run_on_device(one, arguments, device)
+            results = run_on_device(call, arguments, device)
         except (RuntimeError, NotImplementedError, TypeError) as refusal:
             yield Comparison(*about, math.inf, factor, reason=f"the device lacks it: {describe_error(refusal)}")
             continue
-        error = _compare(one, results, reference, [None] * len(reference), arguments)
+        error = _compare(call, results, reference, [None] * len(reference), arguments)
         if error.units > ROUNDED and is_exact:  # in most cases, results are as exact as their dtype
-            error = _compare(one, results, reference, _measure_spreads(one, arguments, reference, seed), arguments)
+            error = _compare(call, results, reference, _measure_spreads(call, arguments, reference, seed), arguments)
         yield Comparison(*about, error.units, factor, str(list(error.place)), error.value, error.expected)
 
 
