@@ -1,4 +1,4 @@
-"""What two sides must share to be compared tensor by tensor: settings, precision, padding, rows and models."""
+"""The conditions for a comparison tensor by tensor: two sides with the same settings, padding, rows and models."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ class OperatorJudge(TorchDispatchMode):
             self._is_done = True
         for item, copy in zip(inputs, before):
             storage, known = self._written.get(_memory(item), (None, copy))
-            # Other memory may lie where a tensor was freed, and be written by what the mode does not see.
+            # A tensor that was freed has left its place to others, which operators may write without this mode.
             is_same = storage is not None and not storage.expired()
             if is_same and (number := _first_difference(known, copy)) is not None:
                 blame("changed between", math.inf, *_element(copy, known, number))

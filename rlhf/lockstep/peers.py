@@ -55,7 +55,7 @@ class LiveSide:
         return answer["result"]
 
     def _fail(self, text: str) -> RemoteRankError:
-        """Return an error whose message names a copy of the process's log, which its folder would take along."""
+        """Return an error that names a copy of the process's log, because the log's folder will be deleted."""
         kept = Path(tempfile.mkdtemp(prefix="rlhf-"), "log")
         shutil.copyfile(self._log, kept)
         return RemoteRankError(f"{self.name}: {text}; what it printed is in {kept}")

@@ -25,7 +25,7 @@ CONSOLE = "console.log"
 """The file with a run's output in its folder, if its caller (`rlhf sweep`) stores it."""
 
 STACKS = "stacks"
-"""The folder in a run's with the stacks of ranks that were ended because they hung."""
+"""The folder, in that of a run, with the stacks of ranks that were ended because they hung."""
 
 
 def refuse_link(path: Path) -> None:

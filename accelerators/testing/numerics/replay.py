@@ -200,7 +200,7 @@ def _refer(call: Call, arguments: Any) -> tuple[Outputs, bool]:
     if call.operator == "aten.view.dtype":
         return _run(call, arguments, _keep), False
     if call.operator == GROUPED:
-        _run(call, arguments, _keep)  # it refuses some strides, which its definition has not to know
+        _run(call, arguments, _keep)  # raises for strides that the operator refuses
     try:
         return _run(call, arguments, _to_float64, exact=True), True
     except (RuntimeError, NotImplementedError):
