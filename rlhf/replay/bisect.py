@@ -51,7 +51,7 @@ class Computed:
 
 @dataclass(frozen=True)
 class Bisection:
-    """What was found about two runs.
+    """The result of a comparison of two runs.
 
     Attributes:
         stages: the stages that were compared.

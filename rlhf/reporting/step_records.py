@@ -158,7 +158,7 @@ def read_steps(path: Path) -> Iterator[StepRecord]:
 
 
 class StepFile(NamedTuple):
-    """What a file has, without the contents of its steps.
+    """The content of a file, but for that of its steps.
 
     Attributes:
         steps: their numbers, in the order of the file.
