@@ -84,7 +84,7 @@ GOLDEN = Check(
 )
 DRAWN = Check(
     "drawn",
-    f"completions that the device draws in {STEPS} PPO steps come from the policy's distribution",
+    f"tokens of fixed logits, and completions of {STEPS} PPO steps, are drawn from their distribution",
     check_drawn,
 )
 CAPTURED = Check(

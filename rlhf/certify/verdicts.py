@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.certify.golden import Verdict, compare, count_comparisons, judge_draws, reach, read_golden
+from rlhf.certify.sampling import SLACK, compare_sampling
 from rlhf.certify.trace import trace_steps
 from rlhf.utils.units import format_number
 
@@ -29,9 +30,19 @@ def compare_steps(side: Side, stage: Stage, precision: str, steps: int) -> Facts
 
 
 def compare_draws(side: Side, precision: str, steps: int) -> Facts:
-    """Let PPO draw its completions, and compare them with the policy's distribution."""
+    """Compare tokens of fixed logits, and the completions that PPO draws, with the distribution they come from."""
+    sampled = compare_sampling(side.accelerator)
     verdict = judge_draws(trace_steps(side, steps), count_comparisons(read_golden()), steps)
-    return report([verdict], "ppo", precision)
+    facts = report([verdict], "ppo", precision)
+    wrong = [
+        f"{name}: the draws are {format_number(max(draws))} from those in float64, more than {SLACK:g}"
+        for name, draws in sampled.items()
+        if not max(draws) <= SLACK
+    ]
+    return facts | {
+        "tokens of fixed logits, from float64": {name: _finite(max(draws)) for name, draws in sampled.items()},
+        "failure": "; ".join(filter(None, [*wrong, facts["failure"]])),
+    }
 
 
 def compare_captured(side: Side, folder: Path, precision: str) -> Facts:
@@ -70,7 +81,7 @@ def report(
             "by": verdict.quantity.kind,
             "place": verdict.place,
             **{
-                name: number if math.isfinite(number) else str(number)  # JSON has no others
+                name: _finite(number)
                 for name, number in ((golden, verdict.golden), (here, verdict.here), ("of band", verdict.ratio))
             },
         }
@@ -82,6 +93,11 @@ def report(
         count = f"{len(beyond)} of {len(verdicts)} quantities are beyond their bands"
         failure = f"{stage} in {precision}: {_explain(beyond[0], golden)} ({count})"
     return {"compared": len(verdicts), "rows": rows, "failure": failure}
+
+
+def _finite(number: float) -> float | str:
+    """Return the number, or its name if JSON has none for it."""
+    return number if math.isfinite(number) else str(number)
 
 
 def _explain(verdict: Verdict, golden: str) -> str:
