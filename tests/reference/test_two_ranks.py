@@ -17,7 +17,6 @@ OFTEN = {
     "dpo, adapters on sharded weights",
     "ppo, with all that it may be told",
     "ppo, GRPO",
-    "ppo, adapters on sharded int8",
 }
 """Those that the default suite runs: every stage, LoRA, shards, offload, and estimators with and without a critic."""
 EACH = mark_slow({name: name for name in two_ranks.CHANGES}, except_for=OFTEN)

@@ -132,6 +132,7 @@ def test_dry_run_notes_a_reward_model_without_use(rlhf: Callable[..., Any], rewa
     assert "ppo.reward_model" not in shown and "ppo.critic" in shown
 
 
+@pytest.mark.slow
 def test_critic_may_start_from_another_model(rlhf: Callable[..., Any], finished_run: Path, tmp_path: Path) -> None:
     """One that has a head keeps it: nothing is trained here, so its values are those of that model."""
     other = tmp_path / "critic"

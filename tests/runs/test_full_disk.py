@@ -71,7 +71,7 @@ def test_run_waits_for_room_and_continues_by_itself(forks: Forks, tmp_path: Path
         assert_same_weights(disk / "run" / "sft" / "model", tmp_path / "other" / "sft" / "model")
 
 
-@pytest.mark.parametrize("seconds", [0, 1])
+@pytest.mark.parametrize("seconds", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_run_without_room_ends_and_can_be_resumed(forks: Forks, tmp_path: Path, seconds: int) -> None:
     with small_disk(tmp_path / "disk", mebibytes=60) as disk:
         filler, run = fill(disk, leave=CHECKPOINT // 2), disk / "run"

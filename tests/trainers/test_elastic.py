@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import assert_same_weights, mark_slow, models_of, sets, wait_for
+from tests.helpers import assert_same_weights, models_of, sets, wait_for
 
 STEPS = {"sft": 30, "reward": 30, "dpo": 30, "ppo": 16}
 LEGS = [(2, 3), (4, 2), (1, 0)]
@@ -34,7 +34,8 @@ def keys(stage: str, run: Path, lora: int) -> list[str]:
     return sets(*start, *settings)
 
 
-@pytest.mark.parametrize("case", mark_slow(CASES, except_for={"dpo-0"}))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_stage_continues_on_other_ranks(
     rlhf: Any, finished_run: Path, model_folder: Path, tmp_path: Path, case: tuple[str, int]
 ) -> None:

@@ -147,6 +147,7 @@ def test_report_works_while_the_sweep_runs(rlhf: Any, swept: Any) -> None:
     assert contents(path.parent / "out") == before
 
 
+@pytest.mark.slow
 def test_refused_points_are_retried_on_request_or_if_changed(rlhf: Any, swept: Any) -> None:
     path, _ = swept
     shutil.copytree(path.parent / "out/shared/sft/model", path.parent / "absent/model")
@@ -168,6 +169,7 @@ def test_point_with_other_settings_is_refused_and_unchanged(rlhf: Any, swept: An
     assert contents(path.parent / "out") == before
 
 
+@pytest.mark.slow
 def test_points_of_a_replaced_shared_stage_are_refused(rlhf: Any, tmp_path: Path) -> None:
     """The table would mix points that started from different models."""
     path, out = written(tmp_path, rlhf.recipe, GRID.partition("points:")[0]), tmp_path / "out"
