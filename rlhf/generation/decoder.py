@@ -77,7 +77,7 @@ class Decoder:
             shapes: rounds lengths; None: the accelerator's policy.
             batch_size: maximum number of this rank's rows that are generated at a time; None: all of a call.
             rank_group: None: this rank generates alone.
-            exact: compute log-probabilities as training does; see `rlhf.generation.exact`.
+            exact: compute log-probabilities as training does; see `rlhf.trainers.ppo.exact`.
         """
         self.accelerator = accelerator
         self.eos_ids = torch.tensor(list(eos_ids), device=accelerator.device())
