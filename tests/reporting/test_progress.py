@@ -5,8 +5,6 @@ import io
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +16,7 @@ from rlhf.reporting import progress as module
 from rlhf.reporting.console import Terminal
 from rlhf.reporting.progress import progress, show_hashing
 from rlhf.utils import manifest, signals
-from tests.helpers import user_environment
+from tests.forks import Forks
 
 
 class Clock:
@@ -107,9 +105,8 @@ run(load_config(sys.argv[1], settings), stages=("sft", "reward"), accelerator="c
 
 
 @pytest.mark.slow
-def test_run_shows_the_time_of_the_stages_to_come(rlhf: Any, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", RUN, str(rlhf.recipe), str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, env=user_environment(), timeout=300)
+def test_run_shows_the_time_of_the_stages_to_come(rlhf: Any, forks: Forks, tmp_path: Path) -> None:
+    done = forks.python("-c", RUN, str(rlhf.recipe), str(tmp_path / "run"), timeout=300)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if "training: " in line and " left" in line]
     assert {line.partition(":")[0]: "for all stages" in line for line in lines} == {"sft": True, "reward": False}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import pytest
 from rlhf.errors import RunError
 from rlhf.runs.directory import RunDirectory
 from rlhf.trainers.interruption import RunTermination
-from tests.helpers import user_environment
+from tests.forks import Forks
 
 SCRIPT = """
 import shutil, sys
@@ -34,10 +32,9 @@ rlhf.cli.main()
 
 
 @pytest.mark.parametrize("deleted", [".", pytest.param("sft", marks=pytest.mark.slow)], ids=["the run", "the stage"])
-def test_folder_that_is_deleted_during_the_run_is_named(rlhf: Any, tmp_path: Path, deleted: str) -> None:
+def test_folder_that_is_deleted_during_the_run_is_named(rlhf: Any, forks: Forks, tmp_path: Path, deleted: str) -> None:
     output = tmp_path / "run"
-    command = [sys.executable, "-c", SCRIPT, str(output / deleted), str(rlhf.recipe), str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, env=user_environment(), timeout=300)
+    done = forks.python("-c", SCRIPT, str(output / deleted), str(rlhf.recipe), str(output), timeout=300)
     assert done.returncode == 2, done.stderr
     line = f"rlhf: error: {output / deleted}: was deleted or moved while the run wrote to it; start it again"
     assert done.stderr.splitlines() == [line], "and no traceback of a library's thread"

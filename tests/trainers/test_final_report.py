@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from rlhf.launchers.exit_status import ExitStatus
 from rlhf.runs.directory import RunDirectory
 from rlhf.trainers.interruption import RunTermination
 from tests.diagnosis.records import write_run
-from tests.helpers import user_environment
+from tests.forks import Forks
 
 FAULTY = """
 import sys
@@ -36,14 +34,8 @@ print("the program continues")
 
 
 @pytest.mark.slow
-def test_fault_of_the_report_ends_no_run(rlhf: Any, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FAULTY, str(rlhf.recipe), str(tmp_path / "run")],
-        capture_output=True,
-        text=True,
-        env=user_environment(),
-        timeout=300,
-    )
+def test_fault_of_the_report_ends_no_run(rlhf: Any, forks: Forks, tmp_path: Path) -> None:
+    done = forks.python("-c", FAULTY, str(rlhf.recipe), str(tmp_path / "run"), timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().endswith("the program continues")
     notes = [line for line in done.stdout.splitlines() if "a fault of the report" in line]
