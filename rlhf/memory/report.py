@@ -28,7 +28,7 @@ from rlhf.memory.stage import MemoryPlan, Shapes, plan_stage
 from rlhf.models.shape import shape_of
 from rlhf.roles.lineage import ResolvedBaseModel, resolve_base_model
 from rlhf.roles.roles import check_placements
-from rlhf.utils.units import format_bytes
+from rlhf.utils.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from accelerators import Accelerator, KnownDevice
@@ -227,7 +227,7 @@ def _estimate_times(
     hours = duration.steps * duration.seconds / 3600
     times: dict[str, Any] = {"hours": hours, "steps": duration.steps}
     length = f"{hours:,.2f} hours" if hours >= 1 else f"{60 * hours:,.1f} minutes"
-    details = f"{duration.steps:,} steps of {duration.seconds:,.2f} s"
+    details = f"{format_count(duration.steps, 'steps')} of {duration.seconds:,.2f} s"
     if device and duration.generation:
         times["generation_share"] = duration.generation
         details += f", {100 * duration.generation:.0f} % of it generation"

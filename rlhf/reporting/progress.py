@@ -21,7 +21,7 @@ from rich.text import Text
 from rlhf.reporting.console import console
 from rlhf.utils import manifest, signals
 from rlhf.utils.process_info import current_process
-from rlhf.utils.units import format_number, format_seconds
+from rlhf.utils.units import format_count, format_number, format_seconds
 
 _SECONDS_BETWEEN_LINES = 10.0
 _NARROW = 75  # columns of a terminal; below, there is no bar, and no time of later stages
@@ -81,7 +81,7 @@ class Bar:
         self._done = 0
         self._metrics: dict[str, float] = {}
         self._started = self._printed = time.monotonic()
-        self._print(f"{description}: {total:,} {unit}")
+        self._print(f"{description}: {format_count(total, unit)}")
         if display:
             self._task = display.add_task(description, total=total, unit=unit, metrics=self._metrics, later=later)
 

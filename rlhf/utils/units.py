@@ -47,6 +47,11 @@ def format_number(value: float) -> str:
     return f"{value:.4g}"
 
 
+def format_count(count: int, unit: str) -> str:
+    """Return `1 step`, `1,000 steps`: the unit is a noun in the plural."""
+    return f"{count:,} {unit.removesuffix('s') if count == 1 else unit}"
+
+
 def format_seconds(seconds: float) -> str:
     """Return a duration as `8.2 s`, `3:07` (minutes and seconds) or `1:02:33`."""
     if seconds < 9.95:

@@ -89,7 +89,7 @@ def test_hours_and_money_follow_from_a_throughput(forks: Forks) -> None:
     ("rows", "text"),
     [
         ("3200", "3.68 hours (100 steps of 132.48 s), cost 7.36"),
-        ("32", "2.2 minutes (1 steps of 132.48 s), cost 0.07"),
+        ("32", "2.2 minutes (1 step of 132.48 s), cost 0.07"),
     ],
 )
 def test_time_is_in_minutes_below_an_hour(forks: Forks, rows: str, text: str) -> None:

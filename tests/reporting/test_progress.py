@@ -68,6 +68,12 @@ def test_plain_output_has_a_line_every_ten_seconds(plain: io.StringIO, clock: Cl
     assert last == "ppo: 60/60 steps  100%  1 steps/s  1:00 in total  kl 0.25"
 
 
+def test_single_unit_is_singular(plain: io.StringIO, clock: Clock) -> None:
+    with progress(1, "ppo", unit="steps") as bar:
+        bar.advance(1)
+    assert plain.getvalue().splitlines()[0] == "ppo: 1 step"
+
+
 def test_line_shows_the_time_of_later_stages(plain: io.StringIO, clock: Clock) -> None:
     with progress(60, "sft", unit="steps", later=120) as bar:
         for _ in range(15):
