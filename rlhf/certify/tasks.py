@@ -182,16 +182,17 @@ def run_out_of_memory(publish: Publish, name: str, output: str, settings: Settin
 
 
 def _fill_memory(accelerator: Accelerator) -> str:
-    """Allocate more than the device has; one that shares the host's is asked for more than any host has."""
+    """Allocate more than the device has left; one that shares the host's is asked for more than any host has.
+
+    In one block, so that a simulated device refuses it before the host's memory is full.
+    """
     import torch
 
     separate = accelerator.host_device() != accelerator.device()
-    size = accelerator.memory().total // 16 if separate else 2**50
-    blocks = []
-    for _ in range(32):
-        blocks.append(torch.ones(size, dtype=torch.uint8, device=accelerator.device()))
-        accelerator.synchronize()
-    return f"{len(blocks)} blocks of {size:,} bytes were allocated without an error"
+    size = accelerator.memory().total if separate else 2**50
+    torch.empty(size, dtype=torch.uint8, device=accelerator.device()).fill_(1)
+    accelerator.synchronize()
+    return f"a block of {size:,} bytes was allocated without an error"
 
 
 def watch_steps(publish: Publish, name: str, output: str, stage: Stage, settings: Settings, steps: int) -> None:
