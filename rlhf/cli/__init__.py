@@ -10,8 +10,8 @@ from io import TextIOWrapper
 def main(*, ends_with_launcher: bool = False) -> None:
     """Entry point of the `rlhf` script.
 
-    Exit codes: 0: done; 2: an error that the user can fix; 3: a run is wrong, or a file of it is damaged; 1: a bug in
-    rlhf; 130: interrupted.
+    Exit codes: 0: done; 2: an error that the user can fix; 3: a check failed, or things differ (`outcome`);
+    1: a bug in rlhf; 130: interrupted.
 
     Args:
         ends_with_launcher: this process is a rank that `rlhf.launchers.local` started.

@@ -19,6 +19,7 @@ import accelerators
 from accelerators import OPERATIONS, AcceleratorError, PluginError, Report
 from rlhf.cli.diff import diff
 from rlhf.cli.options import report_interruption
+from rlhf.cli.outcome import BAD_RESULT
 from rlhf.cli.tables import AsJSON, AsTSV, print_json, print_line, print_table
 from rlhf.errors import ConfigError
 from rlhf.utils.process_info import current_process
@@ -78,7 +79,7 @@ def check(
     every ZeRO stage, and a tiny run of the three stages. A plugin's own tests can inherit the same checks from
     [bold]accelerators.testing.Conformance[/].
 
-    Exit code 0: no check failed; 1: at least one failed; 2: the checks could not run.
+    Exit code 0: no check failed; 3: at least one failed; 2: the checks could not run.
     """
     from accelerators import testing
 
@@ -104,7 +105,7 @@ def check(
         numbers = ", ".join(f"{counts[result]} {result}" for result in ("passed", "skipped", "failed"))
         print_line(f"{name}: {numbers}{verdict and f'; it {verdict} to the accelerator interface'}")
     if counts["failed"]:
-        raise typer.Exit(1)
+        raise typer.Exit(BAD_RESULT)
 
 
 @app.command()
@@ -155,7 +156,7 @@ def certify(
     needed to repeat them; and [bold]bundle.zip[/], with the log of each check. They contain no tokens, keys or
     passwords: secret variables are neither recorded nor visible to the checks.
 
-    Exit code 0: all checks passed; 1: one failed, and the certificate is still written; 2: they could not start.
+    Exit code 0: all checks passed; 3: one failed, and the certificate is still written; 2: they could not start.
     """
     from rlhf.certify import runner
 
@@ -181,7 +182,7 @@ def certify(
     else:
         print_line(_summarize_certificate(report), f"; certificate: {folder / 'certificate.html'}")
     if not report["passed"]:
-        raise typer.Exit(1)
+        raise typer.Exit(BAD_RESULT)
 
 
 def _summarize_certificate(report: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlhf.cli.options import report_interruption
-from rlhf.cli.replay import DIFFERENT
+from rlhf.cli.outcome import BAD_RESULT
 from rlhf.cli.tables import AsJSON, print_json, print_line
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def bisect(
         for line in _describe(result):
             print_line(line)
     if result.found:
-        raise typer.Exit(DIFFERENT)
+        raise typer.Exit(BAD_RESULT)
 
 
 def _summarize(result: Bisection) -> dict[str, Any]:

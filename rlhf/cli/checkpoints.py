@@ -9,13 +9,11 @@ from typing import Annotated, Any
 import typer
 
 from rlhf.cli.options import report_interruption
+from rlhf.cli.outcome import BAD_RESULT
 from rlhf.cli.tables import AsJSON, AsTSV, print_json, print_line, print_table
 from rlhf.runs.checkpoints import SavedFolder, list_saved, remove_checkpoints
 from rlhf.runs.directory import RunDirectory
 from rlhf.utils.units import format_bytes
-
-DAMAGED = 3
-"""The exit code of `verify` if a file is damaged."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -60,7 +58,7 @@ def verify(run: Run, as_json: AsJSON = False, as_tsv: AsTSV = False) -> None:
     else:
         print_table(f"Checkpoints, models and records of {run}", _COLUMNS, [_row(item) for item in saved], tsv=as_tsv)
     if any(item.damage for item in saved):
-        raise typer.Exit(DAMAGED)
+        raise typer.Exit(BAD_RESULT)
 
 
 @app.command()

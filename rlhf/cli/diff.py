@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlhf.cli.options import parse_stages, report_interruption, require_folder
+from rlhf.cli.outcome import BAD_RESULT
 from rlhf.cli.tables import AsJSON, print_json, print_line
 from rlhf.config.schema import STAGES, build_config, load_config
 from rlhf.config.trust import admit_code
@@ -20,8 +21,6 @@ from rlhf.utils.process_info import current_process
 
 if TYPE_CHECKING:
     from rlhf.lockstep.peers import LiveSide
-
-DIFFERENT = 3
 
 
 def diff(
@@ -150,7 +149,7 @@ def diff(
         for line in format_outcome(outcome):
             print_line(line)
     if not outcome.is_equal:
-        raise typer.Exit(DIFFERENT)
+        raise typer.Exit(BAD_RESULT)
 
 
 def _parse_variables(option: str, given: Sequence[str] | None) -> dict[str, str]:

@@ -13,6 +13,7 @@ import typer
 
 import accelerators
 from rlhf.cli.options import Options, shared, sort_stages
+from rlhf.cli.outcome import BAD_RESULT
 from rlhf.cli.tables import AsJSON, AsTSV, print_json, print_line, print_table
 from rlhf.config.dump import format_recipe
 from rlhf.config.schema import EMBEDDED_RECIPE, STAGES, Config
@@ -241,7 +242,7 @@ def plan(
 
     Memory is that of one rank, on its device and on the host. Hours and cost are estimates: docs/memory.md compares
     them with published ones. Nothing is loaded or written. Exit code 0: all stages
-    fit; 1: a stage does not fit; 2: an error that you can fix.
+    fit; 3: a stage does not fit; 2: an error that you can fix.
     """
     from rlhf.memory.environment import describe_environment, describe_machine, detect_environment, parse_machine
     from rlhf.memory.report import report_stage
@@ -278,7 +279,7 @@ def plan(
         for report in reports:
             _print_plan(report, config.title(report["stage"]), as_tsv)
     if not all(report["fits"] for report in reports):
-        raise typer.Exit(1)
+        raise typer.Exit(BAD_RESULT)
 
 
 def _print_plan(stage: dict[str, Any], title: str, tsv: bool) -> None:

@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlhf.cli.options import report_interruption, require_folder
+from rlhf.cli.outcome import BAD_RESULT
 from rlhf.cli.tables import AsJSON, print_json, print_line
 from rlhf.utils.atomic_io import atomic_write_json
 
 if TYPE_CHECKING:
     from rlhf.replay.recording import TensorDifference
     from rlhf.replay.replay import Replay
-
-DIFFERENT = 3
-"""The exit code if something differs."""
 
 
 @report_interruption()
@@ -72,7 +70,7 @@ def replay(
     else:
         _print(result, differences, change or [], record)
     if different:
-        raise typer.Exit(DIFFERENT)
+        raise typer.Exit(BAD_RESULT)
 
 
 def _list(result: Replay) -> list[dict[str, Any]]:

@@ -9,12 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from rlhf.cli.options import Options, shared
+from rlhf.cli.outcome import BAD_RESULT
 from rlhf.cli.tables import AsJSON, AsTSV, print_json, print_line, print_table
 from rlhf.errors import USER_ERRORS, RunError
 from rlhf.utils.atomic_io import check_writable
-
-WRONG = 3
-"""The exit code of `rlhf doctor` if a run is wrong."""
 
 NOT_READABLE = "not readable"
 """The state of a run whose records cannot be read."""
@@ -80,7 +78,7 @@ def doctor(
     runs: Runs,
     show_all: Annotated[bool, typer.Option("--all", metavar="", help="Show checks that are fine, too.")] = False,
     strict: Annotated[
-        bool, typer.Option("--strict", metavar="", help=f"Exit with {WRONG} also if a check says: look here.")
+        bool, typer.Option("--strict", metavar="", help=f"Exit with {BAD_RESULT} also if a check says: look here.")
     ] = False,
     as_json: AsJSON = False,
 ) -> None:
@@ -109,7 +107,7 @@ def doctor(
         print_line(("docs/diagnosis.md explains each check", "dim"))
     bad = ("wrong", "look here") if strict else ("wrong",)
     if any(item.state in bad for item in reports):
-        raise typer.Exit(WRONG)
+        raise typer.Exit(BAD_RESULT)
     if unread:
         raise unread_error(unread)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlhf.cli.options import Options, shared
+from rlhf.cli.outcome import BAD_RESULT
 from rlhf.cli.tables import AsJSON, AsTSV, print_json, print_line, print_table
 from rlhf.errors import ConfigError, RunError
 from rlhf.reporting.console import Terminal, console
@@ -71,7 +72,7 @@ def sweep(
 
     [bold]rlhf sweep grid.yaml --report --json[/]
 
-    Exit code 0: every point is complete, refused, excluded, or out of memory; 1: a point failed; 2: an error that you
+    Exit code 0: every point is complete, refused, excluded, or out of memory; 3: a point failed; 2: an error that you
     can fix.
     """
     from rlhf.contrib.sweep.directory import SweepDirectory
@@ -101,7 +102,7 @@ def sweep(
     else:
         _print_results(loaded, folder, results, tsv=as_tsv)
     if any(result.status == "failed" for result in results):
-        raise typer.Exit(1)
+        raise typer.Exit(BAD_RESULT)
 
 
 def _predict(grid: Grid, folder: SweepDirectory, as_json: bool, as_tsv: bool) -> None:

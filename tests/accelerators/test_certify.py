@@ -61,7 +61,7 @@ FAULTS = [
 @pytest.mark.parametrize(("check", "fault", "line"), FAULTS)
 def test_fault_of_a_backend_fails_its_check(certify, check: str, fault: str, line: str) -> None:
     done, texts = certify("uncertain", "--only", check, plugins=("uncertain",), FAULT=fault)
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == 3, done.stderr
     (result,) = json.loads(texts["report.json"])["checks"]
     assert line in result["reason"]
     assert f"{check} failed" in done.stdout and "certificate.html" in done.stdout
@@ -71,7 +71,7 @@ def test_fault_of_a_backend_fails_its_check(certify, check: str, fault: str, lin
 def test_crash_of_the_device_is_reported_with_its_log(certify) -> None:
     fault = {"FAULT": "aborts when the device is opened"}
     done, texts = certify("uncertain", "--only", "product", plugins=("uncertain",), **fault)
-    assert done.returncode == 1
+    assert done.returncode == 3
     assert "uncertain (Uncertain): product failed after 0 checks passed: SIGABRT; certificate: " in done.stdout
     assert "[exit code -6]" in texts["logs/01-product.log"]
 

@@ -40,7 +40,7 @@ def test_plan_with_given_memory_loads_no_deepspeed() -> None:
 )
 def test_cheapest_changes_make_the_stage_fit(forks: Forks, tight: list[str]) -> None:
     tight = [*tight, "--stage", "ppo"]
-    (report,) = plan_reports(forks, *tight, code=1)
+    (report,) = plan_reports(forks, *tight, code=3)
     items = [(item["role"], item["kind"], item["host"]) for item in report["items"]]
     assert len(items) == len(set(items))
     (fullest,) = [phase for phase in report["phases"] if phase["phase"] == report["fullest"]]
@@ -52,18 +52,18 @@ def test_cheapest_changes_make_the_stage_fit(forks: Forks, tight: list[str]) -> 
 
 def test_fewest_devices_suffice_and_half_of_them_do_not(forks: Forks) -> None:
     sharded = ["--set", "engine.zero_stage=3", "--stage", "ppo", "--memory", "80GiB", "--set", "ppo.batch_size=64"]
-    (report,) = plan_reports(forks, *sharded, code=1)
+    (report,) = plan_reports(forks, *sharded, code=3)
     few = int(report["advice"]["fewest devices"].split()[0])
     assert plan_reports(forks, *sharded, "--devices", str(few))[0]["fits"]
-    assert not plan_reports(forks, *sharded, "--devices", str(few // 2), code=1)[0]["fits"]
+    assert not plan_reports(forks, *sharded, "--devices", str(few // 2), code=3)[0]["fits"]
 
 
 def test_largest_micro_batch_fits_and_twice_its_rows_do_not(forks: Forks) -> None:
     lora = ["--set", "lora.rank=8", "--stage", "ppo", "--memory", "40GiB", "--set", "ppo.batch_size=1024"]
     lora += ["--set", "ppo.generation_batch_size=1"]
-    most = int(plan_reports(forks, *lora, code=1)[0]["advice"]["largest micro-batch"].split()[0])
+    most = int(plan_reports(forks, *lora, code=3)[0]["advice"]["largest micro-batch"].split()[0])
     assert plan_reports(forks, *lora, "--set", f"ppo.micro_batch_size={most}")[0]["fits"]
-    assert not plan_reports(forks, *lora, "--set", f"ppo.micro_batch_size={2 * most}", code=1)[0]["fits"]
+    assert not plan_reports(forks, *lora, "--set", f"ppo.micro_batch_size={2 * most}", code=3)[0]["fits"]
 
 
 def test_auto_shows_the_value_that_a_run_would_take(forks: Forks) -> None:
@@ -100,7 +100,7 @@ def test_time_is_in_minutes_below_an_hour(forks: Forks, rows: str, text: str) ->
 
 def test_verdict_names_the_whole_memory_and_what_is_reserved(forks: Forks) -> None:
     for memory, whole in (("400MiB", "400 MiB"), ("100GiB", "100.0 GiB")):
-        (report,) = plan_reports(forks, "--memory", memory, "--stage", "sft", code=1)
+        (report,) = plan_reports(forks, "--memory", memory, "--stage", "sft", code=3)
         verdict = report["verdict"]
         assert f" of {whole} on each device (" in verdict, verdict
         assert ", plus 512 MiB for the device's runtime, of" in verdict, verdict
