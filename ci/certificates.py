@@ -4,7 +4,7 @@
     python ci/certificates.py                             # all three, one after the other
     python ci/certificates.py cpu --level numerics        # one level again; the file keeps the others
 
-The files are the certificates that `rlhf accelerators certify` writes at toy size, without the disks of the machine.
+The files are the certificates that `rlhf accelerators certify` writes at toy size, without disks and paths.
 The results name the commit and the date of each level.
 tests/certify/test_committed.py compares them with the present levels, checks and lists.
 """
@@ -50,6 +50,8 @@ def certify(chip: str, level: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, "-m", "rlhf", *command], cwd=folder, env=environment, check=False)
         text = Path(folder, "certificate", "certificate.json").read_text(encoding="utf-8")
+    for folder, name in ((str(ROOT), "ROOT"), (tempfile.gettempdir(), "TEMPORARY")):
+        text = text.replace(f"{folder}/", f"{name}/")
     certificate: dict[str, Any] = json.loads(text)
     certificate["environment"].pop("disk", None)
     for entry in certificate["levels"]:
