@@ -402,7 +402,7 @@ def draw_config(rng: random.Random, folder: Path) -> DataConfig:
 def test_check_stage_agrees_with_load_stage(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage_dataset, "CHECK_SAMPLE", 2)
     outcomes = []
-    for seed in range(100):
+    for seed in range(40):
         config = draw_config(random.Random(seed), tmp_path)
         for stage in STAGES:
             whole = outcome(load_stage, config, stage, tokenizer, seed=seed)
@@ -410,7 +410,7 @@ def test_check_stage_agrees_with_load_stage(tokenizer: Any, tmp_path: Path, monk
             sampled = outcome(load_stage, config, stage, tokenizer, seed=seed, sample=2)
             outcomes.append((sampled == "success", whole == "success"))
     counts = {pair: outcomes.count(pair) for pair in ((True, True), (False, True), (False, False))}
-    assert min(counts.values()) > 10, "the rows are such that all of these happen"
+    assert min(counts.values()) > 4, "the rows are such that all of these happen"
     assert (True, False) not in outcomes
 
 

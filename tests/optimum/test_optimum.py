@@ -51,7 +51,7 @@ class Algorithm(NamedTuple):
 
 _FEWER_ROWS = {"steps": 60, "batch_size": 512, "minibatch_size": 256}
 ALGORITHMS = [
-    Algorithm("ppo", _FEWER_ROWS),  # of the default suite: half of the time of the others
+    Algorithm("ppo", _FEWER_ROWS),
     Algorithm("rloo", {"estimator": "rloo"}),
     # A group of three is the largest whose members are quickly listed.
     Algorithm(
@@ -111,9 +111,6 @@ OTHERS = [
 ]
 """The same in other ways."""
 
-SELDOM = ("rloo", "grpo", "reinforce++", *(other.name for other in OTHERS))
-"""Not in the default suite, where tests/reference compares their steps."""
-
 
 def build(accelerator: Accelerator, folder: Path, changes: dict[str, Any], seed: int) -> PPOTrainer:
     adamw = {"learning_rate": 4e-3, "warmup": 0.02, "min_lr_ratio": 0.0}
@@ -138,13 +135,8 @@ def build(accelerator: Accelerator, folder: Path, changes: dict[str, Any], seed:
     return PPOTrainer(context, models, tokenizer(), StageData(prompts, prompts[:1], []))
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        pytest.param(algorithm, id=algorithm.name, marks=[pytest.mark.slow] if algorithm.name in SELDOM else [])
-        for algorithm in (*ALGORITHMS, *OTHERS)
-    ],
-)
+@pytest.mark.slow  # in the default suite, tests/reference compares their steps
+@pytest.mark.parametrize("algorithm", [pytest.param(each, id=each.name) for each in (*ALGORITHMS, *OTHERS)])
 def test_the_policy_becomes_the_known_one(algorithm: Algorithm, accelerator: Accelerator, tmp_path: Path) -> None:
     ppo = build(accelerator, tmp_path, algorithm.ppo, seed=0)
     rewards = TableOfRewards(seed=0).rewards()
