@@ -45,7 +45,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = _acquire(folder)
         with suppress(OSError), open_no_link(folder / OWNER, "w") as file:  # the name is only for messages
-            file.write(f"process {pid} on {socket.gethostname()}\n")
+            file.write(f"process {pid} on {socket.gethostname()}\n{read_start(pid)}\n")
     except OSError as error:
         raise RunError(f"{folder}: cannot be written ({error.strerror}); choose another --output") from error
     try:
@@ -73,10 +73,7 @@ def wait_for_owner(folder: Path, owner: str) -> bool:
 
 def read_owner(folder: Path) -> str:
     """Return the owner of the lock of `folder`; empty if there is none."""
-    with suppress(OSError):
-        os.listdir(folder)  # makes a network file system ask the server again
-        return (folder / OWNER).read_text(errors="replace").strip()
-    return ""
+    return _read_lines(folder)[0]
 
 
 def find_owner(folder: Path) -> Literal["alive", "elsewhere", "none"]:
@@ -84,18 +81,38 @@ def find_owner(folder: Path) -> Literal["alive", "elsewhere", "none"]:
 
     A process on another host may be alive or dead.
     """
-    if not (match := re.fullmatch(r"process (\d+) on (.+)", read_owner(folder))):
+    owner, start = _read_lines(folder)
+    if not (match := re.fullmatch(r"process (\d+) on (.+)", owner)):
         return "none"
-    pid, host = match.groups()
+    pid, host = int(match[1]), match[2]
     if host != socket.gethostname():
         return "elsewhere"
+    if start and read_start(pid) not in ("", start):  # a later process has its number
+        return "none"
     try:
-        os.kill(int(pid), 0)
+        os.kill(pid, 0)
     except PermissionError:
         return "alive"
     except (ProcessLookupError, OverflowError):
         return "none"
     return "alive"
+
+
+def read_start(pid: int) -> str:
+    """Return when a process started, in clock ticks since the boot of this host; empty if that cannot be read."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def _read_lines(folder: Path) -> tuple[str, str]:
+    """Return the owner of the lock and when it started; empty texts if there is none."""
+    with suppress(OSError):
+        os.listdir(folder)  # makes a network file system ask the server again
+        owner, _, start = (folder / OWNER).read_text(errors="replace").strip().partition("\n")
+        return owner, start
+    return "", ""
 
 
 def _acquire(folder: Path) -> BaseFileLock:

@@ -15,7 +15,7 @@ import pytest
 from rlhf.config.schema import STAGES, Stage
 from rlhf.errors import RunError
 from rlhf.runs.directory import RunDirectory
-from rlhf.utils.file_lock import LOCK, OWNER, lock_folder
+from rlhf.utils.file_lock import LOCK, OWNER, find_owner, lock_folder, read_owner
 from tests.forks import Forks
 from tests.run_folders import check, checkpoint, config_in, contents, fail_in, record, run_stages
 
@@ -217,6 +217,17 @@ def test_lock_without_kernel_locks_trusts_the_owner_in_the_file(
         other.kill()
         other.wait()
     assert capsys.readouterr().err.count("cannot be locked") == 1
+
+
+def test_later_process_of_the_same_number_is_no_owner(tmp_path: Path) -> None:
+    with lock_folder(tmp_path):
+        assert find_owner(tmp_path) == "alive"
+        line, start = (tmp_path / OWNER).read_text().splitlines()
+        assert line == f"process {os.getpid()} on {socket.gethostname()}" == read_owner(tmp_path)
+        (tmp_path / OWNER).write_text(f"{line}\n{int(start) - 1}\n")
+        assert find_owner(tmp_path) == "none"
+        (tmp_path / OWNER).write_text(f"{line}\n")  # of a system that does not say when a process started
+        assert find_owner(tmp_path) == "alive"
 
 
 def test_lock_does_not_stay_with_a_forked_process(tmp_path: Path) -> None:
