@@ -66,6 +66,10 @@ def verify(run: Run, as_json: AsJSON = False, as_tsv: AsTSV = False) -> None:
 def remove(
     run: Run,
     names: Annotated[list[str], typer.Argument(help="Names of checkpoints.", metavar="step-N...")],
+    stage: Annotated[
+        str | None,
+        typer.Option(help="Their stage, if several have one of that name: sft, reward, dpo or ppo.", metavar="NAME"),
+    ] = None,
     last: Annotated[
         bool, typer.Option("--last", metavar="", help="Also the last undamaged one; its stage would start again.")
     ] = False,
@@ -76,7 +80,7 @@ def remove(
 
     [bold]rlhf checkpoints remove runs/a step-00000040[/]
     """
-    for path in remove_checkpoints(RunDirectory(run), names, last=last):
+    for path in remove_checkpoints(RunDirectory(run), names, stage=stage, last=last):
         print_line(f"removed {path}")
 
 

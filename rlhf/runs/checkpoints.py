@@ -77,25 +77,31 @@ def _describe(stage: StageDirectory, path: Path, files: Sequence[Path], damage: 
     return SavedFolder(stage.name, path.name, path, size, written, damage)
 
 
-def remove_checkpoints(run: RunDirectory, names: Sequence[str], *, last: bool = False) -> list[Path]:
+def remove_checkpoints(
+    run: RunDirectory, names: Sequence[str], *, stage: str | None = None, last: bool = False
+) -> list[Path]:
     """Delete checkpoints by their names, and return their folders.
 
     Args:
+        stage: the stage that they belong to; needed if several have one of the same name.
         last: also the last undamaged one of a stage.
 
     Raises:
-        RunError: there is none of a name, a stage would keep no undamaged one, or a process writes to the run. Nothing
-            is deleted then.
+        RunError: there is none of a name, several stages have one, a stage would keep no undamaged one, or a process
+            writes to the run. Nothing is deleted then.
     """
     with lock_folder(run.path):
-        saved = list_saved(run)
+        saved = [item for item in list_saved(run) if stage in (None, item.stage)]
         chosen = [item for item in saved if item.name in names]
         _check_names(run, names, [item.name for item in saved])
-        for stage in {item.stage for item in chosen}:
-            good = [item for item in saved if item.stage == stage and not item.damage]
+        for name in names:
+            if len(stages := [item.stage for item in chosen if item.name == name]) > 1:
+                raise RunError(f"{run.path}: {' and '.join(stages)} have a checkpoint {name}; choose with --stage")
+        for owner in {item.stage for item in chosen}:
+            good = [item for item in saved if item.stage == owner and not item.damage]
             if not last and good and all(item in chosen for item in good):
                 raise RunError(
-                    f"{good[-1].path}: is the last undamaged checkpoint of {stage}, without which it starts again; "
+                    f"{good[-1].path}: is the last undamaged checkpoint of {owner}, without which it starts again; "
                     "to remove it anyway, add --last"
                 )
         for item in chosen:

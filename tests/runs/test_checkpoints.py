@@ -110,6 +110,19 @@ def test_changed_summary_is_not_believed(tmp_path: Path) -> None:
     assert "was changed" in (stage.find_damage() or "")
 
 
+def test_stage_is_chosen_if_several_have_the_checkpoint(run: RunDirectory) -> None:
+    other = run.stage("sft").checkpoints / "step-00000004"
+    other.mkdir()
+    write_manifest(other)
+    with pytest.raises(RunError, match=r"sft and ppo have a checkpoint step-00000004; choose with --stage"):
+        remove_checkpoints(run, ["step-00000002", "step-00000004"])
+    assert len(names(run)) == 5
+    assert remove_checkpoints(run, ["step-00000004"], stage="ppo") == [run.stage("ppo").checkpoints / "step-00000004"]
+    assert other.is_dir()
+    with pytest.raises(RunError, match="has no checkpoint step-00000009 to use; there are step-00000002"):
+        remove_checkpoints(run, ["step-00000009"], stage="ppo")
+
+
 def test_named_checkpoints_are_removed_but_the_last_good_one(run: RunDirectory) -> None:
     remove_checkpoints(run, ["step-00000002"])
     assert names(run) == ["step-00000009", "step-00000004", "step-00000006"]
