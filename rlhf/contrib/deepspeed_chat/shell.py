@@ -428,7 +428,7 @@ class _Reader:
             raise ConfigError(f"{line}: cannot be decided without running its commands; {_PASTE}")
         try:
             return _decide(operands)
-        except (ValueError, IndexError, re.error) as error:
+        except (ValueError, LookupError, re.error) as error:
             raise ConfigError(f"{line}: not a test that is evaluated here; {_PASTE}") from error
 
 
@@ -436,7 +436,7 @@ def _decide(operands: list[str]) -> bool:
     """Return the result of a test's operands; `-o` binds less than `-a`, and that less than `!`.
 
     Raises:
-        ValueError, IndexError: an operator is not known, a number is none, or an operand is missing.
+        ValueError, LookupError: an operator is not known, a number is none, or an operand is missing.
     """
     for names, combine in ((("-o", "||"), any), (("-a", "&&"), all)):
         places = [place for place, operand in enumerate(operands) if operand in names and 0 < place < len(operands) - 1]

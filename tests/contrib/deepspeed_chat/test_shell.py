@@ -58,6 +58,7 @@ def test_values_of_the_caller_are_not_replaced() -> None:
     [
         ("if nvidia; then x; fi", "if nvidia ; then x ; fi: cannot be decided without running it; paste the deepspeed"),
         ('if [ "$(id)" == x ]; then y; fi', "[ $(id) == x ]: cannot be decided without running its commands; paste"),
+        ("[ z $B ] && x", "[ z $B ]: not a test that is evaluated here; paste the deepspeed command"),
         ("[ a -eq b ] && x", "[ a -eq b ]: not a test that is evaluated here; paste the deepspeed command"),
         ("f() { x; }", "f ( ) { x ; }: not evaluated here; paste the deepspeed command that it starts"),
         ("case $x in", "case $x in: not evaluated here; paste the deepspeed command that it starts"),
