@@ -118,13 +118,20 @@ def check_layers(model_config: PretrainedConfig) -> None:
 
 
 def load_generation_config(path: str, config: ModelConfig) -> GenerationConfig:
-    """Return the generation settings of the model at `path`, above all the tokens that end its replies."""
+    """Return the generation settings of the model at `path`, above all the tokens that end its replies.
+
+    Raises:
+        ModelError: they, or without them its configuration, cannot be read.
+    """
     from transformers import GenerationConfig
 
     try:
         return GenerationConfig.from_pretrained(path)
-    except OSError:  # it has no generation_config.json
-        return GenerationConfig.from_model_config(load_model_config(path, config))
+    except Exception as error:
+        if isinstance(error, OSError) and not Path(path, "generation_config.json").is_file():
+            return GenerationConfig.from_model_config(load_model_config(path, config))
+        what = "its generation settings cannot be read"
+        raise load_error(path, what, error, "check generation_config.json") from error
 
 
 def get_max_positions(config: PretrainedConfig) -> int | None:

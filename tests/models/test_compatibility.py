@@ -105,6 +105,10 @@ def test_generation_settings_are_saved_ones_or_the_configs(tmp_path: Path) -> No
     assert load_generation_config(path, ModelConfig()).eos_token_id == [3, 4]
     transformers.GenerationConfig(eos_token_id=[5, 6]).save_pretrained(tmp_path)
     assert load_generation_config(path, ModelConfig()).eos_token_id == [5, 6]
+    for damaged in ('""', '{"eos_token_id": 5', "[]"):  # never in silence those of the config
+        (tmp_path / "generation_config.json").write_text(damaged)
+        with pytest.raises(ModelError, match=r"its generation settings cannot be read .*check generation_config\.json"):
+            load_generation_config(path, ModelConfig())
 
 
 OWN = "cpu_composed"
