@@ -77,9 +77,17 @@ def find_end_tokens(tokenizer: Any, settings: GenerationConfig | None) -> list[i
 
     Of the settings only special and added tokens count, since a configuration may belong to another tokenizer: Llama's
     default end-of-sequence id, 2, is `#` in GPT-2's vocabulary, and every reply would be cut there.
+
+    Raises:
+        ModelError: the settings' ids are no numbers.
     """
-    ids = getattr(settings, "eos_token_id", None)
-    ids = ids if isinstance(ids, list) else [ids]
+    named = getattr(settings, "eos_token_id", None)
+    ids = named if isinstance(named, list) else [named]
+    if not all(token is None or isinstance(token, int) for token in ids):
+        raise ModelError(
+            f"{tokenizer.name_or_path}: the model's eos_token_id is {named!r}, not a token's id or a list of them; "
+            "correct generation_config.json"
+        )
     control = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     return sorted({tokenizer.eos_token_id, *(token for token in ids if token in control)})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,6 +108,12 @@ def test_find_end_tokens_adds_the_models_special_ones(settings: Any, expected: l
     tokenizer.add_tokens(["<turn>"])
     assert tokenizer.eos_token_id == 1 and tokenizer.convert_tokens_to_ids(["#", "<turn>"]) == [7, 300]
     assert find_end_tokens(tokenizer, settings) == expected
+
+
+@pytest.mark.parametrize("named", [{}, ["<eos>"], 2.5, "2"])
+def test_end_tokens_that_are_no_ids_are_refused(named: Any) -> None:
+    with pytest.raises(ModelError, match=r"the model's eos_token_id is .*correct generation_config\.json"):
+        find_end_tokens(build_tokenizer(), SimpleNamespace(eos_token_id=named))
 
 
 def endless(folder: Path) -> Any:
