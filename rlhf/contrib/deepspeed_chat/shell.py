@@ -136,7 +136,8 @@ class Shell:
         if name == "#":
             return str(max(len(self.arguments) - 1, 0))
         if name.isdecimal():
-            return self.arguments[int(name)] if int(name) < len(self.arguments) else None
+            number = int(name[-10:]) if len(name.lstrip("0")) <= 10 else len(self.arguments)
+            return self.arguments[number] if number < len(self.arguments) else None
         return self.variables.get(name)
 
     def _value(self, match: re.Match[str], *, is_test: bool) -> str:

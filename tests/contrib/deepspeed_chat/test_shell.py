@@ -48,6 +48,11 @@ def test_variable_without_a_value_stays_and_counts_as_empty_in_tests() -> None:
     assert [words for words, _ in shell.run(text)] == [["deepspeed", "$A", "${HL_DATA}", "c"]]
 
 
+def test_argument_of_any_number_is_empty() -> None:
+    text = f"[ -z ${'9' * 5000} ] && deepspeed a$1 b${{{'0' * 5000}1}}"
+    assert [words for words, _ in Shell(arguments=["script", "x"]).run(text)] == [["deepspeed", "ax", "bx"]]
+
+
 def test_values_of_the_caller_are_not_replaced() -> None:
     shell = Shell(fixed={"A": "mine"})
     assert [words for words, _ in shell.run("A=theirs; B=$A; deepspeed $A $B")] == [["deepspeed", "mine", "mine"]]
