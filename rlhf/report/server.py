@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -43,7 +44,8 @@ def serve_report(paths: Sequence[Path], port: int, announce: Callable[[str], Non
                 self.send_error(404)
                 return
             try:
-                status, page = 200, render(paths)
+                with rendering:
+                    status, page = 200, render(paths)
             except Exception as error:  # such as no step yet; the page tries again
                 status, page = 500, _WAITING.format(seconds=_REFRESH, error=escape(str(error)))
             content = page.encode()
@@ -63,12 +65,13 @@ def serve_report(paths: Sequence[Path], port: int, announce: Callable[[str], Non
     except OSError as error:
         reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be opened ({error.strerror})"
         raise ConfigError(f"--port {port}: {reason}; choose another") from error
+    rendering = threading.Lock()
     with server:
         announce(f"http://{_ADDRESS}:{port}/")
         try:
             server.serve_forever()
         except KeyboardInterrupt:
-            return
+            rendering.acquire()  # Python aborts if it ends while a thread is in compiled code
 
 
 def render(paths: Sequence[Path]) -> str:
