@@ -39,11 +39,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="layers of the model (default: the shape's)")
     arguments = parser.parse_args()
 
-    size = f"{arguments.prompt}+{arguments.completion}"
+    prompt, completion = arguments.prompt, arguments.completion
     model_name = arguments.shape + (f"-{arguments.layers}-layers" if arguments.layers else "")
-    what = f"one PPO step of {model_name} in {arguments.precision}, batch {arguments.batch}, {size} tokens"
+    shape = f"{arguments.batch} x ({prompt} + {completion})"
+    what = f"PPO step, {model_name}, {arguments.precision}, {shape}, exact against default"
+    name = f"exact-{prompt}+{completion}-{model_name}-{arguments.precision}"
     settings = {"batch": arguments.batch, "precision": arguments.precision, "layers": arguments.layers}
-    measured = turns.Turns(f"exact-{size}-{model_name}-{arguments.precision}", what, settings, arguments)
+    measured = turns.Turns(name, what, settings, arguments)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         model = make(folder / "model", arguments.shape, layers=arguments.layers)
