@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import unittest
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from accelerators.invariance import find_batch_dependence
 from accelerators.testing.layers import LENGTHS, PROMPT, decode_llama, make_inputs, make_llama
-from accelerators.testing.reference import assert_close, llama
+from accelerators.testing.reference import assert_close, checked_precisions, llama
 
 if TYPE_CHECKING:
     from accelerators.accelerator import Accelerator
@@ -22,9 +24,24 @@ def check_batch_invariant(accelerator: Accelerator) -> None:
     invariant = accelerator.kernels.get("batch_invariant")
     if invariant is None:
         raise unittest.SkipTest(accelerator.kernels.capabilities()["batch_invariant"].reason)
-    precision = accelerator.precision()
-    network = make_llama(accelerator, precision)
-    before = _scored(accelerator, precision, network)
+    precisions = checked_precisions(accelerator)
+    networks = [make_llama(accelerator, precision) for precision in precisions]
+    before = [_scored(accelerator, *pair) for pair in zip(precisions, networks)]
+    for precision, network, scored in zip(precisions, networks, before):
+        _check_block(accelerator, invariant, precision, network, scored)
+    for precision, network, scored in zip(precisions, networks, before):
+        again = _scored(accelerator, precision, network)
+        assert torch.equal(again, scored), "batch_invariant: numbers after the block differ from those before it"
+
+
+def _check_block(
+    accelerator: Accelerator,
+    invariant: Callable[[], AbstractContextManager[None]],
+    precision: Precision,
+    network: Any,
+    before: Tensor,
+) -> None:
+    """Check numbers in the block; those of the network before it are `before`."""
     plain = llama()
     with torch.no_grad():
         for parameter in plain.parameters():
@@ -52,8 +69,6 @@ def check_batch_invariant(accelerator: Accelerator) -> None:
         gradients = _gradients(trained.to(accelerator.device(), precision.dtype), accelerator, precision)
         for name, gradient in gradients.items():
             assert_close(f"batch_invariant: gradient of {name}", gradient, expected_gradients[name], precision)
-    again = _scored(accelerator, precision, network)
-    assert torch.equal(again, before), "batch_invariant: numbers after the block differ from those before it"
 
 
 @torch.no_grad()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import unittest
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from accelerators.errors import AcceleratorError
 from accelerators.quantized import KINDS
-from accelerators.testing.reference import assert_close
+from accelerators.testing.reference import assert_close, checked_precisions
 
 if TYPE_CHECKING:
     from accelerators.accelerator import Accelerator
@@ -42,18 +40,9 @@ def check_quantized_weights(accelerator: Accelerator) -> None:
                 weight[-1] = 0  # added rows of a vocabulary, pruned channels
                 packed = weights.pack(weight.to(accelerator.device()), kind)
                 whole = _check_round_trip(what, weights, packed, weight, kind)
-                for precision in _precisions(accelerator):
+                for precision in checked_precisions(accelerator):
                     for rows in ROWS:
                         _check_product(f"{what}, {rows} rows", accelerator, precision, weights, packed, whole, rows)
-
-
-def _precisions(accelerator: Accelerator) -> list[Precision]:
-    """Return the precision of trainers, and fp32 if the device has it: bf16 would hide a slightly wrong weight."""
-    precisions = [accelerator.precision()]
-    if precisions[0].name != "fp32":
-        with contextlib.suppress(AcceleratorError):  # `precision` may refuse
-            precisions.append(accelerator.precision("fp32"))
-    return precisions
 
 
 def _check_round_trip(what: str, weights: Any, packed: dict[str, Tensor], weight: Tensor, kind: str) -> Tensor:

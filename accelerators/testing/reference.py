@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from accelerators.errors import AcceleratorError
 from accelerators.types import Precision
+
+if TYPE_CHECKING:
+    from accelerators.accelerator import Accelerator
 
 ROWS, TOKENS, STEPS = 16, 32, 6
 LEARNING_RATE = 1e-2
@@ -16,6 +21,15 @@ ADAMW: dict[str, Any] = {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 
 TOLERANCES = {"fp32": 1e-3, "bf16": 3e-2, "fp16": 1e-2}
 """Largest difference from fp32, as a fraction of the largest number."""
+
+
+def checked_precisions(accelerator: Accelerator) -> list[Precision]:
+    """Return the precision of trainers, and fp32 if the device has it: 16 bits hide a small fault."""
+    precisions = [accelerator.precision()]
+    if precisions[0].name != "fp32":
+        with contextlib.suppress(AcceleratorError):  # `precision` may refuse
+            precisions.append(accelerator.precision("fp32"))
+    return precisions
 
 
 def model() -> nn.Module:
