@@ -183,6 +183,22 @@ class DecodeState:
         inverse = self.order.argsort()
         return tuple(buffer.index_select(0, inverse) for buffer in (self.ids, self.mask, self.log_probs))
 
+    def latest(self) -> dict[int, tuple[int, float, bool]]:
+        """Read the latest token of each active row from the device, in the order of the buffers.
+
+        Returns:
+            By the prompt's index: the token, its log-probability, and True if the row ends with it or has ended before.
+        """
+        column = self.step_count - 1
+        columns = self.ids[:, column], self.log_probs[:, column], self.finished
+        tokens = zip(*(values[: self.rows].tolist() for values in columns))
+        return dict(zip(self.order[: self.rows].tolist(), tokens))
+
+    def finish(self, rows: Sequence[int]) -> None:
+        """Draw no more tokens for these rows, numbered as the active ones are."""
+        if rows:
+            self.finished.index_fill_(0, torch.tensor(rows, device=self.finished.device), True)
+
     def _row_buffers(self) -> tuple[Tensor, ...]:
         prompts = self.order, self.attention_mask, self.uniform
         return *prompts, self.ids, self.mask, self.log_probs, self.token, self.position, self.finished
@@ -258,14 +274,14 @@ def sample(logits: Tensor, uniform: Tensor, config: SamplingConfig) -> tuple[Ten
     """Sample one token per row, without reading on the host: logits [B, V], uniform [B] in [0, 1) -> token ids [B].
 
     The second result is each token's log-probability [B] at this temperature, among all tokens: as training scores it,
-    before top-k and top-p. At temperature 0 it is 0.
+    before top-k and top-p. At temperature 0 it is 0, or NaN if a logit is.
 
     One uniform number per token determines it (inverse of the cumulative distribution), so all randomness of a rollout
     is drawn before its first step and a captured step contains no generator.
     """
     logits = logits.float()
     if config.temperature == 0:
-        return logits.argmax(-1), torch.zeros_like(uniform)
+        return logits.argmax(-1), (logits.amax(-1) * 0).abs()
     if config.temperature != 1:
         logits = logits / config.temperature
     uniform = uniform.unsqueeze(-1)

@@ -11,7 +11,7 @@ small and large batches by other routines (in bf16 the CPU's do, from 512 positi
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -44,6 +44,14 @@ class Completions(NamedTuple):
     ids: Tensor
     mask: Tensor
     log_probs: Tensor | None = None
+
+
+class DrawnToken(NamedTuple):
+    """One token of a completion, on the host; log_prob as `Completions` has it; ended: it is an end token."""
+
+    id: int
+    log_prob: float
+    ended: bool
 
 
 class Decoder:
@@ -117,16 +125,66 @@ class Decoder:
         try:
             return self._generate(model, prompts, sampling)
         except CaptureError as refusal:
-            # A backend without capture loses nothing. The cause is for authors of backends, not for users.
-            if self.accelerator.kernels.capabilities()["graph_capture"].ok:
-                self.accelerator.report_fallback(
-                    "generation",
-                    "generation is slower than possible: its steps are not captured (--debug shows the reason)",
-                )
-            logger.debug("generation is not captured: %s", refusal)
-            self._capture = None
-            self.release()
+            self._stop_capturing(refusal)
             return self._generate(model, prompts, sampling)
+
+    @torch.no_grad()
+    def stream(
+        self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig
+    ) -> Generator[dict[int, DrawnToken], Collection[int] | None, None]:
+        """Complete prompts as `generate` does, and yield the tokens of each step; this rank generates alone.
+
+        Args:
+            model: as for `generate`.
+            prompts: with a random number for each of `max_new_tokens` tokens.
+            sampling: temperature, top-k and top-p.
+
+        Yields:
+            The tokens of a step by row; rows that have ended are left out. The caller may send rows to end now.
+        """
+        sent: list[Collection[int]] = []  # so far, so that steps can be repeated without capture
+        try:
+            yield from self._stream(model, prompts, sampling, sent)
+        except CaptureError as refusal:
+            self._stop_capturing(refusal)
+            yield from self._stream(model, prompts, sampling, sent)
+
+    def _stream(
+        self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, sent: list[Collection[int]]
+    ) -> Generator[dict[int, DrawnToken], Collection[int] | None, None]:
+        state = self._find_state(model, prompts.ids, sampling)
+        running = set(range(len(prompts.ids)))
+        try:
+            with state.local_attention.replace_tables():
+                state.start(prompts)
+                for step in range(self.max_new_tokens):
+                    if step:
+                        state.step()
+                        self.accelerator.step_boundary("serve/decode")
+                    latest = state.latest()
+                    drawn = {row: DrawnToken(*token) for row, token in latest.items() if row in running}
+                    if step == len(sent):
+                        sent.append((yield drawn) or ())
+                    running.difference_update(sent[step], [row for row, token in drawn.items() if token.ended])
+                    if not running:
+                        return
+                    positions = {row: position for position, row in enumerate(latest)}
+                    state.finish([positions[row] for row in positions.keys() - running])
+                    state.drop_rows(sorted(positions[row] for row in running))
+        finally:
+            state.cache.reset()
+
+    def _stop_capturing(self, refusal: CaptureError) -> None:
+        """Generate without captured steps from now on."""
+        # A backend without capture loses nothing. The cause is for authors of backends, not for users.
+        if self.accelerator.kernels.capabilities()["graph_capture"].ok:
+            self.accelerator.report_fallback(
+                "generation",
+                "generation is slower than possible: its steps are not captured (--debug shows the reason)",
+            )
+        logger.debug("generation is not captured: %s", refusal)
+        self._capture = None
+        self.release()
 
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:

@@ -1,13 +1,15 @@
 """The static-cache decoder says what transformers' own generate says, and fills its masks from what it drew."""
 
+import contextlib
 import warnings
 
 import pytest
 import torch
 
-from accelerators import ShapePolicy
+from accelerators import CaptureError, ShapePolicy
 from rlhf.config.schema import SamplingConfig
 from rlhf.generation.decoder import Decoder
+from rlhf.generation.rank_groups import PromptBatch
 
 GREEDY = SamplingConfig(temperature=0)
 
@@ -297,3 +299,52 @@ def test_a_recorded_step_draws_the_same_tokens(accelerator, monkeypatch, caplog,
     assert torch.equal(recorded.generate(model, ids, mask, free).ids, expected)
     ours = [record for record in caplog.records if record.name.startswith("rlhf")]
     assert not ours, "it was recorded, and not given up"
+
+
+@pytest.mark.parametrize("shapes", ["static", "dynamic"])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_streamed_tokens_are_those_of_a_rollout(accelerator, shapes, temperature):
+    model, (ids, mask) = build("llama"), prompts()
+    sampling, numbers = SamplingConfig(temperature=temperature), torch.rand(12, 3, generator=torch.Generator())
+    free = decoder(accelerator).generate(model, ids, mask, GREEDY).ids
+    decode = decoder(accelerator, eos=free[0, 4:6].tolist(), shapes=shapes)
+    decode._draw = lambda rows: numbers
+    whole = decode.generate(model, ids, mask, sampling)
+    rows = {row: [] for row in range(3)}
+    steps = decode.stream(model, PromptBatch(ids, mask, numbers), sampling)
+    tokens = next(steps)
+    with contextlib.suppress(StopIteration):
+        while True:
+            for row, token in tokens.items():
+                rows[row].append(token)
+            tokens = steps.send([1] if len(rows[1]) == 3 else [])
+    for row, drawn in rows.items():
+        length = min(int(whole.mask[row].sum()), 3 if row == 1 else 12)
+        assert [token.id for token in drawn] == whole.ids[row, :length].tolist()
+        assert torch.tensor([token.log_prob for token in drawn]) == pytest.approx(
+            whole.log_probs[row, :length], abs=1e-6
+        )
+        assert [token.ended for token in drawn[:-1]] == [False] * (length - 1)
+
+
+def test_stream_continues_without_capture_where_it_stopped(accelerator):
+    """A backend may refuse the second window of columns when rows have been sent already."""
+    model, (ids, mask) = build("llama"), prompts()
+    numbers = torch.rand(50, 3, generator=torch.Generator())
+    decode = decoder(accelerator, length=50)
+    expected = list(decode.stream(model, PromptBatch(ids, mask, numbers), SamplingConfig()))
+    calls = []
+
+    def capture(step, key):
+        def replay():
+            calls.append(key)
+            if len(set(calls)) > 1:
+                raise CaptureError("no second window")
+            step()
+
+        return replay
+
+    refusing = decoder(accelerator, length=50)
+    refusing._capture = capture
+    assert list(refusing.stream(model, PromptBatch(ids, mask, numbers), SamplingConfig())) == expected
+    assert len(set(calls)) == 2 and refusing._capture is None
