@@ -16,6 +16,7 @@ from rlhf.cli.options import Options, shared
 from rlhf.cli.tables import print_line
 from rlhf.data.prompt_encoding import encode_conversation
 from rlhf.data.records import Message
+from rlhf.data.text_stream import TextStream
 from rlhf.errors import ModelError
 from rlhf.evaluation.models import EvaluationDevice, find_base_model, load_language_model, model_folder
 from rlhf.reporting.console import console
@@ -132,28 +133,25 @@ class _Stream:
 
     def __init__(self, tokenizer: Any, show: Show) -> None:
         self._tokenizer, self._show = tokenizer, show
-        self._ids: list[int] | None = None  # None until the prompt, which comes first, has passed
+        self._text: TextStream | None = None  # before the prompt, which comes first
         self.shown = ""
 
     def put(self, value: Any) -> None:
-        if self._ids is None:
-            self._ids = []
+        ids = value.flatten().tolist()
+        if self._text is None:
+            self._text = TextStream(self._tokenizer, ids)
             return
-        self._ids.extend(value.flatten().tolist())
-        text = self._text()
-        if not text.endswith("\ufffd"):  # the rest of a character comes with the next token
-            self._emit(text)
+        for token in ids:
+            self._emit(self._text.add(token))
 
     def end(self) -> None:
-        self._emit(self._text())
+        if self._text:
+            self._emit(self._text.end())
 
-    def _text(self) -> str:
-        text: str = self._tokenizer.decode(self._ids or [], skip_special_tokens=True)
-        return text.lstrip()
-
-    def _emit(self, text: str) -> None:
-        self._show(text[len(self.shown) :])
-        self.shown = text
+    def _emit(self, piece: str) -> None:
+        piece = piece if self.shown else piece.lstrip()
+        self._show(piece)
+        self.shown += piece
 
 
 def _answer(model: ChatModel, turns: Sequence[tuple[str, str]]) -> str:
