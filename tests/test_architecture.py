@@ -75,7 +75,19 @@ def cycle(root: Path, *packages: str) -> list[str]:
 
 # From the command line down: a package imports only from packages further down this list.
 PACKAGES = (
-    *("cli", "certify", "lockstep", "api", "replay", "contrib", "trainers", "evaluation", "memory", "generation"),
+    *(
+        "cli",
+        "certify",
+        "lockstep",
+        "api",
+        "serving",
+        "replay",
+        "contrib",
+        "trainers",
+        "evaluation",
+        "memory",
+        "generation",
+    ),
     *("checkpoint", "data", "engine", "models", "export", "report", "diagnosis", "reporting", "runs", "losses"),
     *("roles", "rewards", "config", "launchers", "utils"),
 )

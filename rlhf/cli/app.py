@@ -24,6 +24,7 @@ from rlhf.cli import (
     recipe,
     replay,
     report,
+    serve,
     show,
     sweep,
 )
@@ -72,6 +73,7 @@ _EXAMPLES = {
     "rlhf doctor runs/a": "check what it has recorded",
     "rlhf export runs/a --to csv": "write tables of its numbers",
     "rlhf chat runs/a": "talk to the trained model",
+    "rlhf serve runs/a": "let programs talk to it",
     "rlhf compare runs/a/sft runs/a -R runs/a": "measure what PPO changed",
     "rlhf evaluate runs/a --pairs heldout": "measure the reward model",
     "rlhf data --config recipe.yaml": "see how rows are read",
@@ -254,6 +256,7 @@ for _command in (
     report.runs,
     export.export,
     chat.chat,
+    serve.serve,
     compare.compare,
     evaluate.evaluate,
     label.label,

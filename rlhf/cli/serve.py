@@ -1,0 +1,87 @@
+"""`rlhf serve`: a model behind OpenAI's interface."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Literal
+
+import typer
+from rich.text import Text
+
+from rlhf.cli.options import Options, shared
+from rlhf.cli.tables import print_line
+from rlhf.errors import ConfigError, DependencyError
+from rlhf.reporting.console import console
+
+_TOKEN = "RLHF_SERVE_TOKEN"
+
+
+@shared("accelerator", "precision", "debug")
+def serve(
+    options: Options,
+    run_or_model: Annotated[
+        str, typer.Argument(help="Folder of a run or of a model, or a hub name.", metavar="RUN_OR_MODEL")
+    ],
+    stage: Annotated[
+        Literal["sft", "dpo", "ppo"] | None,
+        typer.Option(help="Stage of a run. Default: ppo, dpo or sft, the first that is finished."),
+    ] = None,
+    ema: Annotated[
+        bool, typer.Option("--ema", metavar="", help="Use the moving average of the policy's weights (ppo.ema).")
+    ] = False,
+    name: Annotated[
+        str | None, typer.Option(help="The model's name in requests. Default: RUN_OR_MODEL.", metavar="NAME")
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help=f"Address to listen on; any but this machine's own needs {_TOKEN}.", metavar="ADDRESS")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535, metavar="N")] = 8653,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest completion, in tokens.", metavar="N")] = 512,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Completions that are drawn at the same time.", metavar="N")
+    ] = 16,
+    queue: Annotated[
+        int, typer.Option(min=1, help="Completions that may wait; further requests are refused.", metavar="N")
+    ] = 256,
+) -> None:
+    """Serve a trained model with OpenAI's interface: completions and chat, with streaming.
+
+    [bold]rlhf serve runs/a[/]
+
+    The environment variable RLHF_SERVE_TOKEN has the token that requests must send ("Authorization: Bearer TOKEN").
+    Without one, only programs on this machine can ask. Ctrl-C finishes the requests that run, a second one ends them.
+    """
+    try:
+        import prometheus_client  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise DependencyError(f"rlhf serve needs {error.name}; run: pip install 'rlhf[serve]'") from error
+    from rlhf.evaluation.models import EvaluationDevice, find_base_model, load_language_model, model_folder
+    from rlhf.serving.server import is_loopback, open_port
+
+    token = os.environ.get(_TOKEN)
+    if token is not None and not token.strip():
+        raise ConfigError(f"{_TOKEN}: is empty; set a token, or unset it")
+    if token is None and not is_loopback(host):
+        raise ConfigError(f"--host {host}: other machines could ask, so set {_TOKEN} to a token that they must send")
+    folder = model_folder(run_or_model, stage, ema=ema)
+    find_base_model(folder)  # reports a wrong folder before slow imports
+    with open_port(host, port) as listener:
+        config = options.load()
+        with console.status(Text(f"loading {folder}")):
+            device = EvaluationDevice.select(config, options.accelerator)
+            model = load_language_model(folder, config, device)
+            from rlhf.serving.engine import Engine
+            from rlhf.serving.server import serve as run_server
+
+            limit = min(max_tokens, model.max_length)
+            engine = Engine(model, max_tokens=limit, batch_size=batch_size, max_waiting=queue)
+        where = f"{device.accelerator.name} in {device.precision.name}"
+        run_server(
+            engine,
+            name or run_or_model,
+            listener,
+            token,
+            lambda address: print_line(f"{address} serves {folder} on {where}; Ctrl-C ends it"),
+        )

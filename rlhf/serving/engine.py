@@ -1,0 +1,184 @@
+"""Draw the completions of concurrent requests with one model, on the thread that owns the device.
+
+Requests submit jobs, one for each completion, from any thread. The engine draws those that wait together, as long as
+their sampling is the same; what arrives meanwhile waits for the next batch. Each token is passed on when it is drawn.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelerators import ShapePolicy
+from rlhf.config.schema import SamplingConfig
+from rlhf.data.batches import pad_right
+from rlhf.evaluation.models import LanguageModel
+from rlhf.generation.decoder import Decoder, DrawnToken
+from rlhf.generation.rank_groups import PromptBatch
+
+Event = DrawnToken | Exception | None
+"""What a job receives: a token, the error that ends its completion, or None after the last token."""
+
+
+@dataclass(eq=False)
+class CompletionJob:
+    """A completion to draw.
+
+    Attributes:
+        seed: determines the random numbers, whatever else is drawn at the same time.
+        receive: called by the engine's thread with each token, and with the end.
+        cancelled: set by any thread if nobody needs more tokens.
+    """
+
+    prompt_ids: Sequence[int]
+    max_tokens: int
+    sampling: SamplingConfig
+    seed: int
+    receive: Callable[[Event], None]
+    cancelled: bool = False
+    drawn: int = field(default=0, init=False)
+
+    @property
+    def is_done(self) -> bool:
+        """Return whether no more tokens are needed."""
+        return self.cancelled or self.drawn >= self.max_tokens
+
+
+class QueueFull(Exception):
+    """Too many completions wait already."""
+
+
+class Engine:
+    """One model, its decoder, and the jobs that wait.
+
+    Attributes:
+        rows: number of completions that are being drawn.
+        waiting: number of completions that wait.
+    """
+
+    def __init__(self, model: LanguageModel, *, max_tokens: int, batch_size: int, max_waiting: int) -> None:
+        """Prepare a decoder.
+
+        Args:
+            model: the model to serve.
+            max_tokens: maximum length of a completion in tokens.
+            batch_size: maximum number of completions that are drawn at the same time.
+            max_waiting: maximum number of completions that wait.
+        """
+        self.model, self.max_tokens, self.max_waiting = model, max_tokens, max_waiting
+        self.rows = 0
+        self._batch_size = batch_size
+        device = model.device
+        # Prompts of any length may come, so a single shape would be as long as the model's context.
+        self._shapes = ShapePolicy("bucketed") if device.shapes.kind == "static" else device.shapes
+        self._pad_id: Any = model.tokenizer.pad_token_id
+        self._decoder = Decoder(
+            device.accelerator,
+            eos_ids=model.end_ids,
+            pad_id=self._pad_id,
+            max_new_tokens=max_tokens,
+            shapes=self._shapes,
+        )
+        if prepare := device.accelerator.kernels.get("inference_weights"):
+            prepare(model.module, keep=False)
+        self._jobs: deque[CompletionJob] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+
+    @property
+    def waiting(self) -> int:
+        """Return the number of completions that wait."""
+        return len(self._jobs)
+
+    def submit(self, jobs: Sequence[CompletionJob]) -> None:
+        """Add jobs to the queue: all or none.
+
+        Raises:
+            QueueFull: too many wait.
+        """
+        with self._changed:
+            if len(self._jobs) + len(jobs) > self.max_waiting:
+                raise QueueFull(f"{len(self._jobs)} completions wait already; try again later")
+            self._jobs.extend(jobs)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Let `run` return when no job waits."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def run(self) -> None:
+        """Draw completions until the engine is closed; the thread must be the one that bound the device."""
+        while jobs := self._next_batch():
+            self.rows = len(jobs)
+            try:
+                self._draw(jobs)
+            except Exception as error:  # a fault in one batch must not end the server; the requests report it
+                for job in jobs:
+                    job.receive(error)
+            self.rows = 0
+        self._decoder.release()
+
+    def _next_batch(self) -> list[CompletionJob]:
+        """Wait for jobs and return those of the next batch; none if the engine is closed."""
+        with self._changed:
+            while True:
+                while self._jobs and self._jobs[0].cancelled:
+                    self._jobs.popleft()
+                if self._jobs or self._closed:
+                    break
+                self._changed.wait()
+            if not self._jobs:
+                return []
+            sampling = self._jobs[0].sampling
+            alike = (job for job in self._jobs if job.sampling == sampling and not job.cancelled)
+            jobs = list(islice(alike, self._batch_size))
+            chosen = set(map(id, jobs))
+            self._jobs = deque(job for job in self._jobs if id(job) not in chosen)
+            return jobs
+
+    def _draw(self, jobs: Sequence[CompletionJob]) -> None:
+        device = self.model.device
+        rows = len(jobs)
+        if self._shapes.kind != "dynamic":  # the number of rows is part of a shape
+            rows = min(1 << (rows - 1).bit_length(), self._batch_size)
+        prompts = self._prompts([*jobs, *[jobs[-1]] * (rows - len(jobs))])
+        with device.forward_context(f"{rows} completions"):
+            steps = self._decoder.stream(self.model.module, prompts, jobs[0].sampling)
+            tokens = next(steps)
+            while True:
+                if any(math.isnan(token.log_prob) for token in tokens.values()):
+                    raise self.model.invalid_number("a log-probability is nan")
+                for row, token in tokens.items():
+                    if row < len(jobs) and not jobs[row].is_done:
+                        jobs[row].drawn += 1
+                        jobs[row].receive(token)
+                done = [row for row in range(rows) if row >= len(jobs) or jobs[row].is_done]
+                try:
+                    tokens = steps.send(done)
+                except StopIteration:
+                    break
+        for job in jobs:
+            job.receive(None)
+        self._decoder.release_if_large()
+
+    def _prompts(self, jobs: Sequence[CompletionJob]) -> PromptBatch:
+        device = self.model.device
+        longest = self.model.max_length
+        ids, mask = pad_right([[*reversed(job.prompt_ids)] for job in jobs], self._shapes, longest, self._pad_id)
+        uniform = torch.stack([self._random_numbers(job.seed) for job in jobs], dim=1)
+        return PromptBatch(*device.accelerator.to_device((ids.flip(1), mask.flip(1), uniform)))
+
+    def _random_numbers(self, seed: int) -> Tensor:
+        """Return a number in [0, 1) for each token, [A]."""
+        generator = torch.Generator(self.model.device.accelerator.host_device())
+        return torch.rand(self.max_tokens, generator=generator.manual_seed(seed))

@@ -1,0 +1,167 @@
+"""The requests of OpenAI's interface: which parameters are accepted, and what they mean here.
+
+A parameter that OpenAI's interface has and this server does not is accepted with the value that changes nothing, and
+refused with any other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from rlhf.config.ppo import SamplingConfig
+
+_IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "logit_bias": (None, {}),
+    "echo": (None, False),
+    "suffix": (None, ""),
+    "best_of": (None, 1),
+    "top_logprobs": (None, 0),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "parallel_tool_calls": (None, True, False),
+    "modalities": (None, ["text"]),
+}
+"""Parameters that are not implemented, with the values that ask for nothing."""
+
+
+_ALTERNATIVE = re.compile(r"str|list\[.*\]")  # pydantic names the type that it has tried
+
+
+class RequestError(Exception):
+    """A request that cannot be served as it is; `status` is that of HTTP."""
+
+    def __init__(self, message: str, status: int = 400, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.parameter = status, parameter
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(_Strict):
+    """What a stream has besides the text."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class _Request(_Strict):
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    n: int = Field(1, ge=1)
+    stop: str | list[str] | None = Field(None, max_length=4)
+    seed: int | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_parameters_without_effect(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        for name, neutral in _WITHOUT_EFFECT.items():
+            if name not in cls.model_fields and name in values and values[name] not in neutral:
+                raise ValueError(f"{name} is not supported; remove it")
+        dropped = (_IGNORED | _WITHOUT_EFFECT.keys()) - cls.model_fields.keys()
+        return {name: value for name, value in values.items() if name not in dropped}
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        """The sampling of its completions; by default of the whole distribution, at temperature 1."""
+        return SamplingConfig(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(self.top_k or 0, 0),
+        )
+
+    @property
+    def stops(self) -> list[str]:
+        """The texts that end a completion, none of them empty."""
+        return [text for text in ([self.stop] if isinstance(self.stop, str) else self.stop or []) if text]
+
+
+class CompletionRequest(_Request):
+    """A request to `/v1/completions`: prompts as texts or token ids."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = Field(None, ge=0)
+
+    @property
+    def wants_log_probs(self) -> bool:
+        """Return whether the response has the drawn tokens' log-probabilities."""
+        return self.logprobs is not None
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """The prompts, one or several."""
+        prompt: Any = self.prompt
+        return [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> CompletionRequest:
+        if self.logprobs and self.logprobs > 1:
+            raise ValueError("logprobs: only the drawn token's log-probability is returned; use 0 or 1")
+        return self
+
+
+class TextPart(_Strict):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(_Strict):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ChatRequest(_Request):
+    """A request to `/v1/chat/completions`."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+
+    @property
+    def wants_log_probs(self) -> bool:
+        """Return whether the response has the drawn tokens' log-probabilities."""
+        return bool(self.logprobs)
+
+
+def parse_request(model: type[CompletionRequest] | type[ChatRequest], body: bytes) -> Any:
+    """Return the request in a JSON text.
+
+    Raises:
+        RequestError: it is none; the message has the first problem.
+    """
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in problem["loc"] if not _ALTERNATIVE.fullmatch(str(part)))
+        message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+        if problem["type"] == "extra_forbidden":
+            message = "unknown parameter; remove it"
+        raise RequestError(f"{where}: {message}" if where else message, parameter=where or None) from None

@@ -1,0 +1,95 @@
+"""Run the HTTP server of a model: it listens on a thread, and the engine draws on the main thread, until a signal."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+import threading
+from collections.abc import Callable
+
+import uvicorn
+
+from rlhf.errors import ConfigError
+from rlhf.serving.app import ServedModel
+from rlhf.serving.engine import Engine
+from rlhf.utils.signals import handle_signals, raise_if_interrupted
+
+_CONNECTIONS = 1024  # at a time
+_GRACE = 600  # seconds that running requests may take after the first signal
+
+
+def open_port(host: str, port: int) -> socket.socket:
+    """Return a socket that listens there.
+
+    Raises:
+        ConfigError: it cannot be opened.
+    """
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=128)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"--port {port}: is in use; choose another") from error
+        raise ConfigError(f"--host {host}, --port {port}: cannot be opened ({error.strerror or error})") from error
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches the address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def serve(
+    engine: Engine, name: str, listener: socket.socket, token: str | None, announce: Callable[[str], None]
+) -> None:
+    """Serve until a signal; running requests are finished first, and a second signal ends them.
+
+    Args:
+        engine: draws the completions, on this thread.
+        name: the model's name in requests.
+        listener: of `open_port`.
+        token: what requests must send; None: nothing.
+        announce: receives the server's address.
+    """
+    host, port = listener.getsockname()[:2]
+    hosts = ("127.0.0.1", "localhost", "::1") if is_loopback(host) else None
+    model = ServedModel(engine, name, token=token, hosts=hosts)
+    config = uvicorn.Config(
+        model.build(),
+        log_config=None,
+        log_level="critical",  # the application reports errors; a second signal cancels requests, which is none
+        access_log=False,
+        limit_concurrency=_CONNECTIONS,
+        timeout_graceful_shutdown=_GRACE,
+        lifespan="off",
+        server_header=False,
+    )
+    server = uvicorn.Server(config)
+
+    def end(number: int) -> None:
+        server.force_exit = server.should_exit
+        model.closing = server.should_exit = True
+
+    failures: list[BaseException] = []
+
+    def listen() -> None:
+        try:
+            server.run(sockets=[listener])
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            engine.close()
+
+    with handle_signals(end):
+        raise_if_interrupted()
+        thread = threading.Thread(target=listen, name="http")
+        thread.start()
+        address = f"[{host}]" if ":" in host else host
+        announce(f"http://{address}:{port}/v1")
+        engine.run()
+        thread.join()
+    if failures:
+        raise failures[0]
