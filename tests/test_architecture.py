@@ -75,21 +75,9 @@ def cycle(root: Path, *packages: str) -> list[str]:
 
 # From the command line down: a package imports only from packages further down this list.
 PACKAGES = (
-    *(
-        "cli",
-        "certify",
-        "lockstep",
-        "api",
-        "serving",
-        "replay",
-        "contrib",
-        "trainers",
-        "evaluation",
-        "memory",
-        "generation",
-    ),
-    *("checkpoint", "data", "engine", "models", "export", "report", "diagnosis", "reporting", "runs", "losses"),
-    *("roles", "rewards", "config", "launchers", "utils"),
+    *("cli", "certify", "lockstep", "api", "serving", "replay", "contrib", "trainers", "rollouts", "evaluation"),
+    *("memory", "generation", "checkpoint", "data", "engine", "models", "export", "report", "diagnosis", "reporting"),
+    *("runs", "losses", "roles", "rewards", "config", "launchers", "utils"),
 )
 LOOSE = {"__init__", "__main__", "errors", "version"}
 

@@ -10,10 +10,9 @@ from rich.text import Text
 
 from rlhf.cli.options import Options, shared
 from rlhf.cli.tables import print_line
+from rlhf.config.rollout import SERVE_TOKEN
 from rlhf.errors import ConfigError, DependencyError
 from rlhf.reporting.console import console
-
-_TOKEN = "RLHF_SERVE_TOKEN"
 
 
 @shared("accelerator", "precision", "debug")
@@ -33,13 +32,20 @@ def serve(
         str | None, typer.Option(help="The model's name in requests. Default: RUN_OR_MODEL.", metavar="NAME")
     ] = None,
     host: Annotated[
-        str, typer.Option(help=f"Address to listen on; any but this machine's own needs {_TOKEN}.", metavar="ADDRESS")
+        str,
+        typer.Option(help=f"Address to listen on; any but this machine's own needs {SERVE_TOKEN}.", metavar="ADDRESS"),
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535, metavar="N")] = 8653,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest completion, in tokens.", metavar="N")] = 512,
     batch_size: Annotated[
         int, typer.Option(min=1, help="Completions that are drawn at the same time.", metavar="N")
     ] = 16,
+    rollouts: Annotated[
+        bool,
+        typer.Option(
+            "--rollouts", metavar="", help="Let a trainer hand over weights and draw (ppo.rollout.where); see below."
+        ),
+    ] = False,
     queue: Annotated[
         int, typer.Option(min=1, help="Completions that may wait; further requests are refused.", metavar="N")
     ] = 256,
@@ -60,11 +66,13 @@ def serve(
     from rlhf.evaluation.models import EvaluationDevice, find_base_model, load_language_model, model_folder
     from rlhf.serving.server import is_loopback, open_port
 
-    token = os.environ.get(_TOKEN)
+    token = os.environ.get(SERVE_TOKEN)
     if token is not None and not token.strip():
-        raise ConfigError(f"{_TOKEN}: is empty; set a token, or unset it")
+        raise ConfigError(f"{SERVE_TOKEN}: is empty; set a token, or unset it")
     if token is None and not is_loopback(host):
-        raise ConfigError(f"--host {host}: other machines could ask, so set {_TOKEN} to a token that they must send")
+        raise ConfigError(
+            f"--host {host}: other machines could ask, so set {SERVE_TOKEN} to a token that they must send"
+        )
     folder = model_folder(run_or_model, stage, ema=ema)
     find_base_model(folder)  # reports a wrong folder before slow imports
     with open_port(host, port) as listener:
@@ -77,11 +85,16 @@ def serve(
 
             limit = min(max_tokens, model.max_length)
             engine = Engine(model, max_tokens=limit, batch_size=batch_size, max_waiting=queue)
+            name = name or run_or_model
+            from rlhf.serving.rollouts import RolloutService
+
+            service = RolloutService(engine, name, config) if rollouts else None
         where = f"{device.accelerator.name} in {device.precision.name}"
         run_server(
             engine,
-            name or run_or_model,
+            name,
             listener,
             token,
             lambda address: print_line(f"{address} serves {folder} on {where}; Ctrl-C ends it"),
+            service,
         )

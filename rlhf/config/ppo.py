@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, field_validator, m
 from rlhf.config import paths
 from rlhf.config.estimators import ESTIMATORS, Estimator, KLEstimator, KLPlace, LossMean
 from rlhf.config.loader import TrackedStr, as_source_list
+from rlhf.config.rollout import RolloutConfig
 from rlhf.config.training import OptimizerConfig, TrainingConfig, divide_batch
 from rlhf.config.types import ConfigModel, Fraction, OptionalPathOrHubId, error_at, short_repr
 from rlhf.errors import ConfigError
@@ -292,6 +293,7 @@ class PPOConfig(TrainingConfig):
     ptx_batch_size: int | None = Field(
         None, ge=1, description="rows of these texts per update, over all ranks; empty: minibatch_size"
     )
+    rollout: RolloutConfig = Field(RolloutConfig(), description=RolloutConfig.__doc__)
     sampling: SamplingConfig = Field(SamplingConfig(), description="sampling of rollouts")
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW and schedule of the policy")
     critic_optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW and schedule of the critic")
@@ -324,6 +326,24 @@ class PPOConfig(TrainingConfig):
             raise error_at(
                 "sampling.temperature", "PPO needs different completions, and 0 samples only one; set e.g. 1"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_rollout(self) -> PPOConfig:
+        if not self.rollout.where:
+            if self.rollout != RolloutConfig():
+                raise error_at(
+                    "rollout", "has no effect without ppo.rollout.where; set that too, or remove this section"
+                )
+            return self
+        if self.sampling.top_k or self.sampling.top_p < 1:
+            raise error_at(
+                "sampling",
+                "servers draw from all tokens, so that drawn and trained log-probabilities are of one distribution; "
+                "remove top_k and top_p, or ppo.rollout.where",
+            )
+        if self.generation_exact:
+            raise error_at("generation_exact", "is about rollouts that are drawn here; remove it, or ppo.rollout.where")
         return self
 
     @model_validator(mode="after")

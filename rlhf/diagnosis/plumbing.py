@@ -91,9 +91,16 @@ def _describe_start(subject: Subject) -> str | None:
 
 def _describe_rollouts(subject: Subject) -> str:
     count, largest = len(subject.stage.curve("draw_gap").steps), subject.stage.curve("draw_gap_max").values
-    return (
+    drawn = (
         f"rollouts of {count:,} of {count:,} steps were drawn from the weights that were trained; largest gap of a "
         f"token {max(largest):.1g} nats"
+    )
+    if not (gaps := subject.stage.curve("handover_gap").values):
+        return drawn
+    slopes = subject.stage.curve("handover_slope").values or [1.0]
+    return (
+        f"{drawn}. Servers confirmed each hand-over: mean gap up to {max(gaps):.1g} nats, change {min(slopes):.3g} to "
+        f"{max(slopes):.3g} times the trainer's"
     )
 
 

@@ -121,7 +121,11 @@ class Decoder:
         Returns:
             A columns: `max_new_tokens` under a static shape policy, fewer under the others if all rows end early.
         """
-        prompts = PromptBatch(prompt_ids, prompt_mask, self._draw(len(prompt_ids)))
+        return self.complete(model, PromptBatch(prompt_ids, prompt_mask, self.draw_numbers(len(prompt_ids))), sampling)
+
+    @torch.no_grad()
+    def complete(self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig) -> Completions:
+        """Do what `generate` does, with random numbers that the caller gives: one for each of `max_new_tokens`."""
         try:
             return self._generate(model, prompts, sampling)
         except CaptureError as refusal:
@@ -198,9 +202,9 @@ class Decoder:
 
     def skip(self, rows: int) -> None:
         """Advance the generator as `generate` does for this many prompts of each rank."""
-        self._draw(rows)
+        self.draw_numbers(rows)
 
-    def _draw(self, rows: int) -> Tensor:
+    def draw_numbers(self, rows: int) -> Tensor:
         """Return numbers from [0, 1) for this rank's rows of a rollout, [A, B], or the ids that are `forced`."""
         rank, size = distributed.world().rank, distributed.world().size
         numbers = torch.rand(

@@ -63,6 +63,8 @@ def check_generation(config: Config, ranks: int) -> None:
     """
     ppo, actor = config.ppo, model_placements(config, "ppo")["actor"]
     mode, size = ppo.generation_weights, ppo.tensor_parallel
+    if ppo.rollout.where and ppo.rollout.weights == "adapter" and not actor.lora.rank:
+        raise ConfigError("ppo.rollout.weights: adapter needs lora.rank above 0, got 0; set that, or files")
     if size and mode not in ("auto", "tensor_parallel"):
         raise ConfigError(
             f"ppo.tensor_parallel: {size} needs ppo.generation_weights=tensor_parallel, got {mode}; change one of them"

@@ -169,7 +169,10 @@ def _take_with_rewards(trainer: PPOTrainer, context: StageContext, index: int, o
 
 
 def _take_last(trainer: Trainer, context: StageContext, job: Job, record: StepRecord) -> dict[str, float]:
-    """Take the step of interest, drawing again; return its metrics, or nothing if it was not taken."""
+    """Take the step of interest, drawing again; return its metrics, or nothing if it was not taken.
+
+    Completions that servers drew are the recorded ones.
+    """
     from rlhf.trainers import loop
 
     rank = context.world.rank
@@ -177,6 +180,7 @@ def _take_last(trainer: Trainer, context: StageContext, job: Job, record: StepRe
     try:
         if "ids" in own.arrays:
             ppo: PPOTrainer = trainer  # type: ignore[assignment]
+            ppo.given = own if context.config.ppo.rollout.where else None
             ppo.generate = partial(_generate_in_columns, ppo, ppo.generate, own.columns)  # type: ignore[method-assign]
             return _take_with_rewards(ppo, context, job.step - 1, own)
         return loop.take_step(trainer, context, job.step - 1)
@@ -247,7 +251,8 @@ def _compare(own: RankStep, recorded: RankStep) -> dict[str, str]:
     for name in ("lengths", "ids"):
         if name in recorded.arrays and own.arrays[name].tolist() != recorded.arrays[name].tolist():
             differences.setdefault("rollout", f"other tokens were drawn ({_first(own, recorded)})")
-    if own.digests.get("log_probs") != recorded.digests.get("log_probs"):
+    drawn_here = "log_probs" in own.digests
+    if drawn_here and own.digests["log_probs"] != recorded.digests.get("log_probs"):
         differences.setdefault("rollout", "the same tokens were drawn with other log-probabilities")
     for name in ("reward", "given"):
         if name in recorded.arrays and name in own.arrays:

@@ -117,6 +117,14 @@ def _drawing(reading: Reading) -> str | None:
     precision, gap, first_gap = reading.precision, reading.now["draw_gap"], reading.first.get("draw_gap")
     if reading.config.ppo.generation_exact and gap:
         return f"drawn log-probabilities are not exactly those of training: the gap is {gap:.2g} nats per token"
+    if reading.config.ppo.rollout.where:  # of another precision, perhaps; the hand-over has compared the weights
+        limit = _GAP_GROWTH * max(reading.now.get("handover_gap", 0.0), _MIN_GAP_LIMIT["fp32"])
+        if gap > limit:
+            return (
+                f"the rollout was not drawn from the weights that were handed over: the gap is {gap:.2g} nats per "
+                f"token (expected after this hand-over: below {limit:.1g})"
+            )
+        return None
     if first_gap is not None and gap > max(_GAP_GROWTH * first_gap, _MIN_GAP_LIMIT[precision]):
         return (
             "the rollout was not drawn from the weights that are trained: the gap grew from "

@@ -20,9 +20,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from rlhf.errors import USER_ERRORS, summarize_error
+from rlhf.rollouts.protocol import PATH
 from rlhf.serving.completions import Exchange
 from rlhf.serving.engine import Engine
-from rlhf.serving.requests import ChatRequest, CompletionRequest, RequestError, parse_request
+from rlhf.serving.requests import ChatRequest, CompletionRequest, RequestError, parse_request, read_json
+from rlhf.serving.rollouts import RolloutService
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +40,15 @@ class ServedModel:
         closing: no new request is accepted.
     """
 
-    def __init__(self, engine: Engine, name: str, *, token: str | None, hosts: tuple[str, ...] | None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        *,
+        token: str | None,
+        hosts: tuple[str, ...] | None,
+        rollouts: RolloutService | None = None,
+    ) -> None:
         """Make the counters.
 
         Args:
@@ -46,17 +56,31 @@ class ServedModel:
             name: the model's name in requests and responses.
             token: what requests must have in `Authorization: Bearer`; None: nothing.
             hosts: the names of the server that requests may use; None: any.
+            rollouts: the calls of a trainer; None: there are none.
         """
         self.engine, self.name = engine, name
         self.closing = False
+        self._rollouts = rollouts
         self._token, self._hosts = token, hosts
         self._started = int(time.time())
         self._metrics = _Metrics(engine)
 
     def build(self) -> Starlette:
         """Return the application."""
+        rollouts = self._rollouts
+        calls = (
+            [
+                Route(f"{PATH}/capabilities", self._guard(rollouts.show_capabilities)),
+                Route(f"{PATH}/weights", self._guard(rollouts.take_weights), methods=["PUT"]),
+                Route(f"{PATH}/draw", self._guard(rollouts.draw), methods=["POST"]),
+                Route(f"{PATH}/score", self._guard(rollouts.score), methods=["POST"]),
+            ]
+            if rollouts
+            else []
+        )
         return Starlette(
             routes=[
+                *calls,
                 Route("/health", self._guard(self._health, needs_token=False)),
                 Route("/metrics", self._guard(self._show_metrics)),
                 Route("/v1/models", self._guard(self._list_models)),
@@ -119,7 +143,7 @@ class ServedModel:
     async def _draw(self, request: Request, kind: type[CompletionRequest] | type[ChatRequest]) -> Response:
         if self.closing:
             raise RequestError("the server is ending", 503)
-        parsed = parse_request(kind, await _read_json(request))
+        parsed = parse_request(kind, await read_json(request, MAX_BODY))
         exchange = Exchange(self.engine, self.name, parsed)
         exchange.submit()
         if parsed.stream:
@@ -175,26 +199,6 @@ def _report(error: Exception) -> str:
     """Log an error of the server, and return what the client may know of it."""
     logger.error("a request failed: %s", summarize_error(error), exc_info=logger.isEnabledFor(logging.DEBUG))
     return str(error) if isinstance(error, USER_ERRORS) else f"internal error: {type(error).__name__}"
-
-
-async def _read_json(request: Request) -> bytes:
-    """Return the body of a request.
-
-    Raises:
-        RequestError: it is no JSON, or too large.
-    """
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise RequestError("send JSON, with Content-Type: application/json", 415)
-    body, size = bytearray(), 0
-    async for part in request.stream():
-        size += len(part)
-        if size <= MAX_BODY:
-            body += part
-        elif size > 16 * MAX_BODY:  # up to there it is read, since a client reads no answer while it sends
-            break
-    if size > MAX_BODY:
-        raise RequestError(f"the request is larger than {MAX_BODY // 2**20} MiB", 413)
-    return bytes(body)
 
 
 async def _wait_for_disconnect(request: Request) -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +25,8 @@ from rlhf.data.batches import pad_right
 from rlhf.evaluation.models import LanguageModel
 from rlhf.generation.decoder import Decoder, DrawnToken
 from rlhf.generation.rank_groups import PromptBatch
+
+T = TypeVar("T")
 
 Event = DrawnToken | Exception | None
 """What a job receives: a token, the error that ends its completion, or None after the last token."""
@@ -60,6 +64,7 @@ class Engine:
     """One model, its decoder, and the jobs that wait.
 
     Attributes:
+        shapes: the lengths to which rows are padded.
         rows: number of completions that are being drawn.
         waiting: number of completions that wait.
     """
@@ -78,20 +83,60 @@ class Engine:
         self._batch_size = batch_size
         device = model.device
         # Prompts of any length may come, so a single shape would be as long as the model's context.
-        self._shapes = ShapePolicy("bucketed") if device.shapes.kind == "static" else device.shapes
+        self.shapes = ShapePolicy("bucketed") if device.shapes.kind == "static" else device.shapes
         self._pad_id: Any = model.tokenizer.pad_token_id
-        self._decoder = Decoder(
-            device.accelerator,
-            eos_ids=model.end_ids,
-            pad_id=self._pad_id,
-            max_new_tokens=max_tokens,
-            shapes=self._shapes,
-        )
-        if prepare := device.accelerator.kernels.get("inference_weights"):
-            prepare(model.module, keep=False)
+        self._decoder = self.make_decoder(max_tokens, model.end_ids)
+        self._calls: deque[Callable[[], None]] = deque()
+        self._restore_weights: Callable[[], None] | None = None
+        self._convert_weights()
         self._jobs: deque[CompletionJob] = deque()
         self._changed = threading.Condition()
         self._closed = False
+
+    def make_decoder(self, tokens: int, end_ids: Sequence[int]) -> Decoder:
+        """Return a decoder for completions of up to `tokens` tokens, which the `end_ids` end."""
+        return Decoder(
+            self.model.device.accelerator,
+            eos_ids=end_ids,
+            pad_id=self._pad_id,
+            max_new_tokens=tokens,
+            shapes=self.shapes,
+            batch_size=self._batch_size,
+        )
+
+    @contextmanager
+    def changing_weights(self) -> Iterator[None]:
+        """Let the engine's thread change weights in this block, or replace `model`."""
+        self._decoder.release()
+        if self._restore_weights:
+            self._restore_weights()
+            self._restore_weights = None
+        try:
+            yield
+        finally:
+            self._convert_weights()
+
+    def _convert_weights(self) -> None:
+        """Convert weights to the layout that the device reads fastest."""
+        if prepare := self.model.device.accelerator.kernels.get("inference_weights"):
+            self._restore_weights = prepare(self.model.module, keep=False)
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Run a function on the engine's thread, after the batch that is being drawn."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # the client has left
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        with self._changed:
+            self._calls.append(run)
+            self._changed.notify()
+        return future
 
     @property
     def waiting(self) -> int:
@@ -118,7 +163,10 @@ class Engine:
 
     def run(self) -> None:
         """Draw completions until the engine is closed; the thread must be the one that bound the device."""
-        while jobs := self._next_batch():
+        while (jobs := self._next_batch()) is not None:
+            if not jobs:
+                self._calls.popleft()()
+                continue
             self.rows = len(jobs)
             try:
                 self._draw(jobs)
@@ -128,17 +176,19 @@ class Engine:
             self.rows = 0
         self._decoder.release()
 
-    def _next_batch(self) -> list[CompletionJob]:
-        """Wait for jobs and return those of the next batch; none if the engine is closed."""
+    def _next_batch(self) -> list[CompletionJob] | None:
+        """Wait for jobs and return the next batch of them: an empty one before a call, None if the engine is closed."""
         with self._changed:
             while True:
                 while self._jobs and self._jobs[0].cancelled:
                     self._jobs.popleft()
-                if self._jobs or self._closed:
+                if self._jobs or self._calls or self._closed:
                     break
                 self._changed.wait()
-            if not self._jobs:
+            if self._calls:
                 return []
+            if not self._jobs:
+                return None
             sampling = self._jobs[0].sampling
             alike = (job for job in self._jobs if job.sampling == sampling and not job.cancelled)
             jobs = list(islice(alike, self._batch_size))
@@ -149,7 +199,7 @@ class Engine:
     def _draw(self, jobs: Sequence[CompletionJob]) -> None:
         device = self.model.device
         rows = len(jobs)
-        if self._shapes.kind != "dynamic":  # the number of rows is part of a shape
+        if self.shapes.kind != "dynamic":  # the number of rows is part of a shape
             rows = min(1 << (rows - 1).bit_length(), self._batch_size)
         prompts = self._prompts([*jobs, *[jobs[-1]] * (rows - len(jobs))])
         with device.forward_context(f"{rows} completions"):
@@ -174,7 +224,7 @@ class Engine:
     def _prompts(self, jobs: Sequence[CompletionJob]) -> PromptBatch:
         device = self.model.device
         longest = self.model.max_length
-        ids, mask = pad_right([[*reversed(job.prompt_ids)] for job in jobs], self._shapes, longest, self._pad_id)
+        ids, mask = pad_right([[*reversed(job.prompt_ids)] for job in jobs], self.shapes, longest, self._pad_id)
         uniform = torch.stack([self._random_numbers(job.seed) for job in jobs], dim=1)
         return PromptBatch(*device.accelerator.to_device((ids.flip(1), mask.flip(1), uniform)))
 

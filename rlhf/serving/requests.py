@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from starlette.requests import Request
 
 from rlhf.config.ppo import SamplingConfig
 
@@ -148,6 +149,26 @@ class ChatRequest(_Request):
     def wants_log_probs(self) -> bool:
         """Return whether the response has the drawn tokens' log-probabilities."""
         return bool(self.logprobs)
+
+
+async def read_json(request: Request, limit: int) -> bytes:
+    """Return the body of a request of at most `limit` bytes.
+
+    Raises:
+        RequestError: it is no JSON, or too large.
+    """
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise RequestError("send JSON, with Content-Type: application/json", 415)
+    body, size = bytearray(), 0
+    async for part in request.stream():
+        size += len(part)
+        if size <= limit:
+            body += part
+        elif size > 16 * limit:  # up to there it is read, since a client reads no answer while it sends
+            break
+    if size > limit:
+        raise RequestError(f"the request is larger than {limit // 2**20} MiB", 413)
+    return bytes(body)
 
 
 def parse_request(model: type[CompletionRequest] | type[ChatRequest], body: bytes) -> Any:

@@ -13,6 +13,7 @@ import uvicorn
 from rlhf.errors import ConfigError
 from rlhf.serving.app import ServedModel
 from rlhf.serving.engine import Engine
+from rlhf.serving.rollouts import RolloutService
 from rlhf.utils.signals import handle_signals, raise_if_interrupted
 
 _CONNECTIONS = 1024  # at a time
@@ -43,7 +44,12 @@ def is_loopback(host: str) -> bool:
 
 
 def serve(
-    engine: Engine, name: str, listener: socket.socket, token: str | None, announce: Callable[[str], None]
+    engine: Engine,
+    name: str,
+    listener: socket.socket,
+    token: str | None,
+    announce: Callable[[str], None],
+    rollouts: RolloutService | None = None,
 ) -> None:
     """Serve until a signal; running requests are finished first, and a second signal ends them.
 
@@ -53,10 +59,11 @@ def serve(
         listener: of `open_port`.
         token: what requests must send; None: nothing.
         announce: receives the server's address.
+        rollouts: the calls of a trainer; None: there are none.
     """
     host, port = listener.getsockname()[:2]
     hosts = ("127.0.0.1", "localhost", "::1") if is_loopback(host) else None
-    model = ServedModel(engine, name, token=token, hosts=hosts)
+    model = ServedModel(engine, name, token=token, hosts=hosts, rollouts=rollouts)
     config = uvicorn.Config(
         model.build(),
         log_config=None,

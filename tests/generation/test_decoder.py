@@ -308,7 +308,7 @@ def test_streamed_tokens_are_those_of_a_rollout(accelerator, shapes, temperature
     sampling, numbers = SamplingConfig(temperature=temperature), torch.rand(12, 3, generator=torch.Generator())
     free = decoder(accelerator).generate(model, ids, mask, GREEDY).ids
     decode = decoder(accelerator, eos=free[0, 4:6].tolist(), shapes=shapes)
-    decode._draw = lambda rows: numbers
+    decode.draw_numbers = lambda rows: numbers
     whole = decode.generate(model, ids, mask, sampling)
     rows = {row: [] for row in range(3)}
     steps = decode.stream(model, PromptBatch(ids, mask, numbers), sampling)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import signal
 import socket
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,8 +22,8 @@ from rlhf.data.prompt_encoding import encode_conversation
 from rlhf.data.records import Message
 from tests.forks import Forks
 from tests.helpers import llama
+from tests.serving.processes import NAME, Server
 
-NAME = "tiny"
 QUESTION = [{"role": "user", "content": "the cat and the dog"}]
 
 
@@ -38,58 +35,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
     return folder
 
 
-class Server:
-    """A server in a process.
-
-    Attributes:
-        address: with the port, without a path.
-    """
-
-    def __init__(self, forks: Forks, folder: Path, log: Path, *options: str, **environment: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.address = f"http://127.0.0.1:{port}"
-        command = ["-m", "rlhf", "serve", str(folder), "--name", NAME, "--precision", "fp32", "--port", str(port)]
-        environment = {"RLHF_ACCELERATOR": "cpu"} | environment
-        self.process: Any = forks.start(*command, *options, environment=environment)
-        deadline = time.monotonic() + 120
-        while self.get("/health")[0] != 200:
-            assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-
-    def get(self, path: str, **headers: str) -> tuple[int, str]:
-        return self.send(urllib.request.Request(self.address + path, headers=headers))
-
-    def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"} | {name.replace("_", "-"): v for name, v in headers.items()}
-        status, text = self.send(urllib.request.Request(self.address + path, data, headers))
-        return status, json.loads(text)
-
-    def send(self, request: urllib.request.Request) -> tuple[int, str]:
-        try:
-            with urllib.request.urlopen(request, timeout=60) as response:
-                return response.status, response.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
-        except urllib.error.URLError:
-            return 0, ""
-
-    def client(self, token: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.address}/v1", api_key=token, max_retries=0, timeout=60)
-
-    def end(self) -> tuple[int, str]:
-        """End it with SIGTERM, and return the exit code and what it has written to stderr."""
-        os.kill(self.process.pid, signal.SIGTERM)
-        _, errors = self.process.communicate(timeout=60)
-        return self.process.returncode, errors
-
-
 @pytest.fixture(scope="module")
-def server(forks: Forks, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(forks, folder, tmp_path_factory.mktemp("log"), "--max-tokens", "64", "--queue", "8")
+def server(forks: Forks, folder: Path) -> Iterator[Server]:
+    server = Server(forks, folder, "--max-tokens", "64", "--queue", "8")
     yield server
     assert server.end() == (0, "")
 
@@ -318,8 +266,8 @@ def test_requests_beyond_the_queue_are_refused(server: Server, client: openai.Op
     assert {answer.response.headers["retry-after"] for answer in refused} == {"1"}
 
 
-def test_token_is_needed_if_one_is_set(forks: Forks, folder: Path, tmp_path: Path) -> None:
-    server = Server(forks, folder, tmp_path, "--host", "0.0.0.0", RLHF_SERVE_TOKEN="open sesame")
+def test_token_is_needed_if_one_is_set(forks: Forks, folder: Path) -> None:
+    server = Server(forks, folder, "--host", "0.0.0.0", RLHF_SERVE_TOKEN="open sesame")
     for token, status in ((None, 401), ("open", 401), ("open sesame", 200)):
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         for path in ("/v1/models", "/metrics"):
@@ -329,10 +277,8 @@ def test_token_is_needed_if_one_is_set(forks: Forks, folder: Path, tmp_path: Pat
     assert server.end() == (0, "")
 
 
-def test_signal_finishes_running_requests_and_refuses_new_ones(
-    forks: Forks, folder: Path, tmp_path: Path, truth: Truth
-) -> None:
-    server = Server(forks, folder, tmp_path)
+def test_signal_finishes_running_requests_and_refuses_new_ones(forks: Forks, folder: Path, truth: Truth) -> None:
+    server = Server(forks, folder)
     prompt = truth.tokenizer("the cat")["input_ids"]
     chunks = iter(
         server.client().completions.create(model=NAME, prompt=[prompt] * 30, temperature=0, max_tokens=100, stream=True)
@@ -349,8 +295,8 @@ def test_signal_finishes_running_requests_and_refuses_new_ones(
     assert (server.process.returncode, errors) == (0, "")
 
 
-def test_second_signal_ends_at_once(forks: Forks, folder: Path, tmp_path: Path) -> None:
-    server = Server(forks, folder, tmp_path, "--batch-size", "1", "--queue", "1000")
+def test_second_signal_ends_at_once(forks: Forks, folder: Path) -> None:
+    server = Server(forks, folder, "--batch-size", "1", "--queue", "1000")
     request = {"model": NAME, "prompt": ["the cat"] * 900, "max_tokens": 100}
 
     def ask() -> None:

@@ -69,6 +69,7 @@ from rlhf.trainers.ppo.pretraining_loss import PretrainingLoss
 from rlhf.trainers.ppo.recorded_rollout import StepContents, restore_completions
 from rlhf.trainers.ppo.reports import report_advantages, report_rollout, report_scores
 from rlhf.trainers.ppo.rewards import RewardFunction, RewardShaping, WeightedRewards
+from rlhf.trainers.ppo.rollout_servers import RolloutServers
 from rlhf.trainers.stage_models import ModelFactory, log_outputs, save_outputs
 from rlhf.trainers.trainer import EvalResult
 from rlhf.utils.statistics import LEAST_ROWS
@@ -182,13 +183,19 @@ class PPOTrainer:
             max_new_tokens=context.config.data.max_completion_length,
             shapes=context.shapes,
             batch_size=settings.generation_batch_size,
-            rank_group=choose_rank_group(self.actor, context.config, say=context.say),
+            rank_group=None
+            if settings.rollout.where
+            else choose_rank_group(self.actor, context.config, say=context.say),
             exact=settings.generation_exact,
         )
         self.decoder.random.manual_seed(context.config.seed * 100_003)
         # Of experts, a step reads only some; such a model has no known shape.
         is_known = context.model_flops is not None
         self._step_bytes = count_step_bytes(self.actor, self.decoder.rank_group) if is_known else None
+        self.servers: RolloutServers | None = None
+        if settings.rollout.where:
+            texts = [example.prompt_ids for example in data.train if isinstance(example, Prompt)]
+            self.servers = RolloutServers(context, self.actor, tokenizer, self.decoder, texts)
         if settings.generation_exact:
             check_exact(context, self.actor, self.decoder, self.score_policy)
 
@@ -220,6 +227,7 @@ class PPOTrainer:
         metrics |= {"update_gap": totals["update_gap"]} if "update_gap" in totals else {}
         metrics |= {
             "returns": totals["returns"] / max(totals["tokens"], 1),
+            **(self.servers.metrics() if self.servers else {}),
             "padding_share": padding_share(totals),
             "updates": float(updates),
             **rates,
@@ -308,6 +316,11 @@ class PPOTrainer:
     @torch.no_grad()
     def generate(self, prompts: Batch) -> Rollout:
         """Complete prompts; see `rlhf.data.batches.collate_ppo` for what they consist of."""
+        if self.servers:
+            with self.context.phases.running("generation"):
+                self.servers.hand_over(self.actor.steps)
+                numbers = self.decoder.draw_numbers(len(prompts["prompt_ids"]))
+                return self.join(prompts, self.servers.draw(prompts, numbers))
         with (
             self.context.phases.running("generation"),
             generation_mode(self.actor, self.decoder.rank_group, layout=self._weight_layout) as model,

@@ -1,0 +1,50 @@
+"""The section about rollouts that other processes draw, `ppo.rollout`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import BeforeValidator, Field
+
+from rlhf.config.types import ConfigModel, short_repr
+
+SERVE_TOKEN = "RLHF_SERVE_TOKEN"
+"""The environment variable with the token that a server demands and its clients send."""
+
+
+def _parse_urls(value: Any) -> Any:
+    """Return the addresses of servers, one or a list of them, without a slash at their ends.
+
+    Raises:
+        ValueError: one is no address.
+    """
+    urls = [value] if isinstance(value, str) else value
+    if not isinstance(urls, list | tuple):
+        return value
+    for url in urls:
+        try:
+            parts = urlsplit(url) if isinstance(url, str) else None
+            usable = bool(parts and parts.scheme in ("http", "https") and parts.hostname and parts.port != 0)
+        except ValueError:  # a port that is no number
+            usable = False
+        if not usable or parts.query or parts.fragment or parts.username:  # type: ignore[union-attr]
+            raise ValueError(f"expected addresses such as http://node07:8653, got {short_repr(url)}")
+    urls = [url.rstrip("/") for url in urls]
+    if repeated := {url for url in urls if urls.count(url) > 1}:
+        raise ValueError(f"{min(repeated)} is named twice; name each server once")
+    return tuple(urls)
+
+
+class RolloutConfig(ConfigModel):
+    """Rollouts by servers (`rlhf serve MODEL --rollouts`), which may be on other machines and devices."""
+
+    where: Annotated[tuple[str, ...], BeforeValidator(_parse_urls)] = Field(
+        (), description="addresses of rollout servers, such as http://node07:8653; empty: rollouts are drawn here"
+    )
+    weights: Literal["adapter", "files"] | None = Field(
+        None,
+        description="what servers receive after each step: the LoRA adapter, which they add to the model that they "
+        "were started with, or the files of the whole model; empty: adapter with LoRA, else files",
+    )
+    timeout: float = Field(600.0, gt=0, description="seconds that a server may take for a call, such as a rollout")

@@ -1,0 +1,277 @@
+"""Rollouts of one trainer by its servers: hand the weights over, check the receipts, draw, and replace what fails.
+
+Every rank draws its own rows. Rank 0 hands over, and decides which servers all ranks use until the next hand-over:
+nothing is drawn from weights that no receipt has confirmed.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from rlhf.checkpoint.export import save_adapter, save_model
+from rlhf.data.batches import Batch, pad_right
+from rlhf.engine import distributed
+from rlhf.engine.engine import Metrics, TrainingEngine
+from rlhf.errors import ConfigError, RunError
+from rlhf.generation.decoder import Completions, Decoder
+from rlhf.models.forward import completion_log_probs
+from rlhf.rollouts.client import RolloutServer, ServerError
+from rlhf.rollouts.protocol import Capabilities, DrawnRow, DrawRequest, ScoreRequest
+from rlhf.rollouts.receipts import LIMITS, Ledger
+from rlhf.utils.atomic_io import remove_folder
+
+if TYPE_CHECKING:
+    from rlhf.trainers.context import StageContext
+
+_PROBE_ROWS, _PROBE_TOKENS = 32, 64  # at most
+_FOLDER = "rollout-weights"
+
+
+class RolloutServers:
+    """The servers of `ppo.rollout.where`.
+
+    Attributes:
+        drawn: completions drawn so far by this process, over all ranks.
+        lost: failures of servers so far.
+    """
+
+    def __init__(
+        self,
+        context: StageContext,
+        engine: TrainingEngine,
+        tokenizer: Any,
+        decoder: Decoder,
+        prompts: Sequence[Sequence[int]],
+    ) -> None:
+        """Prepare to draw; servers are asked at the first hand-over.
+
+        Args:
+            context: of the stage.
+            engine: trains the policy.
+            tokenizer: saved with whole weights.
+            decoder: draws the random numbers, and knows lengths and end tokens.
+            prompts: rows of token ids, of which the probe consists.
+        """
+        self._context, self._engine, self._tokenizer, self._decoder = context, engine, tokenizer, decoder
+        settings = context.config.ppo.rollout
+        self._sends_adapter = settings.weights == "adapter" or (
+            not settings.weights and bool(engine.placement.lora.rank)
+        )
+        self._servers = [RolloutServer(url, settings.timeout) for url in settings.where]
+        self._usable = list(range(len(self._servers)))
+        self._version: int | None = None
+        self._probe = [list(row[:_PROBE_TOKENS]) for row in prompts if len(row) > 1][:_PROBE_ROWS]
+        self.drawn, self.lost = 0, 0
+        self._ledgers: list[Ledger] = []  # on rank 0
+
+    def _meet(self, server: RolloutServer) -> Ledger:
+        """Check that a server has the trainer's model.
+
+        Raises:
+            ConfigError: it has not, or cannot be reached.
+        """
+        key, lengths = "ppo.rollout.where", self._context.config.data
+        try:
+            has = server.capabilities()
+        except ServerError as error:
+            raise ConfigError(f"{key}: {server.url}: {error}; start it: rlhf serve MODEL --rollouts") from error
+        vocabulary = self._engine.module.get_output_embeddings().weight  # type: ignore[operator]
+        rows = getattr(vocabulary, "ds_shape", vocabulary.shape)[0]
+        if has.vocabulary != rows:
+            raise ConfigError(
+                f"{key}: {server.url}: its model {has.model} has {has.vocabulary} tokens, and the policy has {rows}; "
+                "serve the model that this stage starts from"
+            )
+        longest = lengths.max_prompt_length + lengths.max_completion_length
+        if has.max_length < longest:
+            raise ConfigError(
+                f"{key}: {server.url}: its context has {has.max_length} tokens, and rows have up to {longest}; lower "
+                "data.max_prompt_length or data.max_completion_length"
+            )
+        self._context.say(f"ppo: rollouts by {server.url}: {has.model} on {has.accelerator} in {has.precision}")
+        return Ledger(_coarser(has, self._context.precision.name))
+
+    # --- hand-over
+
+    def hand_over(self, version: int) -> None:
+        """Give all servers the policy's weights, unless they have this version; every rank calls it.
+
+        Raises:
+            RunError: no server has confirmed them.
+            ConfigError: at the first hand-over, a server cannot be reached, has another model, or does not confirm them.
+        """
+        if version == self._version:
+            return
+        if self._version is None:
+            with distributed.on_main("meeting the rollout servers") as main:
+                if main:
+                    self._ledgers = [self._meet(server) for server in self._servers]
+        folder = self._context.directory.path / _FOLDER
+        if self._sends_adapter:
+            save_adapter(self._engine, folder, None)
+        else:
+            save_model(self._engine, self._tokenizer, folder)
+        here = self._score_probe()
+        with distributed.on_main("handing over the weights", takes_long=True) as main:
+            confirmed: dict[int, str] = {}
+            if main:
+                confirmed = self._send(folder, version, here)
+        confirmed = distributed.all_gather_objects(confirmed)[0]
+        for number, instance in confirmed.items():
+            self._servers[number].instance = instance
+        self._usable, self._version = list(confirmed), version
+
+    def _send(self, folder: Path, version: int, here: np.ndarray) -> dict[int, str]:
+        """Send the weights, check the receipts, and return the servers to use: their processes, by number."""
+        archive = folder.with_name(f"{folder.name}.tar")
+        try:
+            with tarfile.open(archive, "w") as tar:
+                for file in sorted(folder.iterdir()):
+                    tar.add(file, file.name)
+
+            def deliver(number: int) -> str:
+                for _ in range(2):  # the second repeats what was lost on the way
+                    ledger = self._ledgers[number]
+                    try:
+                        self._servers[number].take_weights(archive, version)
+                        there = self._servers[number].score(ScoreRequest(version=version, rows=self._probe))
+                    except ServerError as error:
+                        problem = str(error)
+                    else:
+                        problem = ledger.check(here, there)
+                    if not problem:
+                        return ""
+                return problem
+
+            with ThreadPoolExecutor(len(self._servers)) as threads:
+                problems = list(threads.map(deliver, range(len(self._servers))))
+        finally:
+            archive.unlink(missing_ok=True)
+            remove_folder(folder)
+        failed = [f"{server.url}: {problem}" for server, problem in zip(self._servers, problems) if problem]
+        if failed and self._version is None:
+            raise ConfigError(f"ppo.rollout.where: {failed[0]}; nothing was trained")
+        self._report(failed)
+        confirmed = {number: server.instance for number, server in enumerate(self._servers) if not problems[number]}
+        if not confirmed:
+            raise self._nobody_left(failed)
+        return confirmed
+
+    def _score_probe(self) -> np.ndarray:
+        """Return the policy's log-probabilities of the probe's tokens; every rank calls it."""
+        self._engine.engine.eval()
+        ids, mask = pad_right(self._probe, self._context.shapes, _PROBE_TOKENS, self._tokenizer.pad_token_id)
+        batch = self._context.accelerator.to_device((ids, mask))
+        with torch.no_grad(), self._context.precision.autocast():
+            scores = completion_log_probs(self._engine.engine, *batch, ids.shape[1] - 1).log_probs
+        self._context.accelerator.step_boundary("rollout/probe")
+        numbers: np.ndarray = np.array(scores.tolist(), np.float32)[mask[:, 1:].bool().numpy()]
+        return numbers
+
+    # --- draw
+
+    def draw(self, prompts: Batch, uniform: Tensor) -> Completions:
+        """Have this rank's prompts completed.
+
+        Args:
+            prompts: `prompt_ids` and `prompt_mask`, [B, P].
+            uniform: random numbers, [A, B].
+
+        Raises:
+            RunError: every server has failed.
+        """
+        ids, mask = prompts["prompt_ids"].tolist(), prompts["prompt_mask"].tolist()
+        rows = [[token for token, here in zip(*row) if here] for row in zip(ids, mask)]
+        numbers = np.array(uniform.T.tolist(), np.float32)
+        drawn: list[DrawnRow | None] = [None] * len(rows)
+        failed: list[str] = []
+        while missing := [index for index, row in enumerate(drawn) if row is None]:
+            if not (usable := list(self._usable)):
+                raise self._nobody_left(failed)
+            shares = np.array_split(np.array(missing), min(len(usable), len(missing)))
+            with ThreadPoolExecutor(len(shares)) as threads:
+                asked = [
+                    threads.submit(self._draw_share, self._servers[number], share.tolist(), rows, numbers, len(ids[0]))
+                    for number, share in zip(usable, shares)
+                ]
+            for number, share, answer in zip(usable, shares, asked):
+                try:
+                    for index, row in zip(share.tolist(), answer.result()):
+                        drawn[index] = row
+                except ServerError as error:
+                    self._usable.remove(number)  # of this rank, until the next hand-over
+                    failed.append(f"{self._servers[number].url}: {error}")
+        self._report(failed)
+        self.drawn += len(rows) * distributed.world().size
+        return self._join([row for row in drawn if row is not None])
+
+    def _draw_share(
+        self, server: RolloutServer, share: Sequence[int], rows: list[list[int]], numbers: np.ndarray, width: int
+    ) -> list[DrawnRow]:
+        assert self._version is not None
+        decoder = self._decoder
+        request = DrawRequest(
+            version=self._version,
+            prompts=[rows[index] for index in share],
+            width=width,
+            uniform=numbers[share].ravel(),
+            tokens=decoder.max_new_tokens,
+            temperature=self._context.config.ppo.sampling.temperature,
+            end_ids=decoder.eos_ids.tolist(),
+        )
+        return server.draw(request)
+
+    def _join(self, rows: Sequence[DrawnRow]) -> Completions:
+        decoder = self._decoder
+        columns = decoder.shapes.length(max(len(row.ids) for row in rows), decoder.max_new_tokens)
+
+        def stack(values: Callable[[DrawnRow], Any], filler: float, dtype: torch.dtype) -> Tensor:
+            tensors = [torch.tensor(values(row), dtype=dtype) for row in rows]
+            return torch.stack([pad(tensor, (0, columns - len(tensor)), value=filler) for tensor in tensors])
+
+        moved: Batch = self._context.accelerator.to_device(
+            {
+                "ids": stack(lambda row: row.ids, decoder.pad_id, torch.long),
+                "mask": stack(lambda row: [1] * len(row.ids), 0, torch.long),
+                "log_probs": stack(lambda row: row.log_probs, 0.0, torch.float32),
+            }
+        )
+        return Completions(**moved)
+
+    # --- records
+
+    def metrics(self) -> Metrics:
+        """Return the numbers of the latest hand-over: those of the worst server."""
+        gaps = [ledger.gap.mean for ledger in self._ledgers if ledger.gap]
+        slopes = [ledger.slope.value for ledger in self._ledgers if ledger.slope]
+        metrics: Metrics = {"rollout_servers": float(len(self._usable))}
+        if gaps:
+            metrics["handover_gap"] = max(gaps)
+        if slopes:
+            metrics["handover_slope"] = max(slopes, key=lambda slope: abs(slope - 1))
+        return metrics
+
+    def _report(self, failed: Sequence[str]) -> None:
+        self.lost += len(failed)
+        for line in failed:
+            self._context.say(f"ppo: rollout server {line}; the others draw its share until the next hand-over")
+
+    def _nobody_left(self, failed: Sequence[str]) -> RunError:
+        return RunError(
+            f"ppo.rollout.where: no server is left ({'; '.join(failed)}); the run ends with its last good state: start "
+            "them again, and continue with --resume"
+        )
+
+
+def _coarser(server: Capabilities, trainer: str) -> str:
+    """Return the precision with the larger rounding of a server and its trainer."""
+    return max((server.precision, trainer), key=lambda name: LIMITS.get(name, max(LIMITS.values())))
