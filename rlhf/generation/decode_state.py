@@ -281,7 +281,8 @@ def sample(logits: Tensor, uniform: Tensor, config: SamplingConfig) -> tuple[Ten
     """
     logits = logits.float()
     if config.temperature == 0:
-        return logits.argmax(-1), (logits.amax(-1) * 0).abs()
+        best = logits.amax(-1)
+        return logits.argmax(-1), best - best
     if config.temperature != 1:
         logits = logits / config.temperature
     uniform = uniform.unsqueeze(-1)
