@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from accelerators.testing.stand_in import subject
+from tests.helpers import user_environment
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,7 +47,8 @@ def shell(tmp_path: Path):
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", ".pytest_cache")
     shutil.copytree(ROOT / "plugins", repository / "plugins", ignore=ignored)
     site = tmp_path / "site"
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("RLHF_", "PYTEST_"))} | {
+    user = user_environment().items()
+    environment = {key: value for key, value in user if not key.startswith(("RLHF_", "PYTEST_"))} | {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PYTHONPATH": str(site),
         "PIP_TARGET": str(site),

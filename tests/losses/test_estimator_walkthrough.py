@@ -90,5 +90,5 @@ def test_command_accepts_it_and_a_step_has_its_advantages(copy: Path, tmp_path: 
 def test_it_finds_the_best_policy(copy: Path) -> None:
     tests = copy / "tests/optimum/test_optimum.py"
     added(tests, "]\n", f"    {blocks('python')[2].strip()},\n")
-    chosen = ["-k", "median", "-q", "-p", "no:cacheprovider", "-n0"]
+    chosen = ["-k", "median", "-m", "", "-q", "-p", "no:cacheprovider", "-n0"]
     assert "1 passed" in run(copy, sys.executable, "-m", "pytest", str(tests), *chosen)

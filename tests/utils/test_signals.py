@@ -4,6 +4,7 @@ import importlib
 import os
 import signal
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,11 @@ WARNING, CLOSED, END = signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM
         ([WARNING, END, END], True),
     ],
 )
-def test_only_a_second_request_to_end_ends_at_once(numbers: list[int], at_once: bool) -> None:
+def test_only_a_second_request_to_end_ends_at_once(
+    request: pytest.FixtureRequest, numbers: list[int], at_once: bool
+) -> None:
+    for number in set(numbers):  # nohup ignores one of them
+        request.addfinalizer(partial(signal.signal, number, signal.signal(number, signal.SIG_DFL)))
     interrupted = False
     with collect_signals() as received:
         try:
