@@ -107,7 +107,7 @@ class RolloutServers:
 
         Raises:
             RunError: no server has confirmed them.
-            ConfigError: at the first hand-over, a server cannot be reached, has another model, or does not confirm them.
+            ConfigError: at the first hand-over, a server cannot be reached, has another model, or confirms no weights.
         """
         if version == self._version:
             return
