@@ -36,6 +36,9 @@ def _parse_urls(value: Any) -> Any:
     return tuple(urls)
 
 
+Correction = Literal["none", "tis", "mis"]
+
+
 class RolloutConfig(ConfigModel):
     """Rollouts by servers (`rlhf serve MODEL --rollouts`), which may be on other machines and devices."""
 
@@ -46,5 +49,14 @@ class RolloutConfig(ConfigModel):
         None,
         description="what servers receive after each step: the LoRA adapter, which they add to the model that they "
         "were started with, or the files of the whole model; empty: adapter with LoRA, else files",
+    )
+    correction: Correction = Field(
+        "none",
+        description="weights of tokens in the policy's loss, for servers that draw from slightly other probabilities "
+        "(another precision): the ratio of trained and drawn probability, truncated at the limit (tis), or 0 beyond "
+        "the limit (mis); none: all are 1",
+    )
+    correction_limit: float = Field(
+        2.0, gt=1, description="largest weight, and of mis 1 / the smallest one that is not 0"
     )
     timeout: float = Field(600.0, gt=0, description="seconds that a server may take for a call, such as a rollout")

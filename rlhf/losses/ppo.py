@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rlhf.config.estimators import KLEstimator
+from rlhf.config.rollout import Correction
 from rlhf.losses.log_probs import masked, masked_mean
 
 
@@ -106,6 +107,32 @@ def policy_loss(
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip, 1 + clip)
     return masked_mean(torch.max(unclipped, clipped), mask, total)
+
+
+def importance_weights(
+    log_probs: Tensor, drawn_log_probs: Tensor, mask: Tensor, correction: Correction, limit: float
+) -> Tensor:
+    """Return weights [B, A] of tokens that another policy has drawn, 0 where `mask` is 0; they have no gradient.
+
+    With r = p / q of the trained policy p and the drawing policy q, and the objective's expectation under q:
+
+    - tis: min(r, limit), truncated importance sampling (Ionides, "Truncated importance sampling", 2008; of tokens:
+      arXiv:1802.01561, equation 1).
+    - mis: r if 1 / limit <= r <= limit, else 0, masked importance sampling.
+
+    Args:
+        log_probs: [B, A], log p.
+        drawn_log_probs: [B, A], log q.
+        mask: [B, A], 1 on the tokens drawn.
+        correction: tis or mis.
+        limit: above 1.
+    """
+    ratio = torch.exp(masked(log_probs.float() - drawn_log_probs.float(), mask))
+    if correction == "tis":
+        weights = ratio.clamp_max(limit)
+    else:
+        weights = torch.where((ratio >= 1 / limit) & (ratio <= limit), ratio, 0.0)
+    return masked(weights, mask).detach()
 
 
 def value_loss(

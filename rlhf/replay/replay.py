@@ -282,8 +282,7 @@ def _judge(found: RecordedStep, outcomes: Sequence[RankOutcome]) -> Replay:
         for phase, line in outcome.differences.items():
             if not tolerance or phase == "rows":
                 found_lines.append((phase, f"{line}{f' (rank {outcome.rank})' if outcome.rank else ''}"))
-    of_servers = _DRAWN if found.config.ppo.rollout.where else ()  # they did not draw again
-    recorded = {name: number for name, number in record.metrics.items() if not name.startswith(of_servers)}
+    recorded = {name: number for name, number in record.metrics.items() if not name.startswith(_OF_SERVERS)}
     found_lines += _compare_metrics(recorded, outcomes[0].metrics, tolerance)
     entries = [entry for outcome in outcomes for entry in outcome.entries]
     kept = list_kept(found.stage, record.step)
@@ -344,8 +343,8 @@ METRICS: dict[Phase, tuple[str, ...]] = {
 }
 
 
-_DRAWN = ("draw_", "handover_", "rollout_servers")
-"""Beginnings of the metrics about a rollout that was drawn in this step."""
+_OF_SERVERS = ("handover_", "rollout_servers")
+"""Beginnings of the metrics about the servers that drew a rollout."""
 
 
 def phase_of(metric: str) -> Phase:

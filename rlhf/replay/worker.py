@@ -251,8 +251,7 @@ def _compare(own: RankStep, recorded: RankStep) -> dict[str, str]:
     for name in ("lengths", "ids"):
         if name in recorded.arrays and own.arrays[name].tolist() != recorded.arrays[name].tolist():
             differences.setdefault("rollout", f"other tokens were drawn ({_first(own, recorded)})")
-    drawn_here = "log_probs" in own.digests
-    if drawn_here and own.digests["log_probs"] != recorded.digests.get("log_probs"):
+    if own.digests.get("log_probs") != recorded.digests.get("log_probs"):
         differences.setdefault("rollout", "the same tokens were drawn with other log-probabilities")
     for name in ("reward", "given"):
         if name in recorded.arrays and name in own.arrays:

@@ -160,7 +160,7 @@ _SPEED = re.compile(
 )
 _OPTIMIZER = re.compile(
     r".*(learning_rate|grad_norm|loss_scale)|skipped_steps|updates|kl_coef|(policy|value|kl|ptx)_loss|approx_kl"
-    r"|(value_)?clip_fraction|(draw|handover)_\w+|rollout_servers|update_gap|score_gap|direction|wrong_targets|repeated_rows"
+    r"|(value_)?clip_fraction|(draw|handover|correction)_\w+|rollout_servers|update_gap|score_gap|direction|wrong_targets|repeated_rows"
     r"|(changed_frozen|unchanged|unequal)_weights"
 )
 

@@ -10,7 +10,7 @@ from rlhf.config.schema import PPOConfig
 from rlhf.losses import log_probs as tokens
 from rlhf.losses.advantages import gae, whiten
 from rlhf.losses.log_probs import ends_with, token_log_probs, token_log_probs_and_entropy
-from rlhf.losses.ppo import earned_scores, kl_estimate, policy_loss, shaped_rewards, value_loss
+from rlhf.losses.ppo import earned_scores, importance_weights, kl_estimate, policy_loss, shaped_rewards, value_loss
 from rlhf.losses.reward_model import pairwise_reward_loss
 
 
@@ -304,3 +304,40 @@ def test_pair_that_fills_up_the_batch_changes_nothing():
     expected = pairwise_reward_loss(rewards[keep], ids[keep], mask[keep]).loss
     actual = pairwise_reward_loss(rewards, ids, mask, pair_mask=torch.tensor([True, True, False])).loss
     torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize(("correction", "limit"), [("tis", 2.0), ("mis", 2.0), ("tis", 1.1), ("mis", 5.0)])
+def test_importance_weights_are_those_of_a_loop(correction, limit):
+    log_probs, drawn = -torch.rand(5, 7) * 3, -torch.rand(5, 7) * 3
+    mask = lengths_mask([7, 0, 3, 1, 5], 7)
+    log_probs[1] = drawn[2, 5] = -math.inf  # of padding
+    weights = importance_weights(log_probs, drawn, mask, correction, limit)
+    for row in range(5):
+        for column in range(7):
+            ratio = math.exp(float(log_probs[row, column]) - float(drawn[row, column])) if mask[row, column] else 0.0
+            expected = min(ratio, limit) if correction == "tis" else ratio * (1 / limit <= ratio <= limit)
+            assert weights[row, column].item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("correction", ["tis", "mis"])
+def test_corrected_gradient_is_that_of_the_trained_policys_own_draws(correction):
+    """Summed over all tokens: under the drawing policy with weights as under the trained one without, by hand."""
+    logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    trained = logits.log_softmax(-1)
+    drawing = (logits.detach() + 0.3 * torch.randn(6)).log_softmax(-1)
+    advantages = torch.randn(6, dtype=torch.float64)
+    mask = torch.ones(1, 6)
+    weights = importance_weights(trained[None], drawing[None], mask, correction, 10.0)[0].double()
+    (own,) = torch.autograd.grad((trained.exp().detach() * advantages * trained).sum(), logits, retain_graph=True)
+    (corrected,) = torch.autograd.grad((drawing.exp() * weights * advantages * trained).sum(), logits)
+    torch.testing.assert_close(corrected, own, rtol=1e-5, atol=1e-7)
+
+
+def test_weight_of_a_loss_is_a_weight_of_its_advantage():
+    """PPO multiplies advantages: the clipped surrogate of a token times its weight, as the definition has it."""
+    log_probs, old, advantages = -torch.rand(3, 4), -torch.rand(3, 4), torch.randn(3, 4)
+    weights, mask = torch.rand(3, 4) * 2, lengths_mask([4, 2, 3], 4)
+    ratio = (log_probs - old).exp()
+    surrogate = torch.max(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
+    expected = (weights * surrogate * mask).sum() / mask.sum()
+    assert policy_loss(log_probs, old, advantages * weights, mask).item() == pytest.approx(expected.item(), rel=1e-5)

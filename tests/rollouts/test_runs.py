@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
@@ -15,8 +16,11 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import numpy as np
 import pytest
 
+from accelerators.backends.cpu.info import native_bf16
+from rlhf.reporting.step_records import read_steps
 from tests.helpers import assert_same_weights, llama, sets, start, user_environment
 from tests.serving.processes import Server
 from tests.trainers.test_keys import RECORDS, table
@@ -241,6 +245,13 @@ def older(answer: dict[str, Any]) -> None:
     answer["version"] -= 1
 
 
+def jitter(answer: dict[str, Any]) -> None:
+    """Draw as from other probabilities: each log-probability is 0.1 % larger, as in a coarser precision."""
+    for row in answer["rows"]:
+        numbers = np.frombuffer(base64.b64decode(row["log_probs"]), np.float32) * np.float32(0.999)
+        row["log_probs"] = base64.b64encode(numbers.tobytes()).decode()
+
+
 def another_program(call: str, body: bytes, forward: Any) -> tuple[int, bytes]:
     return 200, b"<html>hello</html>"
 
@@ -314,12 +325,45 @@ def test_server_with_another_model_is_refused_before_anything_is_trained(
         (["ppo.rollout.where=http://a:1", "ppo.sampling.top_k=5"], "servers draw from all tokens"),
         (["ppo.rollout.where=http://a:1", "ppo.generation_exact=true"], "is about rollouts that are drawn here"),
         (["ppo.rollout.where=http://a:1", "ppo.rollout.weights=adapter"], "needs lora.rank"),
+        (
+            ["ppo.rollout.where=http://a:1", "ppo.rollout.correction_limit=3"],
+            "has no effect without ppo.rollout.correction",
+        ),
         (["ppo.rollout.timeout=10"], "has no effect without ppo.rollout.where"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(rlhf: Any, begun: Path, keys: list[str], message: str) -> None:
     done = rlhf("ppo", "--output", begun, "--dry-run", *sets(*keys), check=False)
     assert done.returncode == 2 and message in done.stderr
+
+
+@pytest.mark.parametrize("correction", ["tis", "mis"])
+def test_correction_weighs_what_a_server_in_bf16_has_drawn(
+    rlhf: Any, begun: Path, serve: Any, tmp_path: Path, correction: str
+) -> None:
+    run = copy(begun, tmp_path / "run")
+    keys = [f"ppo.rollout.correction={correction}", "ppo.rollout.correction_limit=1.001"]
+    server = serve("--precision", "bf16") if native_bf16() else pytest.skip("no native bf16")
+    rlhf("ppo", "--output", run, *sets(where(server), *keys))
+    for record in steps(run):
+        drawn = [frame for frame in read_steps(run / "ppo" / "steps.bin") if frame.step == record["step"]]
+        assert drawn[0].ranks[0].arrays["drawn_log_probs"].dtype == "float32"
+        assert 0 < record["correction_share"] < 1 and record["draw_gap"] > 1e-5
+        assert record["correction_weight"] == pytest.approx(1, abs=0.02 if correction == "tis" else 1)
+
+
+def test_token_without_weight_teaches_nothing(rlhf: Any, begun: Path, serve: Any, tmp_path: Path) -> None:
+    server = Proxy(serve(), faulty_draws(jitter))
+    norms = {}
+    for limit in ("1.0000001", "1e6"):
+        run = copy(begun, tmp_path / limit)
+        keys = ["ppo.steps=1", "ppo.rollout.correction=mis", f"ppo.rollout.correction_limit={limit}"]
+        rlhf("ppo", "--output", run, *sets(where(server), *keys))
+        (record,) = steps(run)
+        norms[limit] = record["grad_norm"]
+        assert record["correction_share"] == pytest.approx(1 if limit != "1e6" else 0, abs=0.05)
+    server.close()
+    assert norms["1.0000001"] < 0.3 * norms["1e6"]
 
 
 @pytest.mark.slow

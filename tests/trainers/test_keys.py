@@ -96,6 +96,7 @@ GROUPS = {
         *("model_loss_scale", "actor_loss_scale", "critic_loss_scale", "kl_coef", "approx_kl"),
         *("draw_gap", "draw_gap_max", "draw_kl", "update_gap", "score_gap", "direction", "wrong_targets"),
         *("repeated_rows", "handover_gap", "handover_slope", "rollout_servers"),
+        *("correction_weight", "correction_share"),
         *("changed_frozen_weights", "unchanged_weights", "unequal_weights"),
         *("policy_loss", "value_loss", "kl_loss", "ptx_loss", "clip_fraction", "value_clip_fraction"),
     },

@@ -142,6 +142,16 @@ def draw_means(sums: Metrics) -> Metrics:
         "draw_gap": sums["draw_gap"] / tokens,
         "draw_gap_max": sums["draw_gap_max"],
         "draw_kl": sums["draw_kl"] / tokens,
+        **{name: number / tokens for name, number in sums.items() if name.startswith("correction_")},
+    }
+
+
+def correction_sums(log_probs: Tensor, drawn_log_probs: Tensor, mask: Tensor, weights: Tensor) -> Batch:
+    """Return sums over tokens for `draw_means`: of the weights, and of the tokens whose weight is not their ratio."""
+    ratio = torch.exp(masked(log_probs - drawn_log_probs, mask))
+    return {
+        "correction_weight": weights.sum(),
+        "correction_share": masked((weights != ratio).float(), mask).sum(),
     }
 
 

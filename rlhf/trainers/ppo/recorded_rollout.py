@@ -22,12 +22,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class StepContents:
-    """What a step has read and drawn so far; read from the device only by `describe`."""
+    """What a step has read and drawn so far; read from the device only by `describe`.
+
+    Attributes:
+        keeps_log_probs: keep drawn log-probabilities as they are: nobody can compute them again.
+    """
 
     rows: list[int]
     digests: dict[str, int]
     rollout: Rollout | None = None
     rewards: dict[str, Tensor] | None = None
+    keeps_log_probs: bool = False
 
     @classmethod
     def of(cls, rows: list[int], prompts: Batch, generator: torch.Generator) -> StepContents:
@@ -54,9 +59,10 @@ class StepContents:
         if drawn is not None:
             exact = np.array(masked(drawn, mask).float().tolist(), np.float32)
             digests["log_probs"] = zlib.crc32(exact.tobytes())
-            arrays["log_probs"] = encode_log_probs(
-                np.concatenate([row[:length] for row, length in zip(exact, lengths)])
-            )
+            own = np.concatenate([row[:length] for row, length in zip(exact, lengths)])
+            arrays["log_probs"] = encode_log_probs(own)
+            if self.keeps_log_probs:
+                arrays["drawn_log_probs"] = own
         for name, reward in (self.rewards or {}).items():
             arrays[name] = np.array(reward.tolist(), np.float32)
         return RankStep(self.rows, columns, digests, arrays)
@@ -71,12 +77,15 @@ def list_tokens(rollout: Rollout) -> tuple[list[int], list[int]]:
 
 
 def restore_completions(step: RankStep, pad_token_id: int, accelerator: Accelerator) -> Completions:
-    """Return the completions that a rank drew in a step, without log-probabilities, which are not kept exactly."""
+    """Return the completions that a rank drew in a step, with log-probabilities if they were kept exactly."""
     lengths = step.arrays["lengths"]
     here = np.arange(step.columns) < lengths[:, None]
     ids = np.full(here.shape, pad_token_id, np.int64)
     ids[here] = step.arrays["ids"]
-    moved: Batch = accelerator.to_device(
-        {"ids": torch.from_numpy(ids), "mask": torch.from_numpy(here.astype(np.int64))}
-    )
+    tensors = {"ids": torch.from_numpy(ids), "mask": torch.from_numpy(here.astype(np.int64))}
+    if "drawn_log_probs" in step.arrays:
+        log_probs = np.zeros(here.shape, np.float32)
+        log_probs[here] = step.arrays["drawn_log_probs"]
+        tensors["log_probs"] = torch.from_numpy(log_probs)
+    moved: Batch = accelerator.to_device(tensors)
     return Completions(**moved)

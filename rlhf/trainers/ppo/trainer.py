@@ -39,7 +39,7 @@ from rlhf.generation.hybrid_engine import WeightLayout, choose_rank_group, count
 from rlhf.losses import advantages as estimators
 from rlhf.losses.advantages import whiten
 from rlhf.losses.log_probs import masked, masked_mean, token_weights
-from rlhf.losses.ppo import kl_estimate, policy_loss, value_is_clipped, value_loss
+from rlhf.losses.ppo import importance_weights, kl_estimate, policy_loss, value_is_clipped, value_loss
 from rlhf.models.dropout import is_stochastic
 from rlhf.models.forward import LogProbs, completion_log_probs, sequence_scores
 from rlhf.models.lora import without_adapters
@@ -53,6 +53,7 @@ from rlhf.trainers.ppo.first_step import measure_direction, rescore_rows
 from rlhf.trainers.ppo.forward_reuse import explain_separate_passes
 from rlhf.trainers.ppo.memory_choices import choose_by_memory
 from rlhf.trainers.ppo.metrics import (
+    correction_sums,
     critic_sums,
     draw_means,
     draw_sums,
@@ -212,6 +213,7 @@ class PPOTrainer:
         sums = MetricSums()
         own = self.prompts(index)
         self._contents = StepContents.of(self.batches.own_numbers(index), own, self.decoder.random)
+        self._contents.keeps_log_probs = self.servers is not None
         prompts = self.accelerator.to_device(own)
         experience = self.collect(prompts, sums, self.examples(index), reward_fn)
         self.experience = replace(experience, passes=())
@@ -296,6 +298,7 @@ class PPOTrainer:
             sums.add(**critic_sums(values, returns, mask))
         if self.settings.method.whiten_advantages:
             advantages = whiten(advantages, mask, distributed.all_sum)
+        advantages = self._correct(rollout, scores, advantages, sums)
         report_advantages(self.context.observation, mask, rewards=rewards, advantages=advantages, returns=returns)
         self.accelerator.step_boundary("rollout/advantages")
         return Experience(
@@ -312,6 +315,17 @@ class PPOTrainer:
             lengths=rollout.lengths,
             passes=scores.passes,
         )
+
+    def _correct(self, rollout: Rollout, scores: Scores, advantages: Tensor, sums: MetricSums) -> Tensor:
+        """Return the advantages of `ppo.rollout.correction`: a weight of a token's loss is one of its advantage."""
+        settings, mask = self.settings.rollout, rollout.action_mask
+        if settings.correction == "none" or rollout.drawn_log_probs is None:
+            return advantages
+        weights = importance_weights(
+            scores.log_probs, rollout.drawn_log_probs, mask, settings.correction, settings.correction_limit
+        )
+        sums.add(**correction_sums(scores.log_probs, rollout.drawn_log_probs, mask, weights))
+        return advantages * weights
 
     @torch.no_grad()
     def generate(self, prompts: Batch) -> Rollout:
