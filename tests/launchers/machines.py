@@ -80,6 +80,10 @@ class Machines:
         """Return the address of the first machine."""
         return "10.213.0.1" if self.namespaces else "127.0.0.1"
 
+    def own_folder(self, machine: int) -> Path:
+        """Return the folder that a machine sees as `own`, where there are namespaces."""
+        return self._folder / self._names[machine]
+
     def name(self, machine: int) -> str:
         return f"machine-{machine}" if self.namespaces else os.uname().nodename
 

@@ -49,7 +49,7 @@ def runtime(monkeypatch):
         }
         streams = Streams()
         for name, function in (replaced | streams.functions("XPUGraph")).items():
-            monkeypatch.setattr(torch.xpu, name, function)
+            monkeypatch.setattr(torch.xpu, name, function, raising=False)  # torch 2.9 has no graphs
         return calls
 
     return pretend

@@ -33,11 +33,13 @@ VALUES: dict[str, Any] = {
     "ppo.critic": "trained",
     "ppo.estimator": "grpo",
     "ppo.judge": "trained",
+    "ppo.rollout.where": ["http://node07:8653"],
     "ppo.reward_functions": [{"function": "rewards.py:score"}],
     "ppo.reward_model": "trained",
 }
 """Other values of keys that no candidate suits."""
 CANDIDATES = (True, False, 0, 1, 2, 3, 64, 0.3, 0.7, [1, 1, 1], [0.8, 0.9], ["norms"], ["q_proj"], "x")
+_SERVER = {"ppo.rollout.where": ["http://node07:8653"]}
 NEEDS: dict[str, dict[str, Any]] = {
     "dpo.keep": {"dpo.eval_every": 1, "dpo.keep": "best(loss)"},
     "ppo.ema_on_host": {"ppo.ema": 0.9},
@@ -46,6 +48,10 @@ NEEDS: dict[str, dict[str, Any]] = {
     "ppo.kl_stop": {"ppo.kl_stop": 5.0, "ppo.ppo_epochs": 2},
     "ppo.ptx_batch_size": {"ppo.ptx_coef": 1.0},
     "ppo.ptx_length": {"ppo.ptx_coef": 1.0},
+    "ppo.rollout.correction": _SERVER | {"ppo.rollout.correction": "tis"},
+    "ppo.rollout.correction_limit": _SERVER | {"ppo.rollout.correction": "tis", "ppo.rollout.correction_limit": 3.0},
+    "ppo.rollout.timeout": _SERVER | {"ppo.rollout.timeout": 5.0},
+    "ppo.rollout.weights": _SERVER | {"ppo.rollout.weights": "files"},
     "ppo.stop": {
         "ppo.stop": "over_optimized",
         "ppo.judge": "trained",
