@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated, Literal
 
 import typer
@@ -10,7 +9,7 @@ from rich.text import Text
 
 from rlhf.cli.options import Options, shared
 from rlhf.cli.tables import print_line
-from rlhf.config.rollout import SERVE_TOKEN
+from rlhf.config.rollout import SERVE_TOKEN, read_token
 from rlhf.errors import ConfigError, DependencyError
 from rlhf.reporting.console import console
 
@@ -66,9 +65,7 @@ def serve(
     from rlhf.evaluation.models import EvaluationDevice, find_base_model, load_language_model, model_folder
     from rlhf.serving.server import is_loopback, open_port
 
-    token = os.environ.get(SERVE_TOKEN)
-    if token is not None and not token.strip():
-        raise ConfigError(f"{SERVE_TOKEN}: is empty; set a token, or unset it")
+    token = read_token()
     if token is None and not is_loopback(host):
         raise ConfigError(
             f"--host {host}: other machines could ask, so set {SERVE_TOKEN} to a token that they must send"

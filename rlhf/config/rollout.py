@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field
 
 from rlhf.config.types import ConfigModel, short_repr
+from rlhf.errors import ConfigError
 
 SERVE_TOKEN = "RLHF_SERVE_TOKEN"
 """The environment variable with the token that a server demands and its clients send."""
+
+
+def read_token() -> str | None:
+    """Return the token in the environment; None if there is none.
+
+    Raises:
+        ConfigError: it is empty, or has characters that a request cannot send; the message does not contain it.
+    """
+    token = os.environ.get(SERVE_TOKEN)
+    if token is None:
+        return None
+    if not token.strip():
+        raise ConfigError(f"{SERVE_TOKEN}: is empty; set a token, or unset it")
+    if not all(" " <= character <= "~" for character in token.strip()):
+        raise ConfigError(f"{SERVE_TOKEN}: has characters other than printable ASCII; set another token")
+    return token.strip()
 
 
 def _parse_urls(value: Any) -> Any:
@@ -28,9 +46,9 @@ def _parse_urls(value: Any) -> Any:
             usable = bool(parts and parts.scheme in ("http", "https") and parts.hostname and parts.port != 0)
         except ValueError:  # a port that is no number
             usable = False
-        if not usable or parts.query or parts.fragment or parts.username:  # type: ignore[union-attr]
+        if not usable or parts.query or parts.fragment or "@" in parts.netloc:  # type: ignore[union-attr]
             raise ValueError(f"expected addresses such as http://node07:8653, got {short_repr(url)}")
-    urls = [url.rstrip("/") for url in urls]
+    urls = [url.rstrip("/").removesuffix("/v1") for url in urls]  # as the server prints it
     if repeated := {url for url in urls if urls.count(url) > 1}:
         raise ValueError(f"{min(repeated)} is named twice; name each server once")
     return tuple(urls)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import urlsplit
 
 import numpy as np
 from pydantic import ValidationError
 
-from rlhf.config.rollout import SERVE_TOKEN
+from rlhf.config.rollout import read_token
 from rlhf.rollouts.protocol import (
     PATH,
     Capabilities,
@@ -28,61 +29,48 @@ from rlhf.rollouts.protocol import (
 
 M = TypeVar("M", bound=Message)
 
-_CONNECT = 10.0  # seconds
+_SHORT = 10.0  # seconds, to connect and for what takes no time
 
 
 class ServerError(Exception):
     """A rollout server cannot be reached, refuses a call, or answers wrongly; the message does not name it."""
 
 
+class ServerTimeout(ServerError):
+    """A server has not answered in time."""
+
+
 class RolloutServer:
-    """A server and its state, as far as it is known.
+    """A server, as far as it is known.
 
     Attributes:
         url: its address, as the settings have it.
-        version: of the weights that it has confirmed; None: of none.
-        instance: the process that has confirmed them; see `Capabilities`.
+        receipt: names the weights that it has confirmed; empty if it has confirmed none.
     """
 
     def __init__(self, url: str, timeout: float) -> None:
         """Remember the address; each call may take `timeout` seconds."""
-        self.url = url
-        self.version: int | None = None
+        self.url, self.receipt = url, ""
         self._timeout = timeout
-        self.instance = ""
 
     def capabilities(self) -> Capabilities:
-        """Ask what the server has loaded, and remember which process it is."""
-        answer = self._call("GET", "capabilities", Capabilities)
-        self.instance = answer.instance
-        return answer
+        """Ask what the server has loaded."""
+        return self._call("GET", "capabilities", Capabilities, timeout=min(_SHORT, self._timeout))
 
-    def take_weights(self, archive: Path, version: int) -> None:
+    def take_weights(self, archive: Path) -> None:
         """Send a tar of a folder with weights, see `rlhf.rollouts.protocol`."""
-        self.version = None
+        self.receipt = ""
+        headers = {"Content-Length": str(os.path.getsize(archive))}
         with archive.open("rb") as file:
-            query = {"version": version}
-            answer = self._call(
-                "PUT", "weights", Receipt, file, {"Content-Length": str(os.path.getsize(archive))}, query
-            )
-        if answer.version != version:
-            raise ServerError(
-                f"it has received version {version} of the weights, and confirms version {answer.version}"
-            )
-        self.instance, self.version = answer.instance, version
+            self.receipt = self._call("PUT", "weights", Receipt, file, headers).receipt
 
-    def draw(self, request: DrawRequest) -> list[DrawnRow]:
-        """Have completions drawn."""
+    def draw(self, request: DrawRequest, vocabulary: int) -> list[DrawnRow]:
+        """Have completions drawn; `vocabulary` is the number of tokens."""
         answer = self._ask("draw", request, Drawn)
         if len(answer.rows) != len(request.prompts):
             raise ServerError(f"it has returned {len(answer.rows)} completions of {len(request.prompts)} prompts")
         for row in answer.rows:
-            if not 0 < len(row.ids) <= request.tokens or len(row.log_probs) != len(row.ids):
-                raise ServerError(
-                    f"it has returned a completion of {len(row.ids)} tokens, expected 1 to {request.tokens}"
-                )
-            if not (row.log_probs <= 0).all():  # False for NaN too
-                raise ServerError("it has returned log-probabilities above 0, or that are not numbers")
+            _check_row(row, request, vocabulary)
         return answer.rows
 
     def score(self, request: ScoreRequest) -> np.ndarray:
@@ -96,11 +84,8 @@ class RolloutServer:
     def _ask(self, call: str, request: DrawRequest | ScoreRequest, kind: type[M]) -> M:
         headers = {"Content-Type": "application/json"}
         answer = self._call("POST", call, kind, request.model_dump_json().encode(), headers)
-        instance, version = answer.instance, answer.version  # type: ignore[attr-defined]
-        if instance != self.instance:
-            raise ServerError("it was restarted since it received the weights")
-        if version != request.version:
-            raise ServerError(f"it has answered for version {version} of the weights, expected {request.version}")
+        if answer.receipt != request.receipt:  # type: ignore[attr-defined]
+            raise ServerError("it has answered by other weights than it was asked for")
         return answer
 
     def _call(
@@ -110,42 +95,66 @@ class RolloutServer:
         kind: type[M],
         body: Any = None,
         headers: Mapping[str, str] = {},
-        query: Mapping[str, Any] = {},
+        *,
+        timeout: float | None = None,
     ) -> M:
         """Return the answer to a call.
 
         Raises:
             ServerError: there is none, or another than the protocol's.
         """
-        if token := os.environ.get(SERVE_TOKEN):
+        if token := read_token():
             headers = {**headers, "Authorization": f"Bearer {token}"}
-        parts = urlsplit(self.url)
+        parts, timeout = urlsplit(self.url), timeout or self._timeout
         factory = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        connection = factory(parts.hostname or "", parts.port, timeout=_CONNECT)
-        path = f"{parts.path.rstrip('/')}{PATH}/{call}" + (f"?{urlencode(query)}" if query else "")
+        end = time.monotonic() + timeout
+        connection = factory(parts.hostname or "", parts.port, timeout=min(_SHORT, timeout))
         try:
             connection.connect()
-            connection.sock.settimeout(self._timeout)
-            connection.request(method, path, body, dict(headers))
+            connection.sock.settimeout(timeout)
+            connection.request(method, f"{parts.path}{PATH}/{call}", body, dict(headers))
             answer = connection.getresponse()
-            content = answer.read()
+            content = bytearray()
+            while part := answer.read1(2**20):
+                content += part
+                if time.monotonic() > end:
+                    raise TimeoutError
         except TimeoutError as error:
-            raise ServerError(f"no answer to {call!r} within {self._timeout:g} seconds") from error
+            raise ServerTimeout(f"no answer to {call!r} within {timeout:g} seconds") from error
         except (OSError, http.client.HTTPException) as error:
             raise ServerError(f"{type(error).__name__}: {getattr(error, 'strerror', None) or error}") from error
+        except ValueError as error:  # such as a host name that cannot be encoded
+            raise ServerError("its address cannot be used") from error
         finally:
             connection.close()
         if answer.status != 200:
             raise ServerError(f"it refuses {call!r}: {_read_reason(content)} (status {answer.status})")
         try:
-            return kind.model_validate_json(content)
+            return kind.model_validate_json(bytes(content))
         except (ValidationError, ValueError) as error:
             raise ServerError(
                 f"its answer to {call!r} is not that of a rollout server; is it another program?"
             ) from error
 
 
-def _read_reason(content: bytes) -> str:
+def _check_row(row: DrawnRow, request: DrawRequest, vocabulary: int) -> None:
+    """Check a completion.
+
+    Raises:
+        ServerError: no decoder can have drawn it.
+    """
+    if not 0 < len(row.ids) <= request.tokens or len(row.log_probs) != len(row.ids):
+        raise ServerError(f"it has returned a completion of {len(row.ids)} tokens, expected 1 to {request.tokens}")
+    if not all(0 <= token < vocabulary for token in row.ids):
+        raise ServerError(f"it has returned a token id that is not from 0 to {vocabulary - 1}")
+    ends = [token in request.end_ids for token in row.ids]
+    if any(ends[:-1]) or (len(row.ids) < request.tokens and not ends[-1]):
+        raise ServerError("it has returned a completion that does not end where its end token is")
+    if not (row.log_probs <= 0).all():  # False for NaN too
+        raise ServerError("it has returned log-probabilities above 0, or that are not numbers")
+
+
+def _read_reason(content: bytes | bytearray) -> str:
     """Return the message of an error's response."""
     try:
         return str(json.loads(content)["error"]["message"])

@@ -3,12 +3,13 @@
 | call | |
 |---|---|
 | GET capabilities | what the server has loaded, and in which precision |
-| PUT weights?version=N | a tar of a folder, with an adapter in peft's format or a whole model in Hugging Face's |
-| POST draw | completions of prompts by the weights of a version |
-| POST score | log-probabilities of given tokens by the weights of a version |
+| PUT weights | a tar of a folder, with an adapter in peft's format or a whole model in Hugging Face's |
+| POST draw | completions of prompts |
+| POST score | log-probabilities of given tokens |
 
-A server that has other weights than a request names refuses it with status 409. Random numbers come with the request:
-a completion does not depend on the server that draws it, except for rounding.
+The answer to weights is a receipt: random text, which requests to draw and score repeat. A server that has received
+other weights since, or was restarted, refuses them with status 409. Random numbers come with the request: a completion
+does not depend on the server that draws it, except for rounding.
 """
 
 from __future__ import annotations
@@ -48,14 +49,10 @@ class Capabilities(Message):
     """A server's model and its device.
 
     Attributes:
-        instance: drawn at random when the server starts, so that a restart shows.
-        version: that of its weights; None: those that it was started with.
         vocabulary: number of logits.
         max_length: maximum length of a row in tokens.
     """
 
-    instance: str
-    version: int | None
     model: str
     vocabulary: int
     max_length: int
@@ -65,17 +62,16 @@ class Capabilities(Message):
 
 
 class Receipt(Message):
-    """The answer to new weights."""
+    """The answer to new weights: random text, which names them."""
 
-    instance: str
-    version: int
+    receipt: str
 
 
 class DrawRequest(Message):
     """Prompts to complete.
 
     Attributes:
-        version: that of the weights to draw from.
+        receipt: that of the weights to draw from.
         prompts: token ids of each row, without padding.
         width: number of columns to which prompts are padded on the left, since padding changes rounding.
         uniform: `tokens` random numbers in [0, 1) of each row, one row after the other.
@@ -83,7 +79,7 @@ class DrawRequest(Message):
         end_ids: tokens that end a completion.
     """
 
-    version: int
+    receipt: str
     prompts: list[Annotated[list[int], Field(min_length=1)]] = Field(min_length=1)
     width: int = Field(ge=1)
     uniform: Numbers
@@ -102,21 +98,19 @@ class DrawnRow(Message):
 class Drawn(Message):
     """The completions of a request, in its order."""
 
-    instance: str
-    version: int
+    receipt: str
     rows: list[DrawnRow]
 
 
 class ScoreRequest(Message):
     """Rows whose tokens are scored, each given those before it, at temperature 1."""
 
-    version: int
+    receipt: str
     rows: list[Annotated[list[int], Field(min_length=2)]] = Field(min_length=1)
 
 
 class Scored(Message):
     """The log-probabilities of all tokens of the rows but the first of each, one row after the other."""
 
-    instance: str
-    version: int
+    receipt: str
     log_probs: Numbers

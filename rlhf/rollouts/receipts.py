@@ -1,7 +1,7 @@
 """Do a server's numbers follow from the weights that it was sent? Compare what both sides say about the same tokens.
 
 A checksum proves that bytes arrived, and not that they are used. So trainer and server score the same rows, the probe,
-after each hand-over. Three questions, each with numbers that no layout, kernel or vendor enters:
+after each hand-over. Three questions are answered by these numbers alone, whatever the server's software is:
 
 - Are the log-probabilities equal, up to the rounding of the precisions?
 - Has the server's answer changed, if the trainer's has? The same numbers to the last bit come from the old weights.
@@ -25,6 +25,7 @@ _LEAST = {"fp32": 1e-5, "bf16": 0.03, "fp16": 0.03}  # nats per token: a smaller
 _SURE = 5.0  # standard errors
 _OFF = 0.2  # a slope that differs less from 1 is no fault
 _MEASURABLE = 0.1  # the largest standard error of a slope that says something
+_NOISE = 0.05  # the largest share of rounding in the square of the trainer's change: it lowers the slope by as much
 
 
 class Gap(NamedTuple):
@@ -68,12 +69,14 @@ class Ledger:
 
     Attributes:
         precision: the coarser one of trainer and server.
+        is_exact: the trainer's own rounding is negligible, as in fp32.
         gap: of the latest hand-over; None before the first.
         slope: of the latest change that was measurable; None before.
         largest: the largest mean gap so far.
     """
 
     precision: str
+    is_exact: bool
     gap: Gap | None = None
     slope: Slope | None = None
     largest: float = 0.0
@@ -122,5 +125,11 @@ class Ledger:
         """Return the slope since the last measurable change; None if the change is too small, or there is none."""
         if self._reference is None:
             return None
-        slope = regress(here - self._reference[0], there - self._reference[1])
+        change = here.astype(np.float64) - self._reference[0]
+        if not self.is_exact:
+            # Rounding of the trainer's numbers, at both times: at most what has separated the two sides before.
+            rounding = 2 * float(np.square(self._reference[0].astype(np.float64) - self._reference[1]).mean())
+            if rounding > _NOISE * float(np.square(change).mean()):
+                return None
+        slope = regress(change, there - self._reference[1])
         return slope if slope.error <= _MEASURABLE else None  # then several steps together are measurable

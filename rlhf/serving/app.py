@@ -84,6 +84,7 @@ class ServedModel:
                 Route("/health", self._guard(self._health, needs_token=False)),
                 Route("/metrics", self._guard(self._show_metrics)),
                 Route("/v1/models", self._guard(self._list_models)),
+                Route("/v1/models/{name:path}", self._guard(self._show_model)),
                 Route("/v1/completions", self._guard(self._complete), methods=["POST"]),
                 Route("/v1/chat/completions", self._guard(self._chat), methods=["POST"]),
             ],
@@ -130,9 +131,16 @@ class ServedModel:
         return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def _list_models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def _show_model(self, request: Request) -> Response:
+        if request.path_params["name"] != self.name:
+            raise RequestError(f"{request.path_params['name']!r} is not served here, but {self.name!r}", 404)
+        return JSONResponse(self._card())
+
+    def _card(self) -> dict[str, Any]:
         card = {"id": self.name, "object": "model", "created": self._started, "owned_by": "rlhf"}
-        card["max_model_len"] = self.engine.model.max_length
-        return JSONResponse({"object": "list", "data": [card]})
+        return {**card, "max_model_len": self.engine.model.max_length}
 
     async def _complete(self, request: Request) -> Response:
         return await self._draw(request, CompletionRequest)

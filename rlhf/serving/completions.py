@@ -274,10 +274,15 @@ class Exchange:
             return {"tokens": texts, "token_logprobs": list(log_probs), "top_logprobs": None, "text_offset": None}
         return {
             "content": [
-                {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+                {"token": text, "logprob": value, "bytes": _bytes(text), "top_logprobs": []}
                 for text, value in zip(texts, log_probs)
             ]
         }
+
+
+def _bytes(text: str) -> list[int] | None:
+    """Return the bytes of a token; None if it is a part of a character, whose bytes a tokenizer does not tell."""
+    return None if "\ufffd" in text else list(text.encode())
 
 
 def _sender(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Event]) -> Callable[[Event], None]:

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeVar
@@ -171,6 +171,7 @@ class Engine:
             try:
                 self._draw(jobs)
             except Exception as error:  # a fault in one batch must not end the server; the requests report it
+                self._decoder.release()
                 for job in jobs:
                     job.receive(error)
             self.rows = 0
@@ -202,8 +203,11 @@ class Engine:
         if self.shapes.kind != "dynamic":  # the number of rows is part of a shape
             rows = min(1 << (rows - 1).bit_length(), self._batch_size)
         prompts = self._prompts([*jobs, *[jobs[-1]] * (rows - len(jobs))])
-        with device.forward_context(f"{rows} completions"):
-            steps = self._decoder.stream(self.model.module, prompts, jobs[0].sampling)
+        with (
+            device.forward_context(f"{rows} completions"),
+            # Closed here, on this thread: the buffers are used again by the next batch.
+            closing(self._decoder.stream(self.model.module, prompts, jobs[0].sampling)) as steps,
+        ):
             tokens = next(steps)
             while True:
                 if any(math.isnan(token.log_prob) for token in tokens.values()):

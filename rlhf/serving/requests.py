@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from starlette.requests import Request
@@ -17,23 +17,27 @@ from rlhf.config.ppo import SamplingConfig
 
 _IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "logit_bias": (None, {}),
-    "echo": (None, False),
-    "suffix": (None, ""),
-    "best_of": (None, 1),
-    "top_logprobs": (None, 0),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
-    "parallel_tool_calls": (None, True, False),
-    "modalities": (None, ["text"]),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "echo": (False,),
+    "suffix": ("",),
+    "best_of": (1,),
+    "top_logprobs": (0,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "functions": ([],),
+    "parallel_tool_calls": (True, False),
+    "modalities": (["text"],),
 }
 """Parameters that are not implemented, with the values that ask for nothing."""
 
 
 _ALTERNATIVE = re.compile(r"str|list\[.*\]")  # pydantic names the type that it has tried
+
+
+_MESSAGES = {"extra_forbidden": "unknown parameter; remove it", "missing": "is missing"}
 
 
 class RequestError(Exception):
@@ -51,8 +55,8 @@ class _Strict(BaseModel):
 class StreamOptions(_Strict):
     """What a stream has besides the text."""
 
-    include_usage: bool = False
-    include_obfuscation: bool = False
+    include_usage: bool | None = False
+    include_obfuscation: bool | None = False
 
 
 class _Request(_Strict):
@@ -62,7 +66,7 @@ class _Request(_Strict):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     n: int = Field(1, ge=1)
-    stop: str | list[str] | None = Field(None, max_length=4)
+    stop: str | Annotated[list[str], Field(max_length=4)] | None = None
     seed: int | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -73,6 +77,7 @@ class _Request(_Strict):
     def _drop_parameters_without_effect(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
+        values = {name: value for name, value in values.items() if value is not None}
         for name, neutral in _WITHOUT_EFFECT.items():
             if name not in cls.model_fields and name in values and values[name] not in neutral:
                 raise ValueError(f"{name} is not supported; remove it")
@@ -129,13 +134,18 @@ class ChatMessage(_Strict):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | list[TextPart] | None = None
     name: str | None = None
+    refusal: None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    audio: None = None
+    annotations: list[Any] | None = None
 
     @property
     def text(self) -> str:
         """The content as one text."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        content = self.content or ""
+        return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class ChatRequest(_Request):
@@ -175,7 +185,7 @@ def parse_request(model: type[CompletionRequest] | type[ChatRequest], body: byte
     """Return the request in a JSON text.
 
     Raises:
-        RequestError: it is none; the message has the first problem.
+        RequestError: the text is no such request; the message has the first problem.
     """
     try:
         return model.model_validate_json(body)
@@ -183,6 +193,5 @@ def parse_request(model: type[CompletionRequest] | type[ChatRequest], body: byte
         problem = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in problem["loc"] if not _ALTERNATIVE.fullmatch(str(part)))
         message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-        if problem["type"] == "extra_forbidden":
-            message = "unknown parameter; remove it"
+        message = _MESSAGES.get(problem["type"], message)
         raise RequestError(f"{where}: {message}" if where else message, parameter=where or None) from None

@@ -13,6 +13,7 @@ import shutil
 import tarfile
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -53,31 +54,30 @@ class RolloutService:
     """The weights that a trainer has handed over, and what it asks of them.
 
     Attributes:
-        version: that of the weights; None: those that the server was started with.
+        receipt: names the weights; empty if they are those that the server was started with.
     """
 
     def __init__(self, engine: Engine, name: str, config: Config) -> None:
         """Serve the engine's model under `name`; `config` says how models are loaded."""
-        self.version: int | None = None
+        self.receipt = ""
         self._engine, self._name, self._config = engine, name, config
+        module = engine.model.module
         self._base = engine.model.folder  # adapters are added to the model that the server was started with
-        self._instance = secrets.token_hex(16)
+        self._vocabulary: int = module.get_input_embeddings().weight.shape[0]
+        self._logits: int = module.get_output_embeddings().weight.shape[0]
         self._decoder: Decoder | None = None
         self._merged: contextlib.ExitStack | None = None
         self._has_other_base = False
         self._adapter: tuple[int, list[str]] | None = None  # rank and layers of the adapters in the model
-        parameters = sum(parameter.numel() for parameter in engine.model.module.parameters())
-        self._max_upload = 4 * parameters + 64 * 2**20
+        self._max_upload = 4 * sum(parameter.numel() for parameter in module.parameters()) + 64 * 2**20
 
     async def show_capabilities(self, request: Request) -> Response:
         """Answer with `Capabilities`."""
         model = self._engine.model
         return _respond(
             Capabilities(
-                instance=self._instance,
-                version=self.version,
                 model=self._name,
-                vocabulary=model.module.get_output_embeddings().weight.shape[0],
+                vocabulary=self._logits,
                 max_length=model.max_length,
                 max_tokens=self._engine.max_tokens,
                 accelerator=model.device.accelerator.name,
@@ -87,9 +87,6 @@ class RolloutService:
 
     async def take_weights(self, request: Request) -> Response:
         """Load the weights in the request, and answer with a `Receipt`."""
-        version = request.query_params.get("version", "")
-        if not re.fullmatch(r"\d{1,15}", version):
-            raise RequestError("version: must be a number")
         with tempfile.TemporaryDirectory(prefix="rlhf-weights-") as temporary:
             archive, folder = Path(temporary, "weights.tar"), Path(temporary, "weights")
             size = 0
@@ -100,8 +97,8 @@ class RolloutService:
                         raise RequestError("the weights are larger than the model that is served here", 413)
                     file.write(part)
             await asyncio.to_thread(_unpack, archive, folder)
-            await self._run(lambda: self._load(folder, int(version)))
-        return _respond(Receipt(instance=self._instance, version=int(version)))
+            receipt = await self._run(lambda: self._load(folder))
+        return _respond(Receipt(receipt=receipt))
 
     async def draw(self, request: Request) -> Response:
         """Answer a `DrawRequest` with `Drawn`."""
@@ -112,47 +109,59 @@ class RolloutService:
         if not ((asked.uniform >= 0) & (asked.uniform < 1)).all():
             raise RequestError("uniform: must have numbers in [0, 1)")
         rows = await self._run(lambda: self._draw(asked))
-        return _respond(Drawn(instance=self._instance, version=asked.version, rows=rows))
+        return _respond(Drawn(receipt=asked.receipt, rows=rows))
 
     async def score(self, request: Request) -> Response:
         """Answer a `ScoreRequest` with `Scored`."""
         asked = await _read(request, ScoreRequest)
         self._check_tokens(asked.rows, max(map(len, asked.rows)), 0)
         log_probs = await self._run(lambda: self._score(asked))
-        return _respond(Scored(instance=self._instance, version=asked.version, log_probs=log_probs))
+        return _respond(Scored(receipt=asked.receipt, log_probs=log_probs))
 
     async def _run(self, function: Callable[[], T]) -> T:
         """Return the function's result on the engine's thread."""
         return await asyncio.wrap_future(self._engine.call(function))
 
     def _check_tokens(self, rows: Sequence[Sequence[int]], width: int, tokens: int) -> None:
-        model = self._engine.model
-        vocabulary = model.module.get_input_embeddings().weight.shape[0]
-        if any(not 0 <= token < vocabulary for row in rows for token in row):
-            raise RequestError(f"a token id is not from 0 to {vocabulary - 1}: the trainer has another vocabulary")
+        context = self._engine.model.max_length
+        if any(not 0 <= token < self._vocabulary for row in rows for token in row):
+            raise RequestError(
+                f"a token id is not from 0 to {self._vocabulary - 1}: the trainer has another vocabulary"
+            )
         longest = max(map(len, rows))
-        if longest > width or longest + tokens > model.max_length:
-            raise RequestError(f"rows of {longest + tokens} tokens do not fit into a context of {model.max_length}")
+        if longest > width or max(longest + tokens, width) > context:
+            raise RequestError(f"rows of {max(longest + tokens, width)} tokens do not fit into a context of {context}")
 
-    def _check_version(self, version: int) -> None:
-        if version != self.version:
-            raise RequestError(f"version {version} is asked for, and version {self.version} is loaded", 409)
+    def _check_receipt(self, receipt: str) -> None:
+        if not self.receipt or receipt != self.receipt:
+            raise RequestError("other weights are loaded than those of this receipt", 409)
 
     # --- on the engine's thread
 
-    def _load(self, folder: Path, version: int) -> None:
-        self.version = None  # until they are loaded: half of them would be nobody's
+    def _load(self, folder: Path) -> str:
+        """Load the weights in a folder, and return their receipt; if that fails, the model of the start is loaded."""
+        self.receipt = ""
+        if self._decoder:
+            self._decoder.release()  # its buffers refer to the model
+            self._decoder = None
         with self._engine.changing_weights():
             self._release_adapter()
-            if (folder / "adapter_config.json").is_file():
-                self._load_adapter(folder)
-            else:
-                self._load_model(folder)
-        self._decoder = None
-        self.version = version
+            try:
+                if (folder / "adapter_config.json").is_file():
+                    self._load_adapter(folder)
+                else:
+                    self._load_model(folder)
+            except Exception:
+                self._load_model(self._base)
+                raise
+        self.receipt = secrets.token_hex(16)
+        return self.receipt
 
     def _load_model(self, folder: Path | str) -> None:
-        self._engine.model = load_language_model(folder, self._config, self._engine.model.device)
+        engine = self._engine
+        engine.model = replace(engine.model, module=None)  # two models may not fit into the memory
+        engine.model.device.free_memory()
+        engine.model = load_language_model(folder, self._config, engine.model.device)
         self._has_other_base, self._adapter = str(folder) != self._base, None
 
     def _load_adapter(self, folder: Path) -> None:
@@ -165,15 +174,17 @@ class RolloutService:
         if self._adapter is None:
             inject_adapters(module, TRAINED_ADAPTER, config)
             self._adapter = adapter
-        tensors = read_adapter_tensors(folder, TRAINED_ADAPTER)
+        tensors = {
+            to_plain_name(name): tensor for name, tensor in read_adapter_tensors(folder, TRAINED_ADAPTER).items()
+        }
         parameters = {to_plain_name(name): parameter for name, parameter in module.named_parameters()}
-        tensors = {to_plain_name(name): tensor for name, tensor in tensors.items()}
         missing = [name for name in parameters if ".lora_" in name and name not in tensors]
         if unknown := [*missing, *(tensors.keys() - parameters.keys())]:
             raise RequestError(f"the adapter is for another model, or of another shape: {min(unknown)}")
         for name, tensor in tensors.items():
             if parameters[name].shape != tensor.shape:
                 raise RequestError(f"the adapter is of another shape: {name}")
+        for name, tensor in tensors.items():
             # Factors keep their type: they are added up in float32.
             parameters[name].data = tensor.to(device, None if ".lora_" in name else parameters[name].dtype)
         for layer in find_adapted_layers(module).values():
@@ -189,7 +200,7 @@ class RolloutService:
             self._merged = None
 
     def _draw(self, asked: DrawRequest) -> list[DrawnRow]:
-        self._check_version(asked.version)
+        self._check_receipt(asked.receipt)
         model, count = self._engine.model, len(asked.prompts)
         decoder = self._find_decoder(asked.tokens, asked.end_ids)
         pad: Any = model.tokenizer.pad_token_id
@@ -218,7 +229,7 @@ class RolloutService:
 
     @torch.no_grad()
     def _score(self, asked: ScoreRequest) -> np.ndarray:
-        self._check_version(asked.version)
+        self._check_receipt(asked.receipt)
         model = self._engine.model
         pad: Any = model.tokenizer.pad_token_id
         ids, mask = pad_right(asked.rows, self._engine.shapes, model.max_length, pad)
@@ -236,10 +247,13 @@ def _unpack(archive: Path, folder: Path) -> None:
         RequestError: it has another file, or is damaged.
     """
     folder.mkdir()
+    left = archive.stat().st_size  # a sparse file is larger than what was sent
     try:
         with tarfile.open(archive, "r:") as tar:
             for member in tar:
-                source = tar.extractfile(member) if member.isreg() and _FILE.fullmatch(member.name) else None
+                left -= member.size
+                plain = member.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and not member.issparse() and left >= 0
+                source = tar.extractfile(member) if plain and _FILE.fullmatch(member.name) else None
                 if source is None:
                     raise RequestError(f"the weights contain {member.name[:60]!a}, which is no file of weights")
                 with (folder / member.name).open("xb") as target:

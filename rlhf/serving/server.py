@@ -62,12 +62,12 @@ def serve(
         rollouts: the calls of a trainer; None: there are none.
     """
     host, port = listener.getsockname()[:2]
-    hosts = ("127.0.0.1", "localhost", "::1") if is_loopback(host) else None
+    hosts = (host, "127.0.0.1", "localhost", "::1") if is_loopback(host) else None
     model = ServedModel(engine, name, token=token, hosts=hosts, rollouts=rollouts)
     config = uvicorn.Config(
         model.build(),
         log_config=None,
-        log_level="critical",  # the application reports errors; a second signal cancels requests, which is none
+        log_level="critical",  # the application reports errors; requests that a second signal cancels are none
         access_log=False,
         limit_concurrency=_CONNECTIONS,
         timeout_graceful_shutdown=_GRACE,
@@ -96,7 +96,10 @@ def serve(
         thread.start()
         address = f"[{host}]" if ":" in host else host
         announce(f"http://{address}:{port}/v1")
-        engine.run()
-        thread.join()
+        try:
+            engine.run()
+        finally:
+            server.should_exit = True
+            thread.join()
     if failures:
         raise failures[0]

@@ -195,25 +195,16 @@ def edit(answer: tuple[int, bytes], change: Callable[[dict[str, Any]], None]) ->
 
 
 class KeepsOldWeights:
-    """Confirms every version, and answers by the first one."""
+    """Confirms all weights, and answers by the first ones."""
 
     def __init__(self) -> None:
-        self.first: int | None = None
+        self.first: tuple[int, bytes] | None = None
 
     def __call__(self, call: str, body: bytes, forward: Any) -> tuple[int, bytes]:
-        if call.startswith("weights"):
-            version = int(call.partition("=")[2])
-            if self.first is None:
-                self.first = version
-                return forward(body)
-            return 200, json.dumps({"instance": self._instance, "version": version}).encode()
-        if call in ("draw", "score"):
-            asked = json.loads(body)
-            version, asked["version"] = asked["version"], self.first
-            return edit(forward(json.dumps(asked).encode()), lambda answer: answer.update(version=version))
-        answer = forward(body)
-        self._instance = json.loads(answer[1])["instance"]
-        return answer
+        if call != "weights":
+            return forward(body)
+        self.first = self.first or forward(body)
+        return self.first
 
 
 def faulty_draws(change: Callable[[dict[str, Any]], None]) -> Any:
@@ -237,12 +228,28 @@ def shorten(answer: dict[str, Any]) -> None:
     answer["rows"][0]["ids"].pop()
 
 
-def restart(answer: dict[str, Any]) -> None:
-    answer["instance"] = "another"
+def other_weights(answer: dict[str, Any]) -> None:
+    answer["receipt"] = "another"
 
 
-def older(answer: dict[str, Any]) -> None:
-    answer["version"] -= 1
+def beyond_the_vocabulary(answer: dict[str, Any]) -> None:
+    answer["rows"][0]["ids"][0] = 10**7
+
+
+def no_number(answer: dict[str, Any]) -> None:
+    answer["rows"][0]["log_probs"] = base64.b64encode(np.full(len(answer["rows"][0]["ids"]), np.nan, "<f4")).decode()
+
+
+def early_end(answer: dict[str, Any]) -> None:
+    row = next(row for row in answer["rows"] if len(row["ids"]) > 1)
+    row["ids"][0] = 1
+
+
+class Restarts:
+    """Forgets its weights before it draws, as a process that was started again."""
+
+    def __call__(self, call: str, body: bytes, forward: Any) -> tuple[int, bytes]:
+        return forward(body.replace(b'"receipt":"', b'"receipt":"0')) if call == "draw" else forward(body)
 
 
 def jitter(answer: dict[str, Any]) -> None:
@@ -263,11 +270,14 @@ def another_program(call: str, body: bytes, forward: Any) -> tuple[int, bytes]:
         (lambda: hang, "no answer to 'draw' within 3 seconds"),
         (lambda: faulty_draws(drop_a_row), "it has returned 3 completions of 4 prompts"),
         (lambda: faulty_draws(shorten), "it has returned a completion of "),
-        (lambda: faulty_draws(restart), "it was restarted since it received the weights"),
-        (lambda: faulty_draws(older), "it has answered for version -1 of the weights, expected 0"),
+        (lambda: faulty_draws(other_weights), "it has answered by other weights than it was asked for"),
+        (lambda: faulty_draws(beyond_the_vocabulary), "it has returned a token id that is not from 0 to "),
+        (lambda: faulty_draws(no_number), "log-probabilities above 0, or that are not numbers"),
+        (lambda: faulty_draws(early_end), "a completion that does not end where its end token is"),
+        (Restarts, "other weights are loaded than those of this receipt (status 409)"),
         (lambda: another_program, "is not that of a rollout server; is it another program?"),
     ],
-    ids=["old-weights", "hang", "row", "token", "restart", "version", "program"],
+    ids=["old-weights", "hang", "row", "token", "weights", "vocabulary", "numbers", "end", "restart", "program"],
 )
 def test_faulty_server_ends_the_run_with_its_name_and_the_reason(
     rlhf: Any, begun: Path, serve: Any, tmp_path: Path, change: Any, reason: str

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import subprocess
 import tarfile
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from starlette.testclient import TestClient
 from transformers import AutoModelForCausalLM
 
@@ -58,6 +62,14 @@ def pack(folder: Path, **more: bytes) -> bytes:
     return buffer.getvalue()
 
 
+def sparse(folder: Path) -> bytes:
+    """A tar of 10 KiB whose one file has 300 MiB."""
+    with (folder / "model.safetensors").open("wb") as file:
+        file.truncate(300 * 2**20)
+    command = ["tar", "--sparse", "--format=gnu", "-cf", "-", "-C", str(folder), "model.safetensors"]
+    return subprocess.run(command, capture_output=True, check=True).stdout
+
+
 def truth(model: Any, rows: list[list[int]]) -> np.ndarray:
     """The log-probabilities of the rows' tokens by plain transformers."""
     numbers = []
@@ -77,15 +89,18 @@ class Server:
         engine = Engine(load_language_model(folder, config, device), max_tokens=16, batch_size=8, max_waiting=8)
         self.engine, self.thread = engine, threading.Thread(target=engine.run)
         self.thread.start()
+        self.receipt = ""
         service = RolloutService(engine, "tiny", config)
         self.client = TestClient(ServedModel(engine, "tiny", token=None, hosts=None, rollouts=service).build())
 
-    def put(self, content: bytes, version: Any = 1) -> Any:
-        return self.client.put(f"{CALLS}/weights", params={"version": version}, content=content)
+    def put(self, content: bytes) -> Any:
+        response = self.client.put(f"{CALLS}/weights", content=content)
+        self.receipt = response.json().get("receipt", "")
+        return response
 
-    def score(self, version: int = 1) -> np.ndarray:
+    def score(self) -> np.ndarray:
         response = self.client.post(
-            f"{CALLS}/score", content=ScoreRequest(version=version, rows=ROWS).model_dump_json(),
+            f"{CALLS}/score", content=ScoreRequest(receipt=self.receipt, rows=ROWS).model_dump_json(),
             headers={"Content-Type": "application/json"},
         )  # fmt: skip
         assert response.status_code == 200, response.text
@@ -95,9 +110,14 @@ class Server:
         tokens = 6
         uniform = torch.rand(len(ROWS) * tokens, generator=torch.Generator().manual_seed(0)).numpy()
         values: dict[str, Any] = {
-            "version": 1, "prompts": ROWS, "width": 8, "uniform": uniform, "tokens": tokens, "temperature": 1.0,
+            "receipt": self.receipt,
+            "prompts": ROWS,
+            "width": 8,
+            "uniform": uniform,
+            "tokens": tokens,
+            "temperature": 1.0,
             "end_ids": [1],
-        } | changes  # fmt: skip
+        } | changes
         body = DrawRequest.model_construct(**values).model_dump_json(warnings=False)
         return self.client.post(f"{CALLS}/draw", content=body, headers={"Content-Type": "application/json"})
 
@@ -110,55 +130,90 @@ def server(folders: list[Path], accelerator: Any) -> Iterator[Server]:
     server.thread.join(60)
 
 
-def test_scores_are_those_of_the_weights_received(server: Server, folders: list[Path], tmp_path: Path) -> None:
+def test_scores_are_those_of_the_weights_received(server: Server, folders: list[Path]) -> None:
     models = [AutoModelForCausalLM.from_pretrained(folder) for folder in folders]
-    assert server.put(pack(folders[1])).json()["version"] == 1
-    assert server.score() == pytest.approx(truth(models[1], ROWS), abs=1e-5)
-    assert server.put(pack(folders[0]), 2).status_code == 200
-    assert server.score(2) == pytest.approx(truth(models[0], ROWS), abs=1e-5)
+    receipts = set()
+    for number in (1, 0, 1):
+        assert server.put(pack(folders[number])).status_code == 200
+        assert server.score() == pytest.approx(truth(models[number], ROWS), abs=1e-5)
+        receipts.add(server.receipt)
+    assert len(receipts) == 3, "each is another, of the same weights too"
 
 
 def test_adapters_replace_each_other_on_the_first_model(server: Server, folders: list[Path], tmp_path: Path) -> None:
-    for version, (seed, rank) in enumerate([(3, 4), (4, 4), (3, 4), (5, 2)]):
-        adapter = make_adapter(folders[0], tmp_path / f"adapter{version}", seed, rank)
-        assert server.put(pack(adapter), version).status_code == 200
-        from peft import PeftModel
+    from peft import PeftModel
 
+    for number, (seed, rank) in enumerate([(3, 4), (4, 4), (3, 4), (5, 2)]):
+        adapter = make_adapter(folders[0], tmp_path / f"adapter{number}", seed, rank)
+        assert server.put(pack(adapter)).status_code == 200
         model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folders[0]), adapter)
-        assert server.score(version) == pytest.approx(truth(model, ROWS), abs=1e-5)
-    server.put(pack(folders[1]), 5)  # another run's
-    assert server.put(pack(adapter), 6).status_code == 200
-    assert server.score(6) == pytest.approx(truth(model, ROWS), abs=1e-5)
+        assert server.score() == pytest.approx(truth(model, ROWS), abs=1e-5)
+    server.put(pack(folders[1]))  # another run's
+    assert server.put(pack(adapter)).status_code == 200
+    assert server.score() == pytest.approx(truth(model, ROWS), abs=1e-5)
 
 
 def test_drawn_log_probs_are_those_of_the_distribution(server: Server, folders: list[Path]) -> None:
     server.put(pack(folders[1]))
     model = AutoModelForCausalLM.from_pretrained(folders[1])
     drawn = Drawn.model_validate_json(server.draw().content)
-    assert drawn.version == 1 and len(drawn.rows) == len(ROWS)
+    assert drawn.receipt == server.receipt and len(drawn.rows) == len(ROWS)
     for prompt, row in zip(ROWS, drawn.rows):
         expected = truth(model, [prompt + row.ids])[len(prompt) - 1 :]
         assert row.log_probs == pytest.approx(expected, abs=1e-5)
         assert len(row.ids) == 6 or row.ids[-1] == 1
 
 
-def test_capabilities_say_what_is_served(server: Server, folders: list[Path]) -> None:
-    before = Capabilities.model_validate_json(server.client.get(f"{CALLS}/capabilities").content)
-    assert (before.version, before.model, before.precision, before.max_length) == (None, "tiny", "fp32", 128)
-    server.put(pack(folders[1]), 7)
-    after = Capabilities.model_validate_json(server.client.get(f"{CALLS}/capabilities").content)
-    assert after.version == 7 and after.instance == before.instance
+def test_capabilities_say_what_is_served(server: Server) -> None:
+    has = Capabilities.model_validate_json(server.client.get(f"{CALLS}/capabilities").content)
+    assert (has.model, has.precision, has.max_length) == ("tiny", "fp32", 128)
 
 
 def test_nothing_is_drawn_from_other_weights(server: Server, folders: list[Path]) -> None:
-    assert server.draw().status_code == 409, "no weights were received"
-    server.put(pack(folders[1]), 3)
-    response = server.draw()
+    assert server.draw(receipt="").status_code == server.draw(receipt="a").status_code == 409, "none were received"
+    server.put(pack(folders[1]))
+    first = server.receipt
+    server.put(pack(folders[1]))  # of another trainer
+    response = server.draw(receipt=first)
     assert response.status_code == 409
-    assert response.json()["error"]["message"] == "version 1 is asked for, and version 3 is loaded"
+    assert response.json()["error"]["message"] == "other weights are loaded than those of this receipt"
+    last = server.receipt
     broken = pack(folders[1]).replace(b"model.norm.weight", b"model.norm.nothing")
-    assert server.put(broken, 4).status_code >= 400
-    assert server.draw(version=3).status_code == server.draw(version=4).status_code == 409
+    assert server.put(broken).status_code >= 400
+    assert server.draw(receipt=last).status_code == 409
+
+
+def test_weights_that_cannot_be_loaded_leave_the_model_of_the_start(
+    server: Server, folders: list[Path], tokenizer: Any, tmp_path: Path
+) -> None:
+    wide = tmp_path / "wide"
+    llama(len(tokenizer), hidden_size=48).save_pretrained(wide)
+    prompt = {"prompt": ROWS[0], "max_tokens": 3, "temperature": 0, "return_token_ids": True}
+    expected = server.client.post("/v1/completions", json=prompt).json()["choices"][0]["token_ids"]
+    last = make_adapter(folders[0], tmp_path / "adapter", 0)
+    tensors = load_file(last / "adapter_model.safetensors")
+    name = max(tensors)  # all but this one fit
+    save_file(tensors | {name: torch.zeros(7, 7)}, last / "adapter_model.safetensors")
+    server.put(pack(folders[1]))
+    for folder in (make_adapter(wide, tmp_path / "other", 0), last):
+        response = server.put(pack(folder))
+        assert response.status_code == 400 and "the adapter is of another shape" in response.json()["error"]["message"]
+        served = server.client.post("/v1/completions", json=prompt).json()["choices"][0]["token_ids"]
+        assert served == expected
+    assert server.put(pack(make_adapter(folders[0], tmp_path / "right", 0))).status_code == 200
+
+
+def test_only_one_model_is_kept(server: Server, folders: list[Path]) -> None:
+    models: list[Any] = []
+    gc.disable()
+    try:
+        for number in (1, 0, 1, 0):
+            server.put(pack(folders[number]))
+            server.draw()
+            models.append(weakref.ref(server.engine.model.module))
+        assert [model() is None for model in models] == [True, True, True, False]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(
@@ -167,6 +222,7 @@ def test_nothing_is_drawn_from_other_weights(server: Server, folders: list[Path]
         ({"prompts": [[5], [10**6], [7]]}, "a token id is not from 0 to "),
         ({"prompts": [[5], [-1], [7]]}, "a token id is not from 0 to "),
         ({"width": 3}, "do not fit"),
+        ({"width": 10**9}, "do not fit into a context of 128"),
         ({"tokens": 125, "uniform": np.zeros(375, np.float32)}, "do not fit into a context of 128"),
         ({"uniform": np.zeros(5, np.float32)}, "uniform: must have a number for each token"),
         ({"uniform": np.full(18, 1.5, np.float32)}, "uniform: must have numbers in [0, 1)"),
@@ -200,23 +256,12 @@ def test_weights_that_are_none_are_refused(server: Server, folders: list[Path], 
         "twice": pack(folders[0], **{"config.json": b"{}"}),
         "pickle": pack(folders[0], **{"pytorch_model.bin": b"{}"}),
         "link": link.getvalue(),
+        "sparse": sparse(tmp_path),
         "large": good + bytes(100 * 2**20),
     }
     statuses = {name: server.put(content).status_code for name, content in cases.items()}
     assert statuses == dict.fromkeys(cases, 400) | {"large": 413}
     assert not outside.exists()
-    assert server.put(good, "one").status_code == server.put(good, -1).status_code == 400
-
-
-def test_adapter_of_another_model_is_refused(
-    server: Server, folders: list[Path], tokenizer: Any, tmp_path: Path
-) -> None:
-    wide = tmp_path / "wide"
-    llama(len(tokenizer), hidden_size=48).save_pretrained(wide)
-    adapter = make_adapter(wide, tmp_path / "adapter", 0)
-    response = server.put(pack(adapter))
-    assert response.status_code == 400 and "the adapter is of another shape" in response.json()["error"]["message"]
-    assert server.put(pack(make_adapter(folders[0], tmp_path / "right", 0))).status_code == 200
 
 
 def test_calls_are_not_served_without_the_option(folders: list[Path], accelerator: Any) -> None:
@@ -226,4 +271,4 @@ def test_calls_are_not_served_without_the_option(folders: list[Path], accelerato
     )
     client = TestClient(ServedModel(engine, "tiny", token=None, hosts=None).build())
     assert client.get(f"{CALLS}/capabilities").status_code == 404
-    assert client.put(f"{CALLS}/weights", params={"version": 1}, content=b"").status_code == 404
+    assert client.put(f"{CALLS}/weights", content=b"").status_code == 404

@@ -161,7 +161,7 @@ def test_stop_ends_a_completion_and_is_not_shown(client: openai.OpenAI, truth: T
         ({"prompt": []}, 400, "prompt: is empty"),
         ({"prompt": [100_000]}, 400, "prompt: a token id is not from 0 to "),
         ({"prompt": [-1]}, 400, "prompt: a token id is not from 0 to "),
-        ({"prompt": None}, 400, "prompt: must be a valid string"),
+        ({"prompt": None}, 400, "prompt: is missing"),
         ({"temperature": -1}, 400, "temperature: must be greater than or equal to 0"),
         ({"temperature": "hot"}, 400, "temperature: must be a valid number"),
         ({"top_p": 0}, 400, "top_p: must be greater than 0"),
@@ -204,6 +204,11 @@ def test_parameters_that_ask_for_nothing_are_accepted(server: Server) -> None:
     chat = {"tools": [], "response_format": {"type": "text"}, "top_logprobs": 0, "n": 1, "metadata": {"a": "b"}}
     parts = [{"role": "user", "content": [{"type": "text", "text": "the"}, {"type": "text", "text": " cat"}]}]
     assert server.post("/v1/chat/completions", {"messages": parts, "max_tokens": 1} | chat)[0] == 200
+    nulls = dict.fromkeys(("n", "stream", "stop", "seed", "stream_options", "return_token_ids", "functions"))
+    assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1} | nulls)[0] == 200
+    turns = [{"role": "assistant", "content": None, "refusal": None}, {"role": "user", "content": "the cat"}]
+    assert server.post("/v1/chat/completions", {"messages": turns, "max_tokens": 1})[0] == 200
+    assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "stop": "Observation:"})[0] == 200
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
     assert server.post("/v1/chat/completions", {"messages": image})[0] == 400
 
@@ -215,6 +220,12 @@ def test_web_pages_and_other_names_of_the_server_are_refused(server: Server) -> 
     assert server.post("/v1/completions", request, Content_Type="text/plain")[0] == 415
     assert server.get("/v1/other")[0] == 404 and server.get("/v1/completions")[0] == 405
     assert server.get("/v1/models", Host="localhost")[0] == 200
+
+
+def test_model_is_found_by_its_name(client: openai.OpenAI) -> None:
+    assert client.models.retrieve(NAME).id == NAME
+    with pytest.raises(openai.NotFoundError, match="'other' is not served here, but 'tiny'"):
+        client.models.retrieve("other")
 
 
 def test_metrics_count_requests_and_tokens(server: Server, client: openai.OpenAI) -> None:
@@ -322,6 +333,7 @@ def test_second_signal_ends_at_once(forks: Forks, folder: Path) -> None:
         (["--host", "0.0.0.0"], {}, "--host 0.0.0.0: other machines could ask, so set RLHF_SERVE_TOKEN to a token"),
         (["--host", "192.0.2.1"], {"RLHF_SERVE_TOKEN": "x"}, "--host 192.0.2.1, --port 8653: cannot be opened"),
         ([], {"RLHF_SERVE_TOKEN": " "}, "RLHF_SERVE_TOKEN: is empty; set a token, or unset it"),
+        ([], {"RLHF_SERVE_TOKEN": "a\x07b"}, "RLHF_SERVE_TOKEN: has characters other than printable ASCII"),
         (["--stage", "sft"], {}, "--stage selects a model of a run"),
     ],
 )

@@ -21,19 +21,22 @@ from rlhf.checkpoint.export import save_adapter, save_model
 from rlhf.data.batches import Batch, pad_right
 from rlhf.engine import distributed
 from rlhf.engine.engine import Metrics, TrainingEngine
-from rlhf.errors import ConfigError, RunError
+from rlhf.errors import ConfigError, DivergedError, RunError
 from rlhf.generation.decoder import Completions, Decoder
 from rlhf.models.forward import completion_log_probs
-from rlhf.rollouts.client import RolloutServer, ServerError
+from rlhf.rollouts.client import RolloutServer, ServerError, ServerTimeout
 from rlhf.rollouts.protocol import Capabilities, DrawnRow, DrawRequest, ScoreRequest
 from rlhf.rollouts.receipts import LIMITS, Ledger
-from rlhf.utils.atomic_io import remove_folder
+from rlhf.utils.atomic_io import PARTIAL, remove_folder
 
 if TYPE_CHECKING:
     from rlhf.trainers.context import StageContext
 
 _PROBE_ROWS, _PROBE_TOKENS = 32, 64  # at most
-_FOLDER = "rollout-weights"
+_NAME = "rollout-weights"  # of a partial folder and file, which the next start deletes if they are left
+
+Version = tuple[int, str]
+"""The steps that the weights have been trained, and which weights they are: the policy's, or their average."""
 
 
 class RolloutServers:
@@ -41,7 +44,6 @@ class RolloutServers:
 
     Attributes:
         drawn: completions drawn so far by this process, over all ranks.
-        lost: failures of servers so far.
     """
 
     def __init__(
@@ -68,9 +70,10 @@ class RolloutServers:
         )
         self._servers = [RolloutServer(url, settings.timeout) for url in settings.where]
         self._usable = list(range(len(self._servers)))
-        self._version: int | None = None
+        self._version: Version | None = None
+        self._failures: list[str] = []  # of this rank, since the last hand-over
         self._probe = [list(row[:_PROBE_TOKENS]) for row in prompts if len(row) > 1][:_PROBE_ROWS]
-        self.drawn, self.lost = 0, 0
+        self.drawn = 0
         self._ledgers: list[Ledger] = []  # on rank 0
 
     def _meet(self, server: RolloutServer) -> Ledger:
@@ -84,8 +87,7 @@ class RolloutServers:
             has = server.capabilities()
         except ServerError as error:
             raise ConfigError(f"{key}: {server.url}: {error}; start it: rlhf serve MODEL --rollouts") from error
-        vocabulary = self._engine.module.get_output_embeddings().weight  # type: ignore[operator]
-        rows = getattr(vocabulary, "ds_shape", vocabulary.shape)[0]
+        rows = self._vocabulary
         if has.vocabulary != rows:
             raise ConfigError(
                 f"{key}: {server.url}: its model {has.model} has {has.vocabulary} tokens, and the policy has {rows}; "
@@ -98,56 +100,88 @@ class RolloutServers:
                 "data.max_prompt_length or data.max_completion_length"
             )
         self._context.say(f"ppo: rollouts by {server.url}: {has.model} on {has.accelerator} in {has.precision}")
-        return Ledger(_coarser(has, self._context.precision.name))
+        precision = self._context.precision.name
+        return Ledger(_coarser(has, precision), is_exact=precision == "fp32")
+
+    @property
+    def _vocabulary(self) -> int:
+        weight: Any = self._engine.module.get_output_embeddings().weight  # type: ignore[operator]
+        return int(getattr(weight, "ds_shape", weight.shape)[0])
 
     # --- hand-over
 
-    def hand_over(self, version: int) -> None:
-        """Give all servers the policy's weights, unless they have this version; every rank calls it.
+    def hand_over(self, version: Version) -> None:
+        """Give all servers the weights that the engine has, unless they have this version; every rank calls it.
 
         Raises:
             RunError: no server has confirmed them.
-            ConfigError: at the first hand-over, a server cannot be reached, has another model, or confirms no weights.
+            ConfigError: before the first step, a server cannot be reached, has another model, or confirms no weights.
+            DivergedError: the policy's numbers are not finite.
         """
         if version == self._version:
             return
+        for lines in distributed.all_gather_objects(self._failures):
+            self._report(lines)
+        self._failures.clear()
         if self._version is None:
-            with distributed.on_main("meeting the rollout servers") as main:
+            with distributed.on_main("meeting the rollout servers", takes_long=True) as main:
                 if main:
-                    self._ledgers = [self._meet(server) for server in self._servers]
-        folder = self._context.directory.path / _FOLDER
+                    self._ledgers = self._meet_all(is_first=not version[0])
+        here = self._score_probe()
+        if not np.isfinite(here).all():
+            raise DivergedError("ppo: the policy's log-probabilities are not finite; resume from an earlier checkpoint")
+        folder = self._context.directory.path / f"{_NAME}{PARTIAL}"
         if self._sends_adapter:
             save_adapter(self._engine, folder, None)
         else:
             save_model(self._engine, self._tokenizer, folder)
-        here = self._score_probe()
         with distributed.on_main("handing over the weights", takes_long=True) as main:
             confirmed: dict[int, str] = {}
             if main:
-                confirmed = self._send(folder, version, here)
+                confirmed = self._send(folder, here, is_first=self._version is None and not version[0])
         confirmed = distributed.all_gather_objects(confirmed)[0]
-        for number, instance in confirmed.items():
-            self._servers[number].instance = instance
+        for number, receipt in confirmed.items():
+            self._servers[number].receipt = receipt
         self._usable, self._version = list(confirmed), version
 
-    def _send(self, folder: Path, version: int, here: np.ndarray) -> dict[int, str]:
-        """Send the weights, check the receipts, and return the servers to use: their processes, by number."""
-        archive = folder.with_name(f"{folder.name}.tar")
+    def _meet_all(self, *, is_first: bool) -> list[Ledger]:
+        """Return a ledger for each server; before the first step each must answer.
+
+        Raises:
+            ConfigError: a server has another model, or does not answer before the first step.
+        """
+        ledgers = []
+        for server in self._servers:
+            try:
+                ledgers.append(self._meet(server))
+            except ConfigError as error:
+                if is_first or not isinstance(error.__cause__, ServerError):
+                    raise
+                ledgers.append(Ledger("bf16", is_exact=False))  # it may come back, in whatever precision
+        return ledgers
+
+    def _send(self, folder: Path, here: np.ndarray, *, is_first: bool) -> dict[int, str]:
+        """Send the weights, compare the probe, and return the receipts of the servers to use, by number."""
+        archive = folder.with_name(f"{_NAME}.tar{PARTIAL}")
         try:
             with tarfile.open(archive, "w") as tar:
                 for file in sorted(folder.iterdir()):
                     tar.add(file, file.name)
 
             def deliver(number: int) -> str:
+                server = self._servers[number]
                 for _ in range(2):  # the second repeats what was lost on the way
-                    ledger = self._ledgers[number]
                     try:
-                        self._servers[number].take_weights(archive, version)
-                        there = self._servers[number].score(ScoreRequest(version=version, rows=self._probe))
+                        if not server.receipt:  # it may have failed before, so that it costs little to ask first
+                            server.capabilities()
+                        server.take_weights(archive)
+                        there = server.score(ScoreRequest(receipt=server.receipt, rows=self._probe))
+                    except ServerTimeout as error:
+                        return str(error)
                     except ServerError as error:
                         problem = str(error)
                     else:
-                        problem = ledger.check(here, there)
+                        problem = self._ledgers[number].check(here, there)
                     if not problem:
                         return ""
                 return problem
@@ -157,13 +191,15 @@ class RolloutServers:
         finally:
             archive.unlink(missing_ok=True)
             remove_folder(folder)
+        for server, problem in zip(self._servers, problems):
+            server.receipt = "" if problem else server.receipt
         failed = [f"{server.url}: {problem}" for server, problem in zip(self._servers, problems) if problem]
-        if failed and self._version is None:
+        if failed and is_first:
             raise ConfigError(f"ppo.rollout.where: {failed[0]}; nothing was trained")
-        self._report(failed)
-        confirmed = {number: server.instance for number, server in enumerate(self._servers) if not problems[number]}
+        confirmed = {number: server.receipt for number, server in enumerate(self._servers) if server.receipt}
         if not confirmed:
             raise self._nobody_left(failed)
+        self._report(failed)
         return confirmed
 
     def _score_probe(self) -> np.ndarray:
@@ -209,18 +245,21 @@ class RolloutServers:
                         drawn[index] = row
                 except ServerError as error:
                     self._usable.remove(number)  # of this rank, until the next hand-over
+                    self._servers[number].receipt = ""
                     failed.append(f"{self._servers[number].url}: {error}")
-        self._report(failed)
+        if distributed.world().is_main:
+            self._report(failed)
+        else:
+            self._failures += failed  # rank 0 reports them
         self.drawn += len(rows) * distributed.world().size
         return self._join([row for row in drawn if row is not None])
 
     def _draw_share(
         self, server: RolloutServer, share: Sequence[int], rows: list[list[int]], numbers: np.ndarray, width: int
     ) -> list[DrawnRow]:
-        assert self._version is not None
         decoder = self._decoder
         request = DrawRequest(
-            version=self._version,
+            receipt=server.receipt,
             prompts=[rows[index] for index in share],
             width=width,
             uniform=numbers[share].ravel(),
@@ -228,7 +267,7 @@ class RolloutServers:
             temperature=self._context.config.ppo.sampling.temperature,
             end_ids=decoder.eos_ids.tolist(),
         )
-        return server.draw(request)
+        return server.draw(request, self._vocabulary)
 
     def _join(self, rows: Sequence[DrawnRow]) -> Completions:
         decoder = self._decoder
@@ -261,9 +300,8 @@ class RolloutServers:
         return metrics
 
     def _report(self, failed: Sequence[str]) -> None:
-        self.lost += len(failed)
         for line in failed:
-            self._context.say(f"ppo: rollout server {line}; the others draw its share until the next hand-over")
+            self._context.say(f"ppo: rollout server {line}; the others drew its share")
 
     def _nobody_left(self, failed: Sequence[str]) -> RunError:
         return RunError(

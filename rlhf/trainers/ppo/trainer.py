@@ -194,6 +194,7 @@ class PPOTrainer:
         is_known = context.model_flops is not None
         self._step_bytes = count_step_bytes(self.actor, self.decoder.rank_group) if is_known else None
         self.servers: RolloutServers | None = None
+        self._weights = "policy"  # those that the actor has: the policy's, or their average
         if settings.rollout.where:
             texts = [example.prompt_ids for example in data.train if isinstance(example, Prompt)]
             self.servers = RolloutServers(context, self.actor, tokenizer, self.decoder, texts)
@@ -332,7 +333,7 @@ class PPOTrainer:
         """Complete prompts; see `rlhf.data.batches.collate_ppo` for what they consist of."""
         if self.servers:
             with self.context.phases.running("generation"):
-                self.servers.hand_over(self.actor.steps)
+                self.servers.hand_over((self.actor.steps, self._weights))
                 numbers = self.decoder.draw_numbers(len(prompts["prompt_ids"]))
                 return self.join(prompts, self.servers.draw(prompts, numbers))
         with (
@@ -572,8 +573,10 @@ class PPOTrainer:
             result = self.held_out.evaluate(when, self.generate, self.score, draws=draws)
         if not self.actor.ema or when == "before":  # the average starts at the same weights
             return result
+        self._weights = "average"
         with self.actor.ema.in_place(), self.decoder.seeded(seed):
             average = self.held_out.evaluate(f"{when}, by the average", self.generate, self.score)
+        self._weights = "policy"
         return result._replace(numbers=result.numbers | {f"ema_{key}": value for key, value in average.numbers.items()})
 
     def describe_step(self) -> RankStep:
