@@ -63,11 +63,12 @@ def _replay(name: str, describe_fine: Callable[[Subject], str | None], first: st
     (rule,) = (rule for rule in RULES if rule.name == name)
 
     def examine(subject: Subject) -> Outcome | None:
-        precision, columns = subject.precision, [dict(zip(*subject.stage.curve(number))) for number in rule.needs]
+        precision = subject.precision
+        columns = {name: dict(zip(*subject.stage.curve(name))) for name in (*rule.needs, *rule.reads)}
         if precision not in PRECISIONS:
             return Outcome("cannot tell", "not recorded: the precision of training")
-        steps = [step for step in columns[0] if all(step in column for column in columns)]
-        records = [{number: column[step] for number, column in zip(rule.needs, columns)} for step in steps]
+        steps = [step for step in columns[rule.needs[0]] if all(step in columns[name] for name in rule.needs)]
+        records = [{name: column[step] for name, column in columns.items() if step in column} for step in steps]
         start = records[0] if steps[0] == 1 else {}
         for step, numbers in zip(steps, records):
             reading = Reading(subject.config, subject.stage.name, start, [numbers], precision=precision)

@@ -83,6 +83,7 @@ class Rule(NamedTuple):
         remedy: what to do; a key in braces is shown with its value, `*` is the stage.
         ruins: a model with such numbers is not worth keeping.
         is_invariant: theory or precision forbids such numbers, so the run is wrong; `alarms.stop` ends it.
+        reads: further numbers that `describe` uses where a run has them.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Rule(NamedTuple):
     remedy: str
     ruins: bool = False
     is_invariant: bool = False
+    reads: Sequence[str] = ()
 
 
 def starts_at_reference(config: Config) -> bool:
@@ -353,7 +355,17 @@ RULES = (
         "check that policy and reference are the same model, at the same temperature and in the same precision",
         is_invariant=True,
     ),
-    Rule("drawing", "plumbing", _PPO, ("step",), ("draw_gap",), _drawing, _REPORT, is_invariant=True),
+    Rule(
+        "drawing",
+        "plumbing",
+        _PPO,
+        ("step",),
+        ("draw_gap",),
+        _drawing,
+        _REPORT,
+        is_invariant=True,
+        reads=("handover_gap",),
+    ),
     Rule("reference", "plumbing", _PPO, ("step",), ("kl", "grad_norm"), _reference, _REPORT),
     Rule("first update", "plumbing", _PPO, ("step",), ("update_gap",), _first_update, _REPORT, is_invariant=True),
     Rule("scoring", "plumbing", EVERY_STAGE, ("step",), ("score_gap",), _scoring, _REPORT, is_invariant=True),

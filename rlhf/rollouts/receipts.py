@@ -63,6 +63,11 @@ def regress(change_here: np.ndarray, change_there: np.ndarray) -> Slope:
     return Slope(slope, math.sqrt(residual / squares))
 
 
+def _mean_square(sides: tuple[np.ndarray, np.ndarray]) -> float:
+    """Return the mean square of the difference of both sides' log-probabilities."""
+    return float(np.square(sides[0].astype(np.float64) - sides[1]).mean())
+
+
 @dataclass
 class Ledger:
     """What a server has said about the probe, at each hand-over.
@@ -127,8 +132,8 @@ class Ledger:
             return None
         change = here.astype(np.float64) - self._reference[0]
         if not self.is_exact:
-            # Rounding of the trainer's numbers, at both times: at most what has separated the two sides before.
-            rounding = 2 * float(np.square(self._reference[0].astype(np.float64) - self._reference[1]).mean())
+            # Rounding of the trainer's numbers, at both times: about what separates two sides of this precision.
+            rounding = 2 * max(_LEAST[self.precision] ** 2, _mean_square(self._reference))
             if rounding > _NOISE * float(np.square(change).mean()):
                 return None
         slope = regress(change, there - self._reference[1])

@@ -391,3 +391,16 @@ def test_records_of_hand_overs_are_documented_and_steps_are_replayed_without_ser
     assert "Servers confirmed each hand-over: mean gap up to " in " ".join(checks.split())
     command = [sys.executable, "-m", "rlhf", "replay", str(run), "--stage", "ppo", "--step", "2"]  # without its servers
     subprocess.run(command, env=user_environment() | {"RLHF_ACCELERATOR": "cpu"}, check=True, timeout=300)
+
+
+@pytest.mark.slow
+def test_moving_average_is_evaluated_with_its_own_completions(
+    rlhf: Any, begun: Path, serve: Any, tmp_path: Path
+) -> None:
+    keys = ["ppo.ema=0.5", "ppo.optimizer.learning_rate=0.02"]  # so that both differ
+    expected, run = copy(begun, tmp_path / "here"), copy(begun, tmp_path / "there")
+    rlhf("ppo", "--output", expected, *sets(*keys))
+    rlhf("ppo", "--output", run, *sets(where(serve()), *keys))
+    after, other = (json.loads((folder / "ppo" / "stage.json").read_text())["after"] for folder in (run, expected))
+    assert after["ema_kl"] == pytest.approx(other["ema_kl"], abs=1e-3) != pytest.approx(after["kl"], abs=1e-2)
+    assert after["ema_reward"] == pytest.approx(other["ema_reward"], abs=1e-3)
