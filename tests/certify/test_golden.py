@@ -215,10 +215,16 @@ def test_compare_finds_steps_that_reported_nothing(golden: dict[Stage, GoldenSta
 def test_compare_finds_values_that_are_infinite(golden: dict[Stage, GoldenStage]) -> None:
     trace = copy(golden["sft"].truth)
     trace.curve[Name("loss", "sft", "loss", "mean")][:2] = [math.inf, -math.inf]
-    assert (
-        "sft in fp32: loss sft loss mean, steps 1 to 10: nan"
-        in report(beyond(golden, "sft", trace), "sft", "fp32")["failure"]
-    )
+    found = beyond(golden, "sft", trace)
+    assert "sft in fp32: loss sft loss mean, steps 1 to 10: nan" in report(found, "sft", "fp32")["failure"]
+    assert found[0].ratio == math.inf, "it is the worst of all, and no ratio that compares with nothing"
+
+
+@pytest.mark.parametrize("comparisons", [1, 40, 10_000])
+def test_reach_of_two_seeds_is_the_closed_form(comparisons: int) -> None:
+    """Student's distribution of one degree of freedom is Cauchy's."""
+    expected = math.tan(math.pi * (0.5 - 1e-3 / comparisons)) * math.sqrt(1.5)
+    assert reach(2, comparisons) == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("stage", GOLDEN)

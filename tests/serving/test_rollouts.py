@@ -200,6 +200,9 @@ def test_weights_that_cannot_be_loaded_leave_the_model_of_the_start(
         assert response.status_code == 400 and "the adapter is of another shape" in response.json()["error"]["message"]
         served = server.client.post("/v1/completions", json=prompt).json()["choices"][0]["token_ids"]
         assert served == expected
+    assert server.put(pack(folders[1]).replace(b"model.norm.weight", b"model.norm.nothing")).status_code >= 400
+    served = server.client.post("/v1/completions", json=prompt).json()["choices"][0]["token_ids"]
+    assert served == expected
     assert server.put(pack(make_adapter(folders[0], tmp_path / "right", 0))).status_code == 200
 
 

@@ -126,6 +126,7 @@ def test_logic_ids_count_the_files_of_the_container(machine, monkeypatch, tmp_pa
         ("1,2,3", 3),
         ("1, 2,3", 1),  # CANN's manual: other characters end the list
         ("1,3,8", 2),  # and so does an id that does not exist
+        ("1,8,2", 1),
         ("0,,1", 1),
         ("2,1", 0),  # ids must rise
         ("1,1", 0),
