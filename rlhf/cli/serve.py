@@ -61,7 +61,9 @@ def serve(
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise DependencyError(f"rlhf serve needs {error.name}; run: pip install 'rlhf[serve]'") from error
+        raise DependencyError(
+            f"rlhf serve needs {error.name}; run: python -m pip install starlette uvicorn prometheus-client"
+        ) from error
     from rlhf.evaluation.models import EvaluationDevice, find_base_model, load_language_model, model_folder
     from rlhf.serving.server import is_loopback, open_port
 

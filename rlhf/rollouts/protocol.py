@@ -56,7 +56,6 @@ class Capabilities(Message):
     model: str
     vocabulary: int
     max_length: int
-    max_tokens: int
     accelerator: str
     precision: str
 

@@ -79,7 +79,6 @@ class RolloutService:
                 model=self._name,
                 vocabulary=self._logits,
                 max_length=model.max_length,
-                max_tokens=self._engine.max_tokens,
                 accelerator=model.device.accelerator.name,
                 precision=model.device.precision.name,
             )

@@ -40,11 +40,7 @@ Version = tuple[int, str]
 
 
 class RolloutServers:
-    """The servers of `ppo.rollout.where`.
-
-    Attributes:
-        drawn: completions drawn so far by this process, over all ranks.
-    """
+    """The servers of `ppo.rollout.where`."""
 
     def __init__(
         self,
@@ -73,7 +69,6 @@ class RolloutServers:
         self._version: Version | None = None
         self._failures: list[str] = []  # of this rank, since the last hand-over
         self._probe = [list(row[:_PROBE_TOKENS]) for row in prompts if len(row) > 1][:_PROBE_ROWS]
-        self.drawn = 0
         self._ledgers: list[Ledger] = []  # on rank 0
 
     def _meet(self, server: RolloutServer) -> Ledger:
@@ -251,7 +246,6 @@ class RolloutServers:
             self._report(failed)
         else:
             self._failures += failed  # rank 0 reports them
-        self.drawn += len(rows) * distributed.world().size
         return self._join([row for row in drawn if row is not None])
 
     def _draw_share(
