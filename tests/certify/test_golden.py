@@ -222,8 +222,8 @@ def test_compare_finds_values_that_are_infinite(golden: dict[Stage, GoldenStage]
 
 @pytest.mark.parametrize("comparisons", [1, 40, 10_000])
 def test_reach_of_two_seeds_is_the_closed_form(comparisons: int) -> None:
-    """Student's distribution of one degree of freedom is Cauchy's."""
-    expected = math.tan(math.pi * (0.5 - 1e-3 / comparisons)) * math.sqrt(1.5)
+    """Student's distribution of one degree of freedom is Cauchy's; half of the alarms are on each side."""
+    expected = math.tan(math.pi * (0.5 - 1e-3 / comparisons / 2)) * math.sqrt(1.5)
     assert reach(2, comparisons) == pytest.approx(expected, rel=1e-3)
 
 
