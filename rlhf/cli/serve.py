@@ -65,7 +65,7 @@ def serve(
             f"rlhf serve needs {error.name}; run: python -m pip install starlette uvicorn prometheus-client"
         ) from error
     from rlhf.evaluation.models import EvaluationDevice, find_base_model, load_language_model, model_folder
-    from rlhf.serving.server import is_loopback, open_port
+    from rlhf.serving.ports import is_loopback, open_port
 
     token = read_token()
     if token is None and not is_loopback(host):

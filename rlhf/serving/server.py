@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
-import errno
-import ipaddress
 import socket
 import threading
 from collections.abc import Callable
 
 import uvicorn
 
-from rlhf.errors import ConfigError
 from rlhf.serving.app import ServedModel
 from rlhf.serving.engine import Engine
+from rlhf.serving.ports import is_loopback
 from rlhf.serving.rollouts import RolloutService
 from rlhf.utils.signals import handle_signals, raise_if_interrupted
 
 _CONNECTIONS = 1024  # at a time
 _GRACE = 600  # seconds that running requests may take after the first signal
-
-
-def open_port(host: str, port: int) -> socket.socket:
-    """Return a socket that listens there.
-
-    Raises:
-        ConfigError: it cannot be opened.
-    """
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=128)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"--port {port}: is in use; choose another") from error
-        raise ConfigError(f"--host {host}, --port {port}: cannot be opened ({error.strerror or error})") from error
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches the address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def serve(

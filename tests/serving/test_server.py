@@ -7,6 +7,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,8 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf.data.prompt_encoding import encode_conversation
 from rlhf.data.records import Message
+from rlhf.launchers.coordinator import find_free_port
 from tests.forks import Forks
-from tests.helpers import llama
+from tests.helpers import llama, user_environment
 from tests.serving.processes import NAME, Server
 
 QUESTION = [{"role": "user", "content": "the cat and the dog"}]
@@ -353,3 +356,17 @@ def test_port_in_use_is_refused_before_the_model_is_loaded(forks: Forks, folder:
         process = forks.start("-m", "rlhf", "serve", str(folder), "--port", port)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 2 and f"--port {port}: is in use; choose another" in errors
+
+
+def test_backend_is_selected_before_torch_is_imported(folder: Path) -> None:
+    """Some vendors' software must be imported first, or set variables before that."""
+    code = (
+        "import os, sys\n"
+        "from rlhf.engine import select\n"
+        "select.select_accelerator = lambda *_: os._exit(77 if 'torch' not in sys.modules else 1)\n"
+        f"sys.argv = ['rlhf', 'serve', {str(folder)!r}, '--rollouts', '--port', '{find_free_port()}']\n"
+        "from rlhf.cli import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=user_environment())
+    assert done.returncode == 77, done.stderr
