@@ -114,11 +114,11 @@ def collate_ppo(
     Returns:
         prompt_ids, prompt_mask (int64), both [B, P]; row_mask (bool) [B]: False for filler rows.
     """
-    rows = [example.prompt_ids[::-1] for example in examples]
-    prompt_ids, prompt_mask = pad_right(rows, policy, maximum, pad_token_id)
+    rows = [example.prompt_ids for example in examples]
+    prompt_ids, prompt_mask = pad_left(rows, policy, maximum, pad_token_id)
     return {
-        "prompt_ids": prompt_ids.flip(1),
-        "prompt_mask": prompt_mask.flip(1),
+        "prompt_ids": prompt_ids,
+        "prompt_mask": prompt_mask,
         "row_mask": _real_mask(examples, real),
     }
 
@@ -270,6 +270,14 @@ def pad_right(
     width = policy.length(int(lengths.max()), maximum)
     ids = torch.tensor([[*row, *[pad_token_id] * (width - len(row))] for row in rows])
     return ids, (torch.arange(width) < lengths[:, None]).long()
+
+
+def pad_left(
+    rows: Sequence[Sequence[int]], policy: ShapePolicy, maximum: int, pad_token_id: int
+) -> tuple[Tensor, Tensor]:
+    """Return what `pad_right` does, padded on the left, so that completions begin in one column."""
+    ids, mask = pad_right([row[::-1] for row in rows], policy, maximum, pad_token_id)
+    return ids.flip(1), mask.flip(1)
 
 
 def _longest_first(rows: list[Row], lengths: Sequence[int]) -> list[Row]:

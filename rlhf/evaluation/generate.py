@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlhf.config.schema import SamplingConfig
-from rlhf.data.batches import pad_right
+from rlhf.data.batches import pad_left, pad_right
 from rlhf.evaluation.models import LanguageModel
 from rlhf.generation.decoder import Decoder
 from rlhf.losses.log_probs import masked
@@ -122,8 +122,7 @@ def _batches(most: int, *columns: Sequence[Ids]) -> Iterator[tuple[int, list[lis
 
 def _left(model: LanguageModel, rows: Sequence[Ids], longest: int) -> tuple[Tensor, Tensor]:
     """Return ids and mask, [B, P] each, padded left, so that completions begin in one column."""
-    ids, mask = pad_right([row[::-1] for row in rows], model.device.shapes, longest, _pad(model))
-    return ids.flip(1), mask.flip(1)
+    return pad_left(rows, model.device.shapes, longest, _pad(model))
 
 
 def _pad(model: LanguageModel) -> Any:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from accelerators import ShapePolicy
 from rlhf.config.schema import SamplingConfig
-from rlhf.data.batches import pad_right
+from rlhf.data.batches import pad_left
 from rlhf.evaluation.models import LanguageModel
 from rlhf.generation.decoder import Decoder, DrawnToken
 from rlhf.generation.rank_groups import PromptBatch
@@ -228,9 +228,9 @@ class Engine:
     def _prompts(self, jobs: Sequence[CompletionJob]) -> PromptBatch:
         device = self.model.device
         longest = self.model.max_length
-        ids, mask = pad_right([[*reversed(job.prompt_ids)] for job in jobs], self.shapes, longest, self._pad_id)
+        ids, mask = pad_left([job.prompt_ids for job in jobs], self.shapes, longest, self._pad_id)
         uniform = torch.stack([self._random_numbers(job.seed) for job in jobs], dim=1)
-        return PromptBatch(*device.accelerator.to_device((ids.flip(1), mask.flip(1), uniform)))
+        return PromptBatch(*device.accelerator.to_device((ids, mask, uniform)))
 
     def _random_numbers(self, seed: int) -> Tensor:
         """Return a number in [0, 1) for each token, [A]."""
