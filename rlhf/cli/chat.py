@@ -7,12 +7,12 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
-from rlhf.cli.options import Options, shared
+from rlhf.cli.options import Options, PolicyStage, RunOrModel, UseAverage, shared
 from rlhf.cli.tables import print_line
 from rlhf.data.prompt_encoding import encode_conversation
 from rlhf.data.records import Message
@@ -33,16 +33,9 @@ _NOTICES = {
 @shared("accelerator", "precision", "seed", "debug")
 def chat(
     options: Options,
-    run_or_model: Annotated[
-        str, typer.Argument(help="Folder of a run or of a model, or a hub name.", metavar="RUN_OR_MODEL")
-    ],
-    stage: Annotated[
-        Literal["sft", "dpo", "ppo"] | None,
-        typer.Option(help="Stage of a run. Default: ppo, dpo or sft, the first that is finished."),
-    ] = None,
-    ema: Annotated[
-        bool, typer.Option("--ema", metavar="", help="Use the moving average of the policy's weights (ppo.ema).")
-    ] = False,
+    run_or_model: RunOrModel,
+    stage: PolicyStage = None,
+    ema: UseAverage = False,
     temperature: Annotated[
         float, typer.Option(min=0, help="Sampling temperature; 0: always the most likely token.", metavar="T")
     ] = 0.7,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -21,6 +21,17 @@ from rlhf.config.trust import admit_code
 from rlhf.errors import ConfigError
 from rlhf.launchers.exit_status import Interrupted
 from rlhf.runs.directory import RunDirectory
+
+RunOrModel = Annotated[
+    str, typer.Argument(help="Folder of a run or of a model, or a hub name.", metavar="RUN_OR_MODEL")
+]
+PolicyStage = Annotated[
+    Literal["sft", "dpo", "ppo"] | None,
+    typer.Option("--stage", help="Stage of a run. Default: ppo, dpo or sft, the first that is finished."),
+]
+UseAverage = Annotated[
+    bool, typer.Option("--ema", metavar="", help="Use the moving average of the policy's weights (ppo.ema).")
+]
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from rich.text import Text
 
-from rlhf.cli.options import Options, shared
+from rlhf.cli.options import Options, PolicyStage, RunOrModel, UseAverage, shared
 from rlhf.cli.tables import print_line
 from rlhf.config.rollout import SERVE_TOKEN, read_token
 from rlhf.errors import ConfigError, DependencyError
@@ -17,16 +17,9 @@ from rlhf.reporting.console import console
 @shared("accelerator", "precision", "debug")
 def serve(
     options: Options,
-    run_or_model: Annotated[
-        str, typer.Argument(help="Folder of a run or of a model, or a hub name.", metavar="RUN_OR_MODEL")
-    ],
-    stage: Annotated[
-        Literal["sft", "dpo", "ppo"] | None,
-        typer.Option(help="Stage of a run. Default: ppo, dpo or sft, the first that is finished."),
-    ] = None,
-    ema: Annotated[
-        bool, typer.Option("--ema", metavar="", help="Use the moving average of the policy's weights (ppo.ema).")
-    ] = False,
+    run_or_model: RunOrModel,
+    stage: PolicyStage = None,
+    ema: UseAverage = False,
     name: Annotated[
         str | None, typer.Option(help="The model's name in requests. Default: RUN_OR_MODEL.", metavar="NAME")
     ] = None,
@@ -41,9 +34,7 @@ def serve(
     ] = 16,
     rollouts: Annotated[
         bool,
-        typer.Option(
-            "--rollouts", metavar="", help="Let a trainer hand over weights and draw (ppo.rollout.where); see below."
-        ),
+        typer.Option("--rollouts", metavar="", help="Let a trainer hand over weights and draw (ppo.rollout.where)."),
     ] = False,
     queue: Annotated[
         int, typer.Option(min=1, help="Completions that may wait; further requests are refused.", metavar="N")
@@ -52,6 +43,8 @@ def serve(
     """Serve a trained model with OpenAI's interface: completions and chat, with streaming.
 
     [bold]rlhf serve runs/a[/]
+
+    [bold]rlhf serve runs/a/sft --rollouts[/]     [dim]# draw for PPO; docs/rollouts.md explains it[/]
 
     The environment variable RLHF_SERVE_TOKEN has the token that requests must send ("Authorization: Bearer TOKEN").
     Without one, only programs on this machine can ask. Ctrl-C finishes the requests that run, a second one ends them.
@@ -80,13 +73,12 @@ def serve(
             device = EvaluationDevice.select(config, options.accelerator)
             model = load_language_model(folder, config, device)
             from rlhf.serving.engine import Engine
+            from rlhf.serving.rollouts import RolloutService
             from rlhf.serving.server import serve as run_server
 
             limit = min(max_tokens, model.max_length)
             engine = Engine(model, max_tokens=limit, batch_size=batch_size, max_waiting=queue)
             name = name or run_or_model
-            from rlhf.serving.rollouts import RolloutService
-
             service = RolloutService(engine, name, config) if rollouts else None
         where = f"{device.accelerator.name} in {device.precision.name}"
         run_server(
