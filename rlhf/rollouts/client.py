@@ -110,7 +110,10 @@ class RolloutServer:
         end = time.monotonic() + timeout
         connection = factory(parts.hostname or "", parts.port, timeout=min(_SHORT, timeout))
         try:
-            connection.connect()
+            try:
+                connection.connect()
+            except TimeoutError as error:
+                raise ServerTimeout(f"it cannot be reached within {connection.timeout:g} seconds") from error
             connection.sock.settimeout(timeout)
             connection.request(method, f"{parts.path}{PATH}/{call}", body, dict(headers))
             answer = connection.getresponse()

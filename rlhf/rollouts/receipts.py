@@ -28,13 +28,6 @@ _MEASURABLE = 0.1  # the largest standard error of a slope that says something
 _NOISE = 0.05  # the largest share of rounding in the square of the trainer's change: it lowers the slope by as much
 
 
-class Gap(NamedTuple):
-    """The difference of two lists of log-probabilities: mean and largest absolute difference, in nats per token."""
-
-    mean: float
-    largest: float
-
-
 class Slope(NamedTuple):
     """The server's change, as a multiple of the trainer's, and its standard error."""
 
@@ -42,10 +35,9 @@ class Slope(NamedTuple):
     error: float
 
 
-def measure_gap(here: np.ndarray, there: np.ndarray) -> Gap:
-    """Compare log-probabilities [N] of the same tokens."""
-    difference = np.abs(here.astype(np.float64) - there)
-    return Gap(float(difference.mean()), float(difference.max()))
+def measure_gap(here: np.ndarray, there: np.ndarray) -> float:
+    """Return the mean absolute difference of log-probabilities [N] of the same tokens, in nats per token."""
+    return float(np.abs(here.astype(np.float64) - there).mean())
 
 
 def regress(change_here: np.ndarray, change_there: np.ndarray) -> Slope:
@@ -75,16 +67,14 @@ class Ledger:
     Attributes:
         precision: the coarser one of trainer and server.
         is_exact: the trainer's own rounding is negligible, as in fp32.
-        gap: of the latest hand-over; None before the first.
+        gap: result of `measure_gap` at the latest hand-over; None before the first.
         slope: of the latest change that was measurable; None before.
-        largest: the largest mean gap so far.
     """
 
     precision: str
     is_exact: bool
-    gap: Gap | None = None
+    gap: float | None = None
     slope: Slope | None = None
-    largest: float = 0.0
     _first: float | None = None
     _latest: tuple[np.ndarray, np.ndarray] | None = None
     _reference: tuple[np.ndarray, np.ndarray] | None = None  # of the last measurable change
@@ -109,18 +99,17 @@ class Ledger:
                 "times the trainer's, expected 1; some layers are missing, or are added twice"
             )
         limit = LIMITS[self.precision]
-        if gap.mean > limit:
+        if gap > limit:
             return (
-                f"its log-probabilities differ by {gap.mean:.2g} nats per token (rounding in {self.precision}: below "
+                f"its log-probabilities differ by {gap:.2g} nats per token (rounding in {self.precision}: below "
                 f"{limit:g}); it may have another model, other weights, or a lower precision than it says"
             )
-        if self._first is not None and gap.mean > max(_GROWTH * self._first, _LEAST[self.precision]):
+        if self._first is not None and gap > max(_GROWTH * self._first, _LEAST[self.precision]):
             return (
-                f"its log-probabilities differ by {gap.mean:.2g} nats per token, after {self._first:.2g} at the first "
+                f"its log-probabilities differ by {gap:.2g} nats per token, after {self._first:.2g} at the first "
                 "hand-over; some of the new weights are rounded, or did not arrive"
             )
-        self._first = gap.mean if self._first is None else self._first
-        self.largest = max(self.largest, gap.mean)
+        self._first = gap if self._first is None else self._first
         self._latest = (here, there)
         if slope is not None or self._reference is None:
             self._reference, self.slope = (here, there), slope

@@ -67,29 +67,22 @@ class ServedModel:
 
     def build(self) -> Starlette:
         """Return the application."""
-        rollouts = self._rollouts
-        calls = (
-            [
+        routes = [
+            Route("/health", self._guard(self._health, needs_token=False)),
+            Route("/metrics", self._guard(self._show_metrics)),
+            Route("/v1/models", self._guard(self._list_models)),
+            Route("/v1/models/{name:path}", self._guard(self._show_model)),
+            Route("/v1/completions", self._guard(self._complete), methods=["POST"]),
+            Route("/v1/chat/completions", self._guard(self._chat), methods=["POST"]),
+        ]
+        if rollouts := self._rollouts:
+            routes += [
                 Route(f"{PATH}/capabilities", self._guard(rollouts.show_capabilities)),
                 Route(f"{PATH}/weights", self._guard(rollouts.take_weights), methods=["PUT"]),
                 Route(f"{PATH}/draw", self._guard(rollouts.draw), methods=["POST"]),
                 Route(f"{PATH}/score", self._guard(rollouts.score), methods=["POST"]),
             ]
-            if rollouts
-            else []
-        )
-        return Starlette(
-            routes=[
-                *calls,
-                Route("/health", self._guard(self._health, needs_token=False)),
-                Route("/metrics", self._guard(self._show_metrics)),
-                Route("/v1/models", self._guard(self._list_models)),
-                Route("/v1/models/{name:path}", self._guard(self._show_model)),
-                Route("/v1/completions", self._guard(self._complete), methods=["POST"]),
-                Route("/v1/chat/completions", self._guard(self._chat), methods=["POST"]),
-            ],
-            exception_handlers={404: _describe_status, 405: _describe_status},
-        )
+        return Starlette(routes=routes, exception_handlers={404: _describe_status, 405: _describe_status})
 
     def _guard(
         self, handle: Callable[[Request], Awaitable[Response]], *, needs_token: bool = True
@@ -155,7 +148,7 @@ class ServedModel:
         exchange = Exchange(self.engine, self.name, parsed)
         exchange.submit()
         if parsed.stream:
-            return StreamingResponse(self._send(exchange), media_type="text/event-stream")
+            return StreamingResponse(self._send(exchange, request.url.path), media_type="text/event-stream")
         waiting = asyncio.ensure_future(exchange.respond())
         leaving = asyncio.ensure_future(_wait_for_disconnect(request))
         try:
@@ -169,7 +162,7 @@ class ServedModel:
             leaving.cancel()
             self._metrics.count(exchange)
 
-    async def _send(self, exchange: Exchange) -> AsyncIterator[str]:
+    async def _send(self, exchange: Exchange, path: str) -> AsyncIterator[str]:
         start = time.monotonic()
         try:
             async for event in exchange.stream():
@@ -179,7 +172,6 @@ class ServedModel:
         finally:
             exchange.cancel()
             self._metrics.count(exchange)
-            path = "/v1/chat/completions" if exchange.is_chat else "/v1/completions"
             self._metrics.seconds.labels(path).observe(time.monotonic() - start)
 
 

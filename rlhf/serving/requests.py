@@ -33,10 +33,7 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
 }
 """Parameters that are not implemented, with the values that ask for nothing."""
 
-
 _ALTERNATIVE = re.compile(r"str|list\[.*\]")  # pydantic names the type that it has tried
-
-
 _MESSAGES = {"extra_forbidden": "unknown parameter; remove it", "missing": "is missing"}
 
 

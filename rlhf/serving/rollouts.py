@@ -23,8 +23,9 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from accelerators import ShapePolicy
 from rlhf.config.schema import Config, SamplingConfig
-from rlhf.data.batches import pad_right
+from rlhf.data.batches import pad_left, pad_right
 from rlhf.evaluation.models import load_language_model
 from rlhf.generation.decoder import Decoder
 from rlhf.generation.rank_groups import PromptBatch
@@ -203,8 +204,7 @@ class RolloutService:
         model, count = self._engine.model, len(asked.prompts)
         decoder = self._find_decoder(asked.tokens, asked.end_ids)
         pad: Any = model.tokenizer.pad_token_id
-        ids = torch.tensor([[*[pad] * (asked.width - len(row)), *row] for row in asked.prompts])
-        mask = torch.tensor([[0] * (asked.width - len(row)) + [1] * len(row) for row in asked.prompts])
+        ids, mask = pad_left(asked.prompts, ShapePolicy("static"), asked.width, pad)
         uniform = torch.from_numpy(asked.uniform.reshape(count, asked.tokens).T.copy())
         prompts = PromptBatch(*model.device.accelerator.to_device((ids, mask, uniform)))
         with model.device.forward_context(f"{count} completions"):

@@ -42,7 +42,7 @@ def serve(
     config = uvicorn.Config(
         model.build(),
         log_config=None,
-        log_level="critical",  # the application reports errors; requests that a second signal cancels are none
+        log_level="critical",  # the application reports errors; a request that is cancelled at the end is no error
         access_log=False,
         limit_concurrency=_CONNECTIONS,
         timeout_graceful_shutdown=_GRACE,

@@ -221,5 +221,4 @@ def test_regression_is_that_of_the_closed_form() -> None:
     assert slope.value == pytest.approx(expected, rel=1e-5)
     assert slope.error == pytest.approx(math.sqrt(residual / 499 / (x @ x)), rel=1e-5)
     assert math.isinf(regress(np.zeros(3), np.ones(3)).error)
-    gap = measure_gap(np.float32([-1, -2]), np.float32([-1.5, -2.1]))
-    assert gap.mean == pytest.approx(0.3) and gap.largest == pytest.approx(0.5)
+    assert measure_gap(np.float32([-1, -2]), np.float32([-1.5, -2.1])) == pytest.approx(0.3)

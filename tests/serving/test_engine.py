@@ -16,19 +16,9 @@ from rlhf.config.schema import SamplingConfig, build_config
 from rlhf.errors import ModelError
 from rlhf.evaluation.models import EvaluationDevice, LanguageModel, load_language_model
 from rlhf.serving.engine import CompletionJob, Engine, QueueFull
-from tests.helpers import llama
 
 GREEDY = SamplingConfig(temperature=0)
 PROMPTS = ([5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [20], [11, 12, 13, 14])
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
-    """A model whose greedy completions do not repeat one token."""
-    folder = tmp_path_factory.mktemp("model")
-    llama(len(tokenizer), initializer_range=0.5).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(params=["dynamic", "bucketed", "static"])

@@ -24,18 +24,10 @@ from rlhf.data.prompt_encoding import encode_conversation
 from rlhf.data.records import Message
 from rlhf.launchers.coordinator import find_free_port
 from tests.forks import Forks
-from tests.helpers import llama, user_environment
+from tests.helpers import user_environment
 from tests.serving.processes import NAME, Server
 
 QUESTION = [{"role": "user", "content": "the cat and the dog"}]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    llama(len(tokenizer), initializer_range=0.5).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

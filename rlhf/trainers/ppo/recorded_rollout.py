@@ -35,10 +35,11 @@ class StepContents:
     keeps_log_probs: bool = False
 
     @classmethod
-    def of(cls, rows: list[int], prompts: Batch, generator: torch.Generator) -> StepContents:
+    def of(cls, rows: list[int], prompts: Batch, generator: torch.Generator, *, keeps_log_probs: bool) -> StepContents:
         """Start with this rank's rows, their prompts on the host, and the generator before anything is drawn."""
         state = zlib.crc32(generator.get_state().numpy().tobytes())
-        return cls(rows, {"rows": digest_batches([prompts]), "generator": state})
+        digests = {"rows": digest_batches([prompts]), "generator": state}
+        return cls(rows, digests, keeps_log_probs=keeps_log_probs)
 
     def add(self, rollout: Rollout, scores: Scores, *, given: bool) -> None:
         """Add the rollout and its rewards; `given`: those of a program, not of the settings."""

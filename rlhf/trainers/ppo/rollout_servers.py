@@ -284,7 +284,7 @@ class RolloutServers:
 
     def metrics(self) -> Metrics:
         """Return the numbers of the latest hand-over: those of the worst server."""
-        gaps = [ledger.gap.mean for ledger in self._ledgers if ledger.gap]
+        gaps = [ledger.gap for ledger in self._ledgers if ledger.gap is not None]
         slopes = [ledger.slope.value for ledger in self._ledgers if ledger.slope]
         metrics: Metrics = {"rollout_servers": float(len(self._usable))}
         if gaps:
@@ -295,7 +295,7 @@ class RolloutServers:
 
     def _report(self, failed: Sequence[str]) -> None:
         for line in failed:
-            self._context.say(f"ppo: rollout server {line}; the others drew its share")
+            self._context.say(f"ppo: rollout server {line}; the others replace it until the next hand-over")
 
     def _nobody_left(self, failed: Sequence[str]) -> RunError:
         return RunError(

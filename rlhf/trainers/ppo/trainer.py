@@ -213,8 +213,9 @@ class PPOTrainer:
         """
         sums = MetricSums()
         own = self.prompts(index)
-        self._contents = StepContents.of(self.batches.own_numbers(index), own, self.decoder.random)
-        self._contents.keeps_log_probs = self.servers is not None
+        self._contents = StepContents.of(
+            self.batches.own_numbers(index), own, self.decoder.random, keeps_log_probs=self.servers is not None
+        )
         prompts = self.accelerator.to_device(own)
         experience = self.collect(prompts, sums, self.examples(index), reward_fn)
         self.experience = replace(experience, passes=())
