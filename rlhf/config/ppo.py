@@ -336,6 +336,11 @@ class PPOConfig(TrainingConfig):
                     "rollout", "has no effect without ppo.rollout.where; set that too, or remove this section"
                 )
             return self
+        if self.rollout.correction == "none" and self.rollout.staleness:
+            raise error_at(
+                "rollout.staleness",
+                "1 trains on what older weights have drawn, which needs ppo.rollout.correction; set tis or mis, or 0",
+            )
         if self.rollout.correction == "none" and self.rollout.correction_limit != RolloutConfig().correction_limit:
             raise error_at("rollout.correction_limit", "has no effect without ppo.rollout.correction; set that too")
         if self.sampling.top_k or self.sampling.top_p < 1:

@@ -68,11 +68,16 @@ class RolloutConfig(ConfigModel):
         description="what servers receive after each step: the LoRA adapter, which they add to the model that they "
         "were started with, or the files of the whole model; empty: adapter with LoRA, else files",
     )
+    staleness: Literal[0, 1] = Field(
+        0,
+        description="steps by which the weights that draw a rollout are older than those that are trained on it: with "
+        "1, servers draw the next rollout while this one trains, which needs a correction",
+    )
     correction: Correction = Field(
         "none",
-        description="weights of tokens in the policy's loss, for servers that draw from slightly other probabilities "
-        "(another precision): the ratio of trained and drawn probability, truncated at the limit (tis), or 0 beyond "
-        "the limit (mis); none: all are 1",
+        description="weights of tokens in the policy's loss, for servers that draw from other probabilities (another "
+        "precision, older weights): the ratio of trained and drawn probability, truncated at the limit (tis), or 0 "
+        "beyond the limit (mis); none: all are 1",
     )
     correction_limit: float = Field(
         2.0, gt=1, description="largest weight, and of mis 1 / the smallest one that is not 0"

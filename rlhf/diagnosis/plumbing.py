@@ -92,10 +92,13 @@ def _describe_start(subject: Subject) -> str | None:
 
 def _describe_rollouts(subject: Subject) -> str:
     count, largest = len(subject.stage.curve("draw_gap").steps), subject.stage.curve("draw_gap_max").values
-    drawn = (
-        f"rollouts of {count:,} of {count:,} steps were drawn from the weights that were trained; largest gap of a "
-        f"token {max(largest):.1g} nats"
-    )
+    if subject.config.ppo.rollout.staleness:
+        drawn = f"rollouts of {count:,} steps but the first were drawn ahead, from the weights of the step before"
+    else:
+        drawn = (
+            f"rollouts of {count:,} of {count:,} steps were drawn from the weights that were trained; largest gap of a "
+            f"token {max(largest):.1g} nats"
+        )
     if not (gaps := subject.stage.curve("handover_gap").values):
         return drawn
     slopes = subject.stage.curve("handover_slope").values or [1.0]

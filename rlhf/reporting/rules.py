@@ -119,6 +119,8 @@ def _drawing(reading: Reading) -> str | None:
     precision, gap, first_gap = reading.precision, reading.now["draw_gap"], reading.first.get("draw_gap")
     if reading.config.ppo.generation_exact and gap:
         return f"drawn log-probabilities are not exactly those of training: the gap is {gap:.2g} nats per token"
+    if reading.config.ppo.rollout.staleness and reading.now != reading.first:  # of the weights before
+        return None
     if reading.config.ppo.rollout.where:  # of another precision, perhaps; the hand-over has compared the weights
         limit = _GAP_GROWTH * max(reading.now.get("handover_gap", 0.0), _MIN_GAP_LIMIT["fp32"])
         if gap > limit:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -52,6 +54,8 @@ class RolloutServer:
         """Remember the address; each call may take `timeout` seconds."""
         self.url, self.receipt = url, ""
         self._timeout = timeout
+        self._connection: http.client.HTTPConnection | None = None  # of the call that is being made
+        self._is_closed = False
 
     def capabilities(self) -> Capabilities:
         """Ask what the server has loaded."""
@@ -63,6 +67,13 @@ class RolloutServer:
         headers = {"Content-Length": str(os.path.getsize(archive))}
         with archive.open("rb") as file:
             self.receipt = self._call("PUT", "weights", Receipt, file, headers).receipt
+
+    def close(self) -> None:
+        """End the call that another thread makes, and refuse further ones."""
+        self._is_closed = True
+        if (connection := self._connection) and connection.sock:
+            with suppress(OSError):  # it has just ended
+                connection.sock.shutdown(socket.SHUT_RDWR)
 
     def draw(self, request: DrawRequest, vocabulary: int) -> list[DrawnRow]:
         """Have completions drawn; `vocabulary` is the number of tokens."""
@@ -115,6 +126,9 @@ class RolloutServer:
             except TimeoutError as error:
                 raise ServerTimeout(f"it cannot be reached within {connection.timeout:g} seconds") from error
             connection.sock.settimeout(timeout)
+            self._connection = connection
+            if self._is_closed:
+                raise ServerError("the stage has ended")
             connection.request(method, f"{parts.path}{PATH}/{call}", body, dict(headers))
             answer = connection.getresponse()
             content = bytearray()
@@ -129,6 +143,7 @@ class RolloutServer:
         except ValueError as error:  # such as a host name that cannot be encoded
             raise ServerError("its address cannot be used") from error
         finally:
+            self._connection = None
             connection.close()
         if answer.status != 200:
             raise ServerError(f"it refuses {call!r}: {_read_reason(content)} (status {answer.status})")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
@@ -75,6 +76,9 @@ class StageContext:
 
     observation: ObservationPoint = field(default_factory=ObservationPoint)
     """Where steps report their tensors; `observation.observer` receives them."""
+
+    exits: ExitStack = field(default_factory=ExitStack)
+    """What ends with the stage, and with an error too."""
 
     def say(self, line: str) -> None:
         """Print a line on rank 0."""

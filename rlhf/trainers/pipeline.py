@@ -109,7 +109,8 @@ def stage_context(
         if config.record_steps:
             recorder.steps.begin(describe_session(context))
         record_models(context)
-        yield context
+        with context.exits:
+            yield context
 
 
 def describe_session(context: StageContext) -> dict[str, Any]:

@@ -48,13 +48,13 @@ def prompt(*ids: int) -> Prompt:
 PROMPT = prompt(1, 2)
 
 
-def tokenizer() -> Any:
+def tokenizer(*, padding: str = "<end>") -> Any:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<end>"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>")
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token=padding)
 
 
 def _number(columns: Tensor) -> Tensor:

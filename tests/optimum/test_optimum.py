@@ -112,7 +112,9 @@ OTHERS = [
 """The same in other ways."""
 
 
-def build(accelerator: Accelerator, folder: Path, changes: dict[str, Any], seed: int) -> PPOTrainer:
+def build(
+    accelerator: Accelerator, folder: Path, changes: dict[str, Any], seed: int, *, padding: str = "<end>"
+) -> PPOTrainer:
     adamw = {"learning_rate": 4e-3, "warmup": 0.02, "min_lr_ratio": 0.0}
     settings = {
         "batch_size": 768,
@@ -132,7 +134,7 @@ def build(accelerator: Accelerator, folder: Path, changes: dict[str, Any], seed:
     models = ppo_models(actor, reference, critic, TableOfRewards(seed=seed))
     prompts = [PROMPT] * context.config.ppo.batch_size
     accelerator.seed(seed)
-    return PPOTrainer(context, models, tokenizer(), StageData(prompts, prompts[:1], []))
+    return PPOTrainer(context, models, tokenizer(padding=padding), StageData(prompts, prompts[:1], []))
 
 
 @pytest.mark.slow  # in the default suite, tests/reference compares their steps

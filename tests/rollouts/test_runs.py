@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -26,30 +26,6 @@ from tests.serving.processes import Server
 from tests.trainers.test_keys import RECORDS, table
 
 CALLS = "/rollouts/v1"
-
-
-@pytest.fixture(scope="module")
-def begun(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose SFT and reward model are finished."""
-    folder = tmp_path_factory.mktemp("begun") / "run"
-    shutil.copytree(finished_run, folder, ignore=lambda path, names: ["ppo"] if "sft" in names else [])
-    return folder
-
-
-@pytest.fixture
-def serve(forks: Any, begun: Path) -> Iterator[Callable[..., Server]]:
-    """Start rollout servers, and end them after the test."""
-    started: list[Server] = []
-
-    def start_server(*options: str, model: Path | None = None, **settings: Any) -> Server:
-        started.append(Server(forks, model or begun / "sft" / "model", "--rollouts", *options, **settings))
-        return started[-1]
-
-    yield start_server
-    for server in started:
-        if server.process.poll() is None:
-            os.killpg(server.process.pid, signal.SIGKILL)
-            server.process.communicate()
 
 
 def where(*servers: Any) -> str:

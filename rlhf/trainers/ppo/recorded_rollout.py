@@ -35,9 +35,9 @@ class StepContents:
     keeps_log_probs: bool = False
 
     @classmethod
-    def of(cls, rows: list[int], prompts: Batch, generator: torch.Generator, *, keeps_log_probs: bool) -> StepContents:
+    def of(cls, rows: list[int], prompts: Batch, generator_state: Tensor, *, keeps_log_probs: bool) -> StepContents:
         """Start with this rank's rows, their prompts on the host, and the generator before anything is drawn."""
-        state = zlib.crc32(generator.get_state().numpy().tobytes())
+        state = zlib.crc32(generator_state.numpy().tobytes())
         digests = {"rows": digest_batches([prompts]), "generator": state}
         return cls(rows, digests, keeps_log_probs=keeps_log_probs)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tarfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +68,11 @@ class RolloutServers:
         self._usable = list(range(len(self._servers)))
         self._version: Version | None = None
         self._failures: list[str] = []  # of this rank, since the last hand-over
+        self._end_ids = decoder.eos_ids.tolist()
+        self._thread = ThreadPoolExecutor(1, "rollout")
+        self._drawing: Future[tuple[list[DrawnRow], list[str]]] | None = None
+        for server in self._servers:
+            context.exits.callback(server.close)  # a call must not hold up the end of the process
         self._probe = [list(row[:_PROBE_TOKENS]) for row in prompts if len(row) > 1][:_PROBE_ROWS]
         self._ledgers: list[Ledger] = []  # on rank 0
 
@@ -113,6 +118,8 @@ class RolloutServers:
             ConfigError: before the first step, a server cannot be reached, has another model, or confirms no weights.
             DivergedError: the policy's numbers are not finite.
         """
+        if self._drawing:
+            wait([self._drawing])
         if version == self._version:
             return
         for lines in distributed.all_gather_objects(self._failures):
@@ -210,19 +217,36 @@ class RolloutServers:
 
     # --- draw
 
-    def draw(self, prompts: Batch, uniform: Tensor) -> Completions:
-        """Have this rank's prompts completed.
+    def request(self, prompts: Batch, uniform: Tensor) -> Callable[[], list[DrawnRow]]:
+        """Begin to have this rank's prompts completed, and return a function that waits for the completions.
+
+        The servers keep their weights until these are drawn: `hand_over` waits too.
 
         Args:
             prompts: `prompt_ids` and `prompt_mask`, [B, P].
             uniform: random numbers, [A, B].
 
         Raises:
-            RunError: every server has failed.
+            RunError: (by the function) every server has failed.
         """
         ids, mask = prompts["prompt_ids"].tolist(), prompts["prompt_mask"].tolist()
         rows = [[token for token, here in zip(*row) if here] for row in zip(ids, mask)]
         numbers = np.array(uniform.T.tolist(), np.float32)
+        self._drawing = drawing = self._thread.submit(self._draw, rows, numbers, len(ids[0]))
+
+        def wait_for_rows() -> list[DrawnRow]:
+            drawn, failed = drawing.result()
+            if distributed.world().is_main:
+                self._report(failed)
+            else:
+                self._failures += failed  # rank 0 reports them
+            failed.clear()
+            return drawn
+
+        return wait_for_rows
+
+    def _draw(self, rows: list[list[int]], numbers: np.ndarray, width: int) -> tuple[list[DrawnRow], list[str]]:
+        """Return the completions of rows, and which servers have failed; nothing here touches the device."""
         drawn: list[DrawnRow | None] = [None] * len(rows)
         failed: list[str] = []
         while missing := [index for index, row in enumerate(drawn) if row is None]:
@@ -231,7 +255,7 @@ class RolloutServers:
             shares = np.array_split(np.array(missing), min(len(usable), len(missing)))
             with ThreadPoolExecutor(len(shares)) as threads:
                 asked = [
-                    threads.submit(self._draw_share, self._servers[number], share.tolist(), rows, numbers, len(ids[0]))
+                    threads.submit(self._draw_share, self._servers[number], share.tolist(), rows, numbers, width)
                     for number, share in zip(usable, shares)
                 ]
             for number, share, answer in zip(usable, shares, asked):
@@ -242,28 +266,24 @@ class RolloutServers:
                     self._usable.remove(number)  # of this rank, until the next hand-over
                     self._servers[number].receipt = ""
                     failed.append(f"{self._servers[number].url}: {error}")
-        if distributed.world().is_main:
-            self._report(failed)
-        else:
-            self._failures += failed  # rank 0 reports them
-        return self._join([row for row in drawn if row is not None])
+        return [row for row in drawn if row is not None], failed
 
     def _draw_share(
         self, server: RolloutServer, share: Sequence[int], rows: list[list[int]], numbers: np.ndarray, width: int
     ) -> list[DrawnRow]:
-        decoder = self._decoder
         request = DrawRequest(
             receipt=server.receipt,
             prompts=[rows[index] for index in share],
             width=width,
             uniform=numbers[share].ravel(),
-            tokens=decoder.max_new_tokens,
+            tokens=self._decoder.max_new_tokens,
             temperature=self._context.config.ppo.sampling.temperature,
-            end_ids=decoder.eos_ids.tolist(),
+            end_ids=self._end_ids,
         )
         return server.draw(request, self._vocabulary)
 
-    def _join(self, rows: Sequence[DrawnRow]) -> Completions:
+    def join(self, rows: Sequence[DrawnRow]) -> Completions:
+        """Return the completions of one rank as tensors on the device, [B, A]."""
         decoder = self._decoder
         columns = decoder.shapes.length(max(len(row.ids) for row in rows), decoder.max_new_tokens)
 

@@ -46,6 +46,7 @@ from rlhf.models.lora import without_adapters
 from rlhf.models.tokenizers import find_end_tokens
 from rlhf.reporting.step_records import RankStep
 from rlhf.trainers.context import StageContext
+from rlhf.trainers.ppo.ahead import RolloutsAhead
 from rlhf.trainers.ppo.evaluation import Approves, HeldoutPrompts
 from rlhf.trainers.ppo.exact import check_exact
 from rlhf.trainers.ppo.experience import Experience, ForwardPass, MicroBatcher, Rollout, Scores, join_rows
@@ -194,10 +195,13 @@ class PPOTrainer:
         is_known = context.model_flops is not None
         self._step_bytes = count_step_bytes(self.actor, self.decoder.rank_group) if is_known else None
         self.servers: RolloutServers | None = None
+        self.ahead: RolloutsAhead | None = None
         self._weights = "policy"  # those that the actor has: the policy's, or their average
         if settings.rollout.where:
             texts = [example.prompt_ids for example in data.train if isinstance(example, Prompt)]
             self.servers = RolloutServers(context, self.actor, tokenizer, self.decoder, texts)
+            if settings.rollout.staleness:
+                self.ahead = RolloutsAhead(self.servers, self.decoder, self.prompts, self.total_steps)
         if settings.generation_exact:
             check_exact(context, self.actor, self.decoder, self.score_policy)
 
@@ -214,10 +218,13 @@ class PPOTrainer:
         sums = MetricSums()
         own = self.prompts(index)
         self._contents = StepContents.of(
-            self.batches.own_numbers(index), own, self.decoder.random, keeps_log_probs=self.servers is not None
+            self.batches.own_numbers(index),
+            own,
+            self.ahead.generator_state(index) if self.ahead else self.decoder.random.get_state(),
+            keeps_log_probs=self.servers is not None,
         )
         prompts = self.accelerator.to_device(own)
-        experience = self.collect(prompts, sums, self.examples(index), reward_fn)
+        experience = self.collect(prompts, sums, self.examples(index), reward_fn, index=index)
         self.experience = replace(experience, passes=())
         with self.context.phases("training"):
             updates, rates = self.update(experience, index, sums)
@@ -273,10 +280,12 @@ class PPOTrainer:
         sums: MetricSums,
         examples: Sequence[Prompt] = (),
         reward_fn: RewardFunction | None = None,
+        *,
+        index: int = 0,
     ) -> Experience:
-        """Draw and score completions of this rank's `prompts`, and estimate advantages; add metrics to `sums`."""
+        """Draw and score completions of step `index`'s `prompts`, and estimate advantages; add metrics to `sums`."""
         with self.context.phases("generation"):
-            rollout = self.generate(prompts) if self.given is None else self._restore(prompts, self.given)
+            rollout = self._draw(prompts, index)
             self.decoder.release_if_large()
         report_rollout(self.context.observation, rollout)
         if self.decoder.steps:
@@ -336,7 +345,8 @@ class PPOTrainer:
             with self.context.phases.running("generation"):
                 self.servers.hand_over((self.actor.steps, self._weights))
                 numbers = self.decoder.draw_numbers(len(prompts["prompt_ids"]))
-                return self.join(prompts, self.servers.draw(prompts, numbers))
+                rows = self.servers.request(prompts, numbers)()
+                return self.join(prompts, self.servers.join(rows))
         with (
             self.context.phases.running("generation"),
             generation_mode(self.actor, self.decoder.rank_group, layout=self._weight_layout) as model,
@@ -349,10 +359,22 @@ class PPOTrainer:
         self.accelerator.step_boundary("rollout/end")
         return self.join(prompts, completions)
 
-    def _restore(self, prompts: Batch, given: RankStep) -> Rollout:
-        """Return a recorded rollout; the generator moves on as if it had been drawn."""
-        self.decoder.skip(len(prompts["prompt_ids"]))
-        return self.join(prompts, restore_completions(given, self.tokenizer.pad_token_id, self.accelerator))
+    def _draw(self, prompts: Batch, index: int) -> Rollout:
+        """Return the rollout of step `index`: drawn now, drawn ahead by servers, or a recorded one.
+
+        With a recorded one the generator moves on as if it had been drawn.
+        """
+        if self.given:
+            if self.ahead:
+                self.ahead.take(index, None)
+            else:
+                self.decoder.skip(len(prompts["prompt_ids"]))
+            return self.join(prompts, restore_completions(self.given, self.tokenizer.pad_token_id, self.accelerator))
+        if not self.ahead or not self.servers:
+            return self.generate(prompts)
+        with self.context.phases.running("generation"):
+            rows = self.ahead.take(index, (self.actor.steps, self._weights))
+        return self.join(prompts, self.servers.join(rows))
 
     def join(self, prompts: Batch, completions: Completions) -> Rollout:
         """Return the rollout of prompts and their completions."""
@@ -596,12 +618,15 @@ class PPOTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs in addition to the engines."""
-        return self.shaping.state_dict() | {"random": self.decoder.random.get_state()}
+        ahead = {"ahead": self.ahead.state_dict()} if self.ahead else {}
+        return self.shaping.state_dict() | {"random": self.decoder.random.get_state(), **ahead}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
         self.shaping.load_state_dict(state)
         self.decoder.random.set_state(state["random"])
+        if self.ahead:
+            self.ahead.load_state_dict(state["ahead"])
 
 
 def action_values(token_values: Tensor, completion_length: int) -> Tensor:

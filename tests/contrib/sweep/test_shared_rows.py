@@ -50,6 +50,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "ppo.ptx_length": {"ppo.ptx_coef": 1.0},
     "ppo.rollout.correction": _SERVER | {"ppo.rollout.correction": "tis"},
     "ppo.rollout.correction_limit": _SERVER | {"ppo.rollout.correction": "tis", "ppo.rollout.correction_limit": 3.0},
+    "ppo.rollout.staleness": _SERVER | {"ppo.rollout.correction": "tis", "ppo.rollout.staleness": 1},
     "ppo.rollout.timeout": _SERVER | {"ppo.rollout.timeout": 5.0},
     "ppo.rollout.weights": _SERVER | {"ppo.rollout.weights": "files"},
     "ppo.stop": {

@@ -1,0 +1,105 @@
+"""Rollouts one step ahead: servers draw the next one while this one trains (`ppo.rollout.staleness: 1`).
+
+Step k then trains on completions that were drawn from the weights after k - 1 steps, and so do its weights of tokens
+(`ppo.rollout.correction`). Those of the first two steps come from the first weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf.data.batches import Batch
+from rlhf.engine import distributed
+from rlhf.generation.decoder import Decoder
+from rlhf.rollouts.protocol import DrawnRow
+from rlhf.trainers.ppo.rollout_servers import RolloutServers, Version
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A rollout that servers draw, or have drawn: `wait` returns this rank's rows."""
+
+    index: int
+    generator_state: Tensor  # before its random numbers
+    wait: Callable[[], Sequence[DrawnRow]]
+
+
+class RolloutsAhead:
+    """The rollout of the next step."""
+
+    def __init__(
+        self, servers: RolloutServers, decoder: Decoder, prompts: Callable[[int], Batch], total_steps: int
+    ) -> None:
+        """Prepare to draw.
+
+        Args:
+            servers: draw.
+            decoder: draws the random numbers.
+            prompts: returns this rank's prompts of a step, by its index.
+            total_steps: of the stage: nothing is drawn after them.
+        """
+        self._servers, self._decoder, self._prompts, self._total_steps = servers, decoder, prompts, total_steps
+        self._next: _Request | None = None
+
+    def generator_state(self, index: int) -> Tensor:
+        """Return the state of the decoder's generator before the random numbers of step `index`."""
+        request = self._find(index)
+        return request.generator_state if request else self._decoder.random.get_state()
+
+    def take(self, index: int, version: Version | None) -> Sequence[DrawnRow]:
+        """Return this rank's completions of step `index`, and have those of the next step drawn from `version`.
+
+        Without a version nothing is drawn, and only the generator moves on as if it were.
+
+        Raises:
+            RunError: every server has failed.
+        """
+        # There is none for the first step, and for the one after a step that was left out.
+        request = self._find(index) or self._request(index, version)
+        rows = request.wait()
+        self._next = self._request(index + 1, version) if index + 1 < self._total_steps else None
+        return rows
+
+    def _find(self, index: int) -> _Request | None:
+        return self._next if self._next and self._next.index == index else None
+
+    def _request(self, index: int, version: Version | None) -> _Request:
+        state, prompts = self._decoder.random.get_state(), self._prompts(index)
+        numbers = self._decoder.draw_numbers(len(prompts["prompt_ids"]))
+        if version is None:
+            return _Request(index, state, lambda: ())
+        self._servers.hand_over(version)
+        return _Request(index, state, self._servers.request(prompts, numbers))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the next step's rollout, once it is drawn, of all ranks; empty if there is none."""
+        if self._next is None:
+            return {}
+        rows = [row for part in distributed.all_gather_objects(list(self._next.wait())) for row in part]
+        log_probs = [torch.from_numpy(row.log_probs) for row in rows]
+        return {
+            "index": self._next.index,
+            "generator": self._next.generator_state,
+            "ids": [torch.tensor(row.ids) for row in rows],
+            "log_probs": log_probs,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self._next = None
+        if not state:
+            return
+        rank, size = distributed.world().rank, distributed.world().size
+        count = len(state["ids"]) // size
+        own = slice(rank * count, (rank + 1) * count)
+        rows = [
+            DrawnRow(ids=ids.tolist(), log_probs=np.array(log_probs.tolist(), np.float32))
+            for ids, log_probs in zip(state["ids"][own], state["log_probs"][own])
+        ]
+        self._next = _Request(state["index"], state["generator"], lambda: rows)
