@@ -58,6 +58,10 @@ def settings(work: dict[str, Any], output: str) -> dict[str, Any]:
     ppo = rows | {"ppo_epochs": 1, "steps": 100_000, "actor": work["model"], "reward_model": work["model"]}
     if work.get("generation_exact"):
         ppo["generation_exact"] = True
+    if "rollout" in work:
+        ppo["rollout"] = work["rollout"]
+    if work.get("lora"):
+        values |= {"lora": {"rank": work["lora"]}}
     if work["stage"] == "rollout":
         ppo["estimator"] = "reinforce++"
         values |= {"lora": {"rank": 8}} if work["parameters"] > LARGE else {}
@@ -133,7 +137,7 @@ def time_phases(ppo: Any, recorder: Any) -> Callable[[int], dict[str, float]]:
 
         return run_timed
 
-    ppo.generate, ppo.score = add_timer("generation", ppo.generate), add_timer("scoring", ppo.score)
+    ppo.draw, ppo.score = add_timer("generation", ppo.draw), add_timer("scoring", ppo.score)
 
     def step(index: int) -> dict[str, float]:
         seconds.clear()

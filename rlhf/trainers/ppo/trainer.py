@@ -285,7 +285,7 @@ class PPOTrainer:
     ) -> Experience:
         """Draw and score completions of step `index`'s `prompts`, and estimate advantages; add metrics to `sums`."""
         with self.context.phases("generation"):
-            rollout = self._draw(prompts, index)
+            rollout = self.draw(prompts, index)
             self.decoder.release_if_large()
         report_rollout(self.context.observation, rollout)
         if self.decoder.steps:
@@ -359,7 +359,7 @@ class PPOTrainer:
         self.accelerator.step_boundary("rollout/end")
         return self.join(prompts, completions)
 
-    def _draw(self, prompts: Batch, index: int) -> Rollout:
+    def draw(self, prompts: Batch, index: int) -> Rollout:
         """Return the rollout of step `index`: drawn now, drawn ahead by servers, or a recorded one.
 
         With a recorded one the generator moves on as if it had been drawn.
