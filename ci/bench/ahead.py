@@ -21,6 +21,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def main() -> None:
                 environment = ONE_THREAD | {"PYTHONPATH": str(ROOT)}
                 return Worker(command, errors=folder / side / "log", environment=environment)
 
-            measured.measure({side: (lambda side=side: start(side)) for side in (IN_TURN, AHEAD)})
+            measured.measure({side: partial(start, side) for side in (IN_TURN, AHEAD)})
     sides = measured.sides()
     measured.finish([row(sides, what)])
     for side, facts in sides.items():

@@ -72,6 +72,7 @@ def serve(
         with console.status(Text(f"loading {folder}")):
             device = EvaluationDevice.select(config, options.accelerator)
             model = load_language_model(folder, config, device)
+            from rlhf.serving.decoder_rollouts import DecoderRollouts
             from rlhf.serving.engine import Engine
             from rlhf.serving.rollouts import RolloutService
             from rlhf.serving.server import serve as run_server
@@ -79,7 +80,7 @@ def serve(
             limit = min(max_tokens, model.max_length)
             engine = Engine(model, max_tokens=limit, batch_size=batch_size, max_waiting=queue)
             name = name or run_or_model
-            service = RolloutService(engine, name, config) if rollouts else None
+            service = RolloutService(DecoderRollouts(engine, name, config)) if rollouts else None
         where = f"{device.accelerator.name} in {device.precision.name}"
         run_server(
             engine,

@@ -86,12 +86,12 @@ class Engine:
         self.shapes = ShapePolicy("bucketed") if device.shapes.kind == "static" else device.shapes
         self._pad_id: Any = model.tokenizer.pad_token_id
         self._decoder = self.make_decoder(max_tokens, model.end_ids)
-        self._calls: deque[Callable[[], None]] = deque()
+        self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._restore_weights: Callable[[], None] | None = None
         self._convert_weights()
         self._jobs: deque[CompletionJob] = deque()
         self._changed = threading.Condition()
-        self._closed = False
+        self._closed = self._ended = False
 
     def make_decoder(self, tokens: int, end_ids: Sequence[int]) -> Decoder:
         """Return a decoder for completions of up to `tokens` tokens, which the `end_ids` end."""
@@ -122,20 +122,17 @@ class Engine:
             self._restore_weights = prepare(self.model.module, keep=False)
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Run a function on the engine's thread, after the batch that is being drawn."""
+        """Run a function on the engine's thread, after the batch that is being drawn.
+
+        Once the engine has ended, the result is cancelled.
+        """
         future: Future[T] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return  # the client has left
-            try:
-                future.set_result(function())
-            except BaseException as error:
-                future.set_exception(error)
-
         with self._changed:
-            self._calls.append(run)
-            self._changed.notify()
+            if self._ended:
+                future.cancel()
+            else:
+                self._calls.append((future, function))
+                self._changed.notify()
         return future
 
     @property
@@ -163,18 +160,24 @@ class Engine:
 
     def run(self) -> None:
         """Draw completions until the engine is closed; the thread must be the one that bound the device."""
-        while (jobs := self._next_batch()) is not None:
-            if not jobs:
-                self._calls.popleft()()
-                continue
-            self.rows = len(jobs)
-            try:
-                self._draw(jobs)
-            except Exception as error:  # a fault in one batch must not end the server; the requests report it
-                self._decoder.release()
-                for job in jobs:
-                    job.receive(error)
-            self.rows = 0
+        try:
+            while (jobs := self._next_batch()) is not None:
+                if not jobs:
+                    _run_call(*self._calls.popleft())
+                    continue
+                self.rows = len(jobs)
+                try:
+                    self._draw(jobs)
+                except Exception as error:  # a fault in one batch must not end the server; the requests report it
+                    self._decoder.release()
+                    for job in jobs:
+                        job.receive(error)
+                self.rows = 0
+        finally:
+            with self._changed:
+                self._ended = True
+                for future, _ in self._calls:  # after an interrupt
+                    future.cancel()
         self._decoder.release()
 
     def _next_batch(self) -> list[CompletionJob] | None:
@@ -236,3 +239,10 @@ class Engine:
         """Return a number in [0, 1) for each token, [A]."""
         generator = torch.Generator(self.model.device.accelerator.host_device())
         return torch.rand(self.max_tokens, generator=generator.manual_seed(seed))
+
+
+def _run_call(future: Future[Any], function: Callable[[], Any]) -> None:
+    try:
+        future.set_result(function())
+    except BaseException as error:
+        future.set_exception(error)

@@ -24,6 +24,7 @@ from rlhf.config.schema import build_config
 from rlhf.evaluation.models import EvaluationDevice, load_language_model
 from rlhf.rollouts.protocol import Capabilities, Drawn, DrawRequest, Scored, ScoreRequest
 from rlhf.serving.app import ServedModel
+from rlhf.serving.decoder_rollouts import DecoderRollouts
 from rlhf.serving.engine import Engine
 from rlhf.serving.rollouts import RolloutService
 from tests.helpers import llama
@@ -90,7 +91,7 @@ class Server:
         self.engine, self.thread = engine, threading.Thread(target=engine.run)
         self.thread.start()
         self.receipt = ""
-        service = RolloutService(engine, "tiny", config)
+        service = RolloutService(DecoderRollouts(engine, "tiny", config))
         self.client = TestClient(ServedModel(engine, "tiny", token=None, hosts=None, rollouts=service).build())
 
     def put(self, content: bytes) -> Any:
