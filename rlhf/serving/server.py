@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 import uvicorn
 
@@ -18,8 +19,18 @@ _CONNECTIONS = 1024  # at a time
 _GRACE = 600  # seconds that running requests may take after the first signal
 
 
+class Runner(Protocol):
+    """What the main thread does while the server listens: draw, or wait for another process that does."""
+
+    def run(self) -> None:
+        """Return after `close`."""
+
+    def close(self) -> None:
+        """Let `run` return."""
+
+
 def serve(
-    engine: Engine,
+    runner: Runner,
     name: str,
     listener: socket.socket,
     token: str | None,
@@ -29,7 +40,7 @@ def serve(
     """Serve until a signal; running requests are finished first, and a second signal ends them.
 
     Args:
-        engine: draws the completions, on this thread.
+        runner: an `Engine`, which draws the completions on this thread, or another that serves rollouts alone.
         name: the model's name in requests.
         listener: of `open_port`.
         token: what requests must send; None: nothing.
@@ -38,6 +49,7 @@ def serve(
     """
     host, port = listener.getsockname()[:2]
     hosts = (host, "127.0.0.1", "localhost", "::1") if is_loopback(host) else None
+    engine = runner if isinstance(runner, Engine) else None
     model = ServedModel(engine, name, token=token, hosts=hosts, rollouts=rollouts)
     config = uvicorn.Config(
         model.build(),
@@ -63,7 +75,7 @@ def serve(
         except BaseException as error:
             failures.append(error)
         finally:
-            engine.close()
+            runner.close()
 
     with handle_signals(end):
         raise_if_interrupted()
@@ -72,7 +84,7 @@ def serve(
         address = f"[{host}]" if ":" in host else host
         announce(f"http://{address}:{port}/v1")
         try:
-            engine.run()
+            runner.run()
         finally:
             server.should_exit = True
             thread.join()

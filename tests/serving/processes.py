@@ -26,13 +26,15 @@ class Server:
         address: with the port, without a path.
     """
 
-    def __init__(self, forks: Forks, folder: Path, *options: str, port: int = 0, **environment: str) -> None:
+    def __init__(
+        self, forks: Forks, folder: Path, *options: str, port: int = 0, seconds: float = 120, **environment: str
+    ) -> None:
         port = port or find_free_port()
         self.address = f"http://127.0.0.1:{port}"
         command = ["-m", "rlhf", "serve", str(folder), "--name", NAME, "--precision", "fp32", "--port", str(port)]
         environment = {"RLHF_ACCELERATOR": "cpu"} | environment
         self.process: Any = forks.start(*command, *options, environment=environment)
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + seconds
         while self.get("/health")[0] != 200:
             assert self.process.poll() is None, self.process.communicate()
             assert time.monotonic() < deadline
@@ -53,7 +55,7 @@ class Server:
                 return response.status, response.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
-        except urllib.error.URLError:
+        except (urllib.error.URLError, TimeoutError):  # its port is open before it answers
             return 0, ""
 
     def client(self, token: str = "none") -> openai.OpenAI:

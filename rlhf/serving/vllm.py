@@ -1,0 +1,289 @@
+"""Rollouts by vLLM, in a separate process and Python environment, because it pins torch.
+
+An adapter gets a new name for each hand-over, because vLLM keeps the old one under a name that it knows. Random numbers
+of a trainer cannot be passed on: vLLM draws with its own, from a seed that those of the row decide. So a completion
+does not depend on the server, but differs from the one that our decoder draws.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhf.errors import ModelError, RunError
+from rlhf.launchers.coordinator import find_free_port
+from rlhf.rollouts.protocol import Capabilities, DrawnRow, DrawRequest, ScoreRequest
+from rlhf.serving.requests import RequestError
+from rlhf.utils.atomic_io import read_json
+
+_START = 1800.0  # seconds until it answers: it may compile first
+_CALL = 600.0  # seconds of a call
+_ROWS = 256  # completions asked for at a time
+_RANK = 64  # of the largest adapter, unless the options say otherwise
+_BASE = "base"
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_PR_SET_PDEATHSIG = 1
+
+
+class VLLMRollouts:
+    """A model behind vLLM; a `rlhf.serving.rollouts.RolloutModel`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        python: str,
+        precision: str | None,
+        options: Sequence[str],
+        say: Callable[..., Any],
+    ) -> None:
+        """Start vLLM and wait until it answers.
+
+        Args:
+            folder: of a whole model.
+            name: the model's name in capabilities.
+            python: interpreter of the environment with vLLM.
+            precision: name of a precision; None for that of the model's files.
+            options: more options of vLLM's server.
+            say: prints a line.
+
+        Raises:
+            ModelError: the folder has an adapter.
+            RunError: vLLM ends, or does not answer in time.
+        """
+        if (folder / "adapter_config.json").is_file():
+            raise ModelError(f"{folder}: is an adapter, and vLLM starts from a whole model; write one: rlhf export")
+        config = read_json(folder / "config.json")
+        text = config.get("text_config", config)
+        kept = str(text.get("dtype") or text.get("torch_dtype") or "float32")
+        names = {dtype: short for short, dtype in _DTYPES.items()}
+        self._base, self._python, self._options, self._say = folder, python, tuple(options), say
+        self._dtype = _DTYPES.get(precision or "", kept)
+        self._files = tempfile.TemporaryDirectory(prefix="rlhf-vllm-")
+        self._log = Path(self._files.name, "log")
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ended = threading.Event()
+        self._takes_adapters = True
+        self._served, self._handed_over = _BASE, 0
+        self.vocabulary = int(text["vocab_size"])
+        self.max_upload = 4 * sum(file.stat().st_size for file in folder.glob("*.safetensors")) + 64 * 2**20
+        try:
+            self._start()
+            (model,) = [model for model in self._call("GET", "/v1/models")["data"] if model["id"] == _BASE]
+            version = self._call("GET", "/version")["version"]
+        except BaseException:
+            self.stop()
+            raise
+        self.capabilities = Capabilities(
+            model=name,
+            vocabulary=self.vocabulary,
+            max_length=int(model["max_model_len"]),
+            accelerator=f"vLLM {version}",
+            precision=names.get(self._dtype, self._dtype),
+        )
+
+    # --- the process
+
+    def run(self) -> None:
+        """Wait until `close` is called.
+
+        Raises:
+            RunError: vLLM has ended before.
+        """
+        while not self._ended.wait(0.5):
+            process = self._process
+            if process and process.poll() is not None and self._process is process:
+                raise self._failure(f"vLLM has ended with code {process.returncode}")
+
+    def close(self) -> None:
+        """Let `run` return."""
+        self._ended.set()
+
+    def stop(self) -> None:
+        """End vLLM, and delete the weights that it was given."""
+        self._end_process()
+        self._files.cleanup()
+
+    def _start(self) -> None:
+        self._key, port = secrets.token_hex(16), find_free_port()
+        self._url = f"http://127.0.0.1:{port}"
+        command = [self._python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self._base)]
+        command += ["--served-model-name", _BASE, "--host", "127.0.0.1", "--port", str(port), "--dtype", self._dtype]
+        # Of the distribution that a token is drawn from, and which the request alone decides.
+        command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+        if self._takes_adapters:
+            command += ["--enable-lora", "--max-loras", "1", "--max-cpu-loras", "2", "--max-lora-rank", str(_RANK)]
+        environment = os.environ | {
+            "VLLM_API_KEY": self._key,
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "VLLM_SERVER_DEV_MODE": "1",  # which has reload_weights
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        environment.pop("PYTHONPATH", None)  # of this environment
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*command, *self._options],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+            )
+        deadline = time.monotonic() + _START
+        while not self._is_ready():
+            if self._process.poll() is not None:
+                raise self._failure("vLLM cannot serve the model")
+            if time.monotonic() > deadline:
+                raise self._failure(f"vLLM has not answered within {_START:g} seconds")
+            time.sleep(0.2)
+
+    def _is_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self._url}/health", timeout=10):
+                return True
+        except OSError:
+            return False
+
+    def _end_process(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(process.pid, number)
+                process.wait(30)
+            except ProcessLookupError:
+                break
+            except subprocess.TimeoutExpired:
+                continue
+        process.wait()
+
+    def _failure(self, what: str) -> RunError:
+        """Return an error with the last line of vLLM's log that names one."""
+        lines = self._log.read_text(errors="replace").splitlines()
+        named = [line for line in lines if "Error" in line and "EngineDeadError" not in line] or lines or [""]
+        return RunError(f"{what}: {named[-1].split('] ')[-1].strip()[:300]}")
+
+    def _call(self, method: str, path: str, body: Any = None) -> Any:
+        """Return the JSON of vLLM's answer; None if it is no JSON.
+
+        Raises:
+            RunError: the status is not 200, or there is no answer.
+        """
+        headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            request = urllib.request.Request(f"{self._url}{path}", data, headers, method=method)
+            with urllib.request.urlopen(request, timeout=_CALL) as answer:
+                content = answer.read()
+        except urllib.error.HTTPError as error:
+            raise RunError(f"vLLM refuses {path}: {error.read()[:300].decode(errors='replace')}") from error
+        except OSError as error:
+            raise RunError(f"vLLM does not answer {path}: {error}") from error
+        try:
+            return json.loads(content)
+        except ValueError:
+            return None
+
+    # --- weights
+
+    def load(self, folder: Path) -> None:
+        """Load the weights in a folder, an adapter's or a whole model's; if that fails, those of the start."""
+        is_adapter = (folder / "adapter_config.json").is_file()
+        self._handed_over += 1
+        kept = Path(self._files.name, f"policy-{self._handed_over}")  # vLLM may read it again
+        shutil.copytree(folder, kept)
+        try:
+            if is_adapter != self._takes_adapters:
+                self._say(f"vLLM starts again, {'with' if is_adapter else 'without'} adapters")
+                self._takes_adapters = is_adapter
+                self._restart()
+            if is_adapter:
+                self._load_adapter(kept)
+            else:
+                self._call(
+                    "POST", "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(kept)}}
+                )
+                if not self._call("POST", "/reset_prefix_cache", {})["success"]:
+                    raise RunError("vLLM keeps what it has computed with the old weights")
+        except Exception:
+            self._restart()
+            raise
+        for older in Path(self._files.name).glob("policy-*"):
+            if older != kept:
+                shutil.rmtree(older)
+
+    def _load_adapter(self, folder: Path) -> None:
+        before, name = self._served, folder.name
+        self._call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        self._served = name
+        if before != _BASE:
+            self._call("POST", "/v1/unload_lora_adapter", {"lora_name": before})
+
+    def _restart(self) -> None:
+        self._end_process()
+        self._served = _BASE
+        self._start()
+
+    # --- rows
+
+    def draw(self, asked: DrawRequest) -> list[DrawnRow]:
+        """Return a completion of each prompt."""
+        numbers = asked.uniform.reshape(len(asked.prompts), asked.tokens)
+        with ThreadPoolExecutor(min(_ROWS, len(asked.prompts))) as threads:
+            return list(threads.map(lambda prompt, own: self._draw_row(asked, prompt, own), asked.prompts, numbers))
+
+    def _draw_row(self, asked: DrawRequest, prompt: list[int], numbers: np.ndarray) -> DrawnRow:
+        body = {
+            "model": self._served,
+            "prompt": prompt,
+            "max_tokens": asked.tokens,
+            "temperature": asked.temperature,
+            "seed": zlib.crc32(numbers.tobytes()),
+            "stop_token_ids": asked.end_ids,
+            "ignore_eos": True,  # only the trainer's end tokens count
+            "logprobs": 0,  # of the drawn token
+            "return_token_ids": True,
+        }
+        (choice,) = self._call("POST", "/v1/completions", body)["choices"]
+        return DrawnRow(ids=choice["token_ids"], log_probs=np.array(choice["logprobs"]["token_logprobs"], np.float32))
+
+    def score(self, asked: ScoreRequest) -> np.ndarray:
+        """Return the log-probabilities of the rows' tokens."""
+        body = {"model": self._served, "prompt": asked.rows, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 1}
+        choices = sorted(self._call("POST", "/v1/completions", body)["choices"], key=lambda choice: choice["index"])
+        if len(choices) != len(asked.rows):
+            raise RequestError("vLLM has scored other rows than it was asked for", 500)
+        return np.array(
+            [
+                place[str(token)]["logprob"]
+                for row, choice in zip(asked.rows, choices)
+                for token, place in zip(row[1:], choice["prompt_logprobs"][1:], strict=True)
+            ],
+            np.float32,
+        )
+
+
+def _end_with_parent() -> None:
+    """Have this process ended by the system when its parent ends, even if that is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
