@@ -79,22 +79,22 @@ def train(run: Run, *, keep: bool = False) -> Path:
     Returns:
         The run's folder, which is deleted unless `keep` is true.
     """
-    sft = _train_stage(f"sft-{run.seed}", "sft", run.seed, {})
+    sft = train_stage(f"sft-{run.seed}", "sft", run.seed, {})
     settings = {
         "reward.model": sft,
         "reward.epochs": 20,  # at most: reward.max_steps of the recipe ends larger ones earlier
         "data.datasets": describe_pairs(run.pairs),
     }
-    reward = _train_stage(f"reward-{run.seed}-{run.pairs}", "reward", run.seed, settings)
+    reward = train_stage(f"reward-{run.seed}-{run.pairs}", "reward", run.seed, settings)
     # Another seed draws other pairs.
-    judge = _train_stage(f"judge-{run.seed}-{run.pairs}", "reward", run.seed + _JUDGE_SEED, settings)
+    judge = train_stage(f"judge-{run.seed}-{run.pairs}", "reward", run.seed + _JUDGE_SEED, settings)
     models = {"ppo.actor": sft, "ppo.judge": judge}
     if run.settings.get("ppo.reward_weight") != 0:
         models["ppo.reward_model"] = reward
     name = f"ppo-{run.name}"
     shutil.rmtree(WORK / name, ignore_errors=True)  # kept by an earlier call
     started = time.time()
-    _train_stage(name, "ppo", run.seed, run.keys | models)
+    train_stage(name, "ppo", run.seed, run.keys | models)
     RESULTS.mkdir(exist_ok=True)
     partial = result_file(run).with_suffix(".partial")
     partial.write_text(json.dumps(read_numbers(run, WORK / name, time.time() - started), indent=None) + "\n")
@@ -109,7 +109,7 @@ def describe_pairs(count: int) -> str:
     return f"{{path: world, limit: {count * 20 // 19}, stages: [reward]}}"  # a twentieth is held out
 
 
-def _train_stage(name: str, stage: str, seed: int, settings: dict[str, Any]) -> Path:
+def train_stage(name: str, stage: str, seed: int, settings: dict[str, Any]) -> Path:
     """Train one stage, unless its folder is complete, and return its model."""
     folder = WORK / name
     keys = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]

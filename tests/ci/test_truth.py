@@ -135,3 +135,20 @@ def test_page_has_the_tables_of_the_results(capsys: pytest.CaptureFixture[str]) 
     load("score").main()
     page = (Path(__file__).parents[2] / "docs/diagnosis.md").read_text(encoding="utf-8").splitlines()
     assert [line for line in capsys.readouterr().out.splitlines() if line and line not in page] == []
+
+
+def test_ways_of_drawing_are_compared_by_seed_as_counted_by_hand() -> None:
+    """Ten differences: mean 0.01, deviation 0.02, so the 90 % interval is 0.01 +- 1.8331 x 0.02 / sqrt(10)."""
+    servers = load("servers")
+    own = {str(seed): 0.8 + 0.01 * seed for seed in range(10)}
+    offsets = [-0.02, 0.02, -0.01, 0.01, 0.0, 0.0, 0.03, -0.03, 0.02, -0.02]
+    scale = 0.02 / (sum(value**2 for value in offsets) / 9) ** 0.5
+    other = {seed: value + 0.01 + scale * offset for (seed, value), offset in zip(own.items(), offsets)}
+    compared = servers.Comparison.between(own, other | {"11": 5.0})
+    assert compared.pairs == 10 and compared.mean == pytest.approx(0.01)
+    assert compared.error == pytest.approx(1.8331 * 0.02 / 10**0.5, rel=1e-4)
+    assert compared.is_within(0.0217) and not compared.is_within(0.0215)
+    assert not servers.Comparison.between(own, {"0": 0.8}).is_within(1.0)
+    lines = servers.format_comparison({"here": own, "bf16, tis": other}).splitlines()
+    assert lines[2] == "| itself, fp32 | 10 | 0.845 | margin 0.030 | |"
+    assert lines[3] == "| bf16, tis | 10 | 0.855 | -0.002 to +0.022 | yes |"
