@@ -11,6 +11,9 @@ from pydantic import BeforeValidator, Field
 from rlhf.config.types import ConfigModel, short_repr
 from rlhf.errors import ConfigError
 
+PROBE_ROWS, PROBE_TOKENS = 32, 64
+"""The most rows, and tokens of each, that trainer and servers score after each hand-over."""
+
 SERVE_TOKEN = "RLHF_SERVE_TOKEN"
 """The environment variable with the token that a server demands and its clients send."""
 

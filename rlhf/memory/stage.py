@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rlhf.config.rollout import PROBE_ROWS, PROBE_TOKENS
 from rlhf.config.schema import Config, PPOConfig, Stage
 from rlhf.memory.environment import Environment
 from rlhf.memory.model_state import BLOCK, MemoryItem, ModelMemory, block_item, sum_bytes
@@ -148,7 +149,7 @@ def plan_stage(config: Config, stage: Stage, environment: Environment, shapes: S
     moments_of = {"sft": _supervised, "reward": _supervised, "dpo": _dpo, "ppo": _ppo}[stage]
     moments += [(name, [*process, *resting, *items]) for name, items in moments_of(config, stage, environment, models)]
     copies_weights = False
-    if stage == "ppo" and environment.converts_weights:
+    if stage == "ppo" and environment.converts_weights and not config.ppo.rollout.where:
         generation = next(items for name, items in moments if name == "generation")
         copy = models["actor"].converted(config, copied=True)
         copies_weights = sum_bytes([*generation, *copy], host=False) <= _USABLE * environment.device_limit
@@ -258,7 +259,11 @@ def _ppo(config: Config, stage: Stage, environment: Environment, models: Models)
     batch, completion = Rows(micro, data.max_length), data.max_completion_length
     rollout = [block_item("rollout", "experience", share * data.max_length * 8 * 4)]
     actor = models["actor"]
-    generation = [*_generation(config, actor, settings.generation_rows(ranks)), *actor.merged(config)]
+    if settings.rollout.where:  # weights are written for the servers, and a probe is scored
+        probe = Rows(PROBE_ROWS, min(PROBE_TOKENS, data.max_prompt_length))
+        generation = [*_scoring(actor, probe, probe.length - 1), *actor.saving()]
+    else:
+        generation = [*_generation(config, actor, settings.generation_rows(ranks)), *actor.merged(config)]
     moments = [("generation", generation)]
     # Frozen models of a step that wait on the host are copied to the device together.
     together = [item for model in models.values() if model.placement.role.in_steps for item in model.copied()]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -31,7 +32,6 @@ import numpy as np
 from rlhf.errors import ModelError, RunError
 from rlhf.launchers.coordinator import find_free_port
 from rlhf.rollouts.protocol import Capabilities, DrawnRow, DrawRequest, ScoreRequest
-from rlhf.serving.requests import RequestError
 from rlhf.utils.atomic_io import read_json
 
 _START = 1800.0  # seconds until it answers: it may compile first
@@ -40,6 +40,7 @@ _ROWS = 256  # completions asked for at a time
 _RANK = 64  # of the largest adapter, unless the options say otherwise
 _BASE = "base"
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_NAMES_ERROR = re.compile(r"\b\w*(Error|Exception): ")
 _PR_SET_PDEATHSIG = 1
 
 
@@ -180,7 +181,7 @@ class VLLMRollouts:
     def _failure(self, what: str) -> RunError:
         """Return an error with the last line of vLLM's log that names one."""
         lines = self._log.read_text(errors="replace").splitlines()
-        named = [line for line in lines if "Error" in line and "EngineDeadError" not in line] or lines or [""]
+        named = [line for line in lines if _NAMES_ERROR.search(line) and "EngineDeadError" not in line] or lines or [""]
         return RunError(f"{what}: {named[-1].split('] ')[-1].strip()[:300]}")
 
     def _call(self, method: str, path: str, body: Any = None) -> Any:
@@ -196,7 +197,10 @@ class VLLMRollouts:
             with urllib.request.urlopen(request, timeout=_CALL) as answer:
                 content = answer.read()
         except urllib.error.HTTPError as error:
-            raise RunError(f"vLLM refuses {path}: {error.read()[:300].decode(errors='replace')}") from error
+            reason = error.read()[:300].decode(errors="replace")
+            if error.code >= 500:  # the reason is in the log alone
+                raise self._failure(f"vLLM fails at {path}") from error
+            raise RunError(f"vLLM refuses {path}: {reason}") from error
         except OSError as error:
             raise RunError(f"vLLM does not answer {path}: {error}") from error
         try:
@@ -268,19 +272,17 @@ class VLLMRollouts:
         return DrawnRow(ids=choice["token_ids"], log_probs=np.array(choice["logprobs"]["token_logprobs"], np.float32))
 
     def score(self, asked: ScoreRequest) -> np.ndarray:
-        """Return the log-probabilities of the rows' tokens."""
-        body = {"model": self._served, "prompt": asked.rows, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 1}
-        choices = sorted(self._call("POST", "/v1/completions", body)["choices"], key=lambda choice: choice["index"])
-        if len(choices) != len(asked.rows):
-            raise RequestError("vLLM has scored other rows than it was asked for", 500)
-        return np.array(
-            [
-                place[str(token)]["logprob"]
-                for row, choice in zip(asked.rows, choices)
-                for token, place in zip(row[1:], choice["prompt_logprobs"][1:], strict=True)
-            ],
-            np.float32,
-        )
+        """Return the log-probabilities of the rows' tokens.
+
+        One row after the other: vLLM 0.32 for CPUs ends if it scores two with an adapter in one batch.
+        """
+        body = {"model": self._served, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 1}
+        numbers: list[float] = []
+        for row in asked.rows:
+            (choice,) = self._call("POST", "/v1/completions", {**body, "prompt": row})["choices"]
+            places = zip(row[1:], choice["prompt_logprobs"][1:], strict=True)
+            numbers += [place[str(token)]["logprob"] for token, place in places]
+        return np.array(numbers, np.float32)
 
 
 def _end_with_parent() -> None:

@@ -18,7 +18,7 @@ from rlhf.generation.decode_state import plan_windows
 from rlhf.memory.advice import advise, find_changes, list_changes, plan_stages, resolve_auto
 from rlhf.memory.duration import compare_later_stages, count_flops
 from rlhf.memory.environment import Environment, describe_environment, detect_environment
-from rlhf.memory.stage import Rows, _update, build_models, count_recordings
+from rlhf.memory.stage import Rows, _update, build_models, count_recordings, plan_stage
 from rlhf.models.loading import build_llama_on_meta
 from rlhf.models.lora import _find_also_trained
 from rlhf.models.shape import EMBEDDED, shape_from
@@ -449,3 +449,18 @@ def test_plan_proposes_no_zero_stage_that_the_device_refuses() -> None:
         assert resolve_auto(config, ["sft"], full).engine.zero_stage == last
         proposed = [change.settings.get("engine.zero_stage", 0) for change in list_changes(one, ["sft"], full)]
         assert max(proposed) == last
+
+
+def test_rollouts_of_servers_take_no_cache_here() -> None:
+    """Only a probe of 32 rows of at most 64 tokens is scored, however many completions are drawn elsewhere."""
+
+    def plan(batch_size: int, **rollout: Any) -> dict[str, int]:
+        ppo = {"batch_size": batch_size, "minibatch_size": 8, "rollout": rollout}
+        data = {"max_prompt_length": 64, "max_completion_length": 2048}
+        config = build_config({"model": {"path": "opt-125m"}, "data": data, "ppo": ppo})
+        (phase,) = [phase for phase in plan_stage(config, "ppo", Environment()).phases if phase.name == "generation"]
+        assert any(item.kind == "KV cache" for item in phase.items) == (not rollout)
+        return {item.kind: item.size for item in phase.items if item.role == "actor" and item.kind == "logits"}
+
+    servers = [plan(rows, where=["http://node07:8653"])["logits"] for rows in (8, 512)]
+    assert servers[0] == servers[1]

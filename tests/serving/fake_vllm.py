@@ -56,9 +56,8 @@ class Handler(BaseHTTPRequestHandler):
             return 200, {}
         value = self.reloaded if body["model"] == "base" else self.adapters[body["model"]]
         if "prompt_logprobs" in body:
-            rows = [[None, *({str(token): {"logprob": value}} for token in row[1:])] for row in body["prompt"]]
-            choices = [{"index": index, "prompt_logprobs": row} for index, row in enumerate(rows)]
-            return 200, {"choices": choices[::-1]}
+            scored = [None, *({str(token): {"logprob": value}} for token in body["prompt"][1:])]
+            return 200, {"choices": [{"prompt_logprobs": scored}]}
         ids = [body["seed"] % 7 + 3, *body["stop_token_ids"][:1]]
         return 200, {"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": [value] * 2}}]}
 

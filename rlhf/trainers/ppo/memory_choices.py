@@ -36,8 +36,10 @@ def choose_by_memory(context: StageContext) -> MemoryChoices:
         copies_weights=all(choices.copies_weights for choices in every),
     )
     choices = next((choices for choices in every if choices.unknown), fitting)
-    exact = context.config.ppo.generation_exact  # rollouts then read the weights as training does
-    if not exact and not choices.copies_weights and context.accelerator.kernels.get("inference_weights"):
+    settings = context.config.ppo
+    # Exact rollouts read the weights as training does, and servers have their own.
+    converts = not settings.generation_exact and not settings.rollout.where
+    if converts and not choices.copies_weights and context.accelerator.kernels.get("inference_weights"):
         context.say(
             "actor: rollouts convert the weights in place, or not at all if they share a buffer: "
             + (choices.unknown or "a copy in the device's layout would hardly fit in memory")

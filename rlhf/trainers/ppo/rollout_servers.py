@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rlhf.checkpoint.export import save_adapter, save_model
+from rlhf.config.rollout import PROBE_ROWS, PROBE_TOKENS
 from rlhf.data.batches import Batch, pad_right
 from rlhf.engine import distributed
 from rlhf.engine.engine import Metrics, TrainingEngine
@@ -32,7 +33,6 @@ from rlhf.utils.atomic_io import PARTIAL, remove_folder
 if TYPE_CHECKING:
     from rlhf.trainers.context import StageContext
 
-_PROBE_ROWS, _PROBE_TOKENS = 32, 64  # at most
 _NAME = "rollout-weights"  # of a partial folder and file, which the next start deletes if they are left
 
 Version = tuple[int, str]
@@ -73,7 +73,7 @@ class RolloutServers:
         self._drawing: Future[tuple[list[DrawnRow], list[str]]] | None = None
         for server in self._servers:
             context.exits.callback(server.close)  # a call must not hold up the end of the process
-        self._probe = [list(row[:_PROBE_TOKENS]) for row in prompts if len(row) > 1][:_PROBE_ROWS]
+        self._probe = [list(row[:PROBE_TOKENS]) for row in prompts if len(row) > 1][:PROBE_ROWS]
         self._ledgers: list[Ledger] = []  # on rank 0
 
     def _meet(self, server: RolloutServer) -> Ledger:
@@ -207,7 +207,7 @@ class RolloutServers:
     def _score_probe(self) -> np.ndarray:
         """Return the policy's log-probabilities of the probe's tokens; every rank calls it."""
         self._engine.engine.eval()
-        ids, mask = pad_right(self._probe, self._context.shapes, _PROBE_TOKENS, self._tokenizer.pad_token_id)
+        ids, mask = pad_right(self._probe, self._context.shapes, PROBE_TOKENS, self._tokenizer.pad_token_id)
         batch = self._context.accelerator.to_device((ids, mask))
         with torch.no_grad(), self._context.precision.autocast():
             scores = completion_log_probs(self._engine.engine, *batch, ids.shape[1] - 1).log_probs
