@@ -55,10 +55,10 @@ def constraints(installed: Iterable[metadata.Distribution]) -> tuple[list[str], 
     found = {_name(distribution): distribution for distribution in reversed(list(installed))}  # the first one counts
     refused = [
         need
-        for need in _requirements(extras=True)
+        for need in requirements(extras=True)
         if need.name in found and not need.specifier.contains(found[need.name].version, prereleases=True)
     ]
-    own = {need.name for need in _requirements()}
+    own = {need.name for need in requirements()}
     others = [
         f"{need.name} (rlhf needs {need}, found {found[need.name].version})" for need in refused if need.name in own
     ]
@@ -72,7 +72,7 @@ def constraints(installed: Iterable[metadata.Distribution]) -> tuple[list[str], 
 def lowest() -> list[str]:
     """The lower bound of each requirement, as `name==version`; a pre-release's stands for the release."""
     bounds = {
-        need.name: next(part.version for part in need.specifier if part.operator == ">=") for need in _requirements()
+        need.name: next(part.version for part in need.specifier if part.operator == ">=") for need in requirements()
     }
     return [f"{name}==" + re.sub(r"(a|b|rc|\.dev)\d+$", "", bound) for name, bound in bounds.items()]
 
@@ -115,7 +115,8 @@ def nvidia(listed: str) -> tuple[str | None, str]:
     return (choice.build.tag if choice.build else None), choice.why
 
 
-def _requirements(extras: bool = False) -> list[Any]:
+def requirements(extras: bool = False) -> list[Any]:
+    """The project's requirements, and those of all its extras, parsed."""
     try:
         import tomllib
     except ImportError:  # Python 3.10

@@ -37,8 +37,15 @@ NEEDS = {"deepspeed": ["torch", "numpy"], "peft": ["torch>=1.13"], "torch": ["nu
 
 
 def index(folder: Path) -> Path:
-    """A folder of wheels: the newest and the lowest version of each requirement, numpy, and setuptools itself."""
-    for name, version in [*NEWEST.items(), *(line.split("==") for line in versions.lowest())]:
+    """A folder of wheels: the newest and the lowest version of each requirement, numpy, and setuptools itself.
+
+    Of what only the extras require it has version 99.
+    """
+    lowest = dict(line.split("==") for line in versions.lowest())
+    for need in versions.requirements(extras=True):
+        if need.name not in {*lowest, "rlhf", "setuptools"} and not str(need.specifier).startswith("=="):
+            wheel(folder, need.name, "99")
+    for name, version in [*NEWEST.items(), *lowest.items()]:
         wheel(folder, name, version, NEEDS.get(name, ()))
     wheel(folder, "torch", "2.13.0+cpu", NEEDS["torch"])
     wheel(folder, "numpy", "2.4.6")
