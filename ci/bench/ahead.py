@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -31,6 +30,8 @@ import turns
 from channel import Worker
 from machine import ROOT
 from random_models import make
+
+from rlhf.rollouts.client import RolloutServer, ServerError
 
 IN_TURN, AHEAD = "in turn", "ahead"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -90,18 +91,23 @@ def serving(model: Path, arguments: argparse.Namespace, log: Path) -> Iterator[s
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
     try:
-        while True:
-            try:
-                urllib.request.urlopen(f"{address}/health", timeout=10).close()
-                break
-            except OSError:
-                if process.poll() is not None:
-                    sys.exit(f"the server has ended:\n{log.read_text()}")
-                time.sleep(0.2)
+        while not answers(address):
+            if process.poll() is not None:
+                sys.exit(f"the server has ended:\n{log.read_text()}")
+            time.sleep(0.2)
         yield address
     finally:
         process.terminate()
         process.wait()
+
+
+def answers(address: str) -> bool:
+    """Return whether a rollout server is ready at an address."""
+    try:
+        RolloutServer(address, 10).capabilities()
+    except ServerError:
+        return False
+    return True
 
 
 def row(sides: dict[str, Any], what: str) -> dict[str, Any]:

@@ -26,9 +26,8 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import fmean, stdev
 from types import MappingProxyType
@@ -39,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from run import ROOT, WORK, describe_pairs, train_stage
 
 from rlhf.diagnosis.records import read_run
+from rlhf.rollouts.client import RolloutServer, ServerError
 from rlhf.utils.statistics import student_quantile
 
 RESULTS = ROOT / "ci" / "results" / "servers.json"
@@ -118,8 +118,9 @@ def main() -> None:
 
 
 def read_results() -> dict[str, dict[str, float]]:
-    """Return the quality of each run, by way and seed."""
-    return json.loads(RESULTS.read_text())["approved"] if RESULTS.is_file() else {}
+    """Return the quality of each run with these settings, by way and seed."""
+    content = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    return content["approved"] if content.get("settings") == _SETTINGS else {}
 
 
 def write_results(results: dict[str, dict[str, float]]) -> None:
@@ -165,21 +166,22 @@ def serving(way: Way, model: Path) -> Iterator[dict[str, str]]:
             command, stdout=file, stderr=file, env={**environment, **way.environment}, start_new_session=True
         )
     try:
-        while not is_ready(address):
+        while not answers(address):
             if process.poll() is not None:
                 sys.exit(f"{' '.join(command)}\n{log.read_text()}")
             time.sleep(0.2)
         yield {"ppo.rollout.where": address}
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
         process.wait()
 
 
-def is_ready(address: str) -> bool:
-    """Return whether the server answers."""
+def answers(address: str) -> bool:
+    """Return whether a rollout server is ready at an address."""
     try:
-        urllib.request.urlopen(f"{address}/health", timeout=10).close()
-    except OSError:
+        RolloutServer(address, 10).capabilities()
+    except ServerError:
         return False
     return True
 

@@ -16,6 +16,7 @@ from rlhf.errors import ConfigError, DependencyError
 from rlhf.reporting.console import console
 
 _OWN = "rlhf"
+_DEFAULTS = {"--max-tokens": 512, "--batch-size": 16, "--queue": 256}
 
 
 @shared("accelerator", "precision", "debug")
@@ -32,10 +33,12 @@ def serve(
         typer.Option(help=f"Address to listen on; any but this machine's own needs {SERVE_TOKEN}.", metavar="ADDRESS"),
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535, metavar="N")] = 8653,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest completion, in tokens.", metavar="N")] = 512,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest completion, in tokens.", metavar="N")] = _DEFAULTS[
+        "--max-tokens"
+    ],
     batch_size: Annotated[
         int, typer.Option(min=1, help="Completions that are drawn at the same time.", metavar="N")
-    ] = 16,
+    ] = _DEFAULTS["--batch-size"],
     rollouts: Annotated[
         bool,
         typer.Option("--rollouts", metavar="", help="Let a trainer hand over weights and draw (ppo.rollout.where)."),
@@ -53,7 +56,7 @@ def serve(
     ] = "",
     queue: Annotated[
         int, typer.Option(min=1, help="Completions that may wait; further requests are refused.", metavar="N")
-    ] = 256,
+    ] = _DEFAULTS["--queue"],
 ) -> None:
     """Serve a trained model with OpenAI's interface: completions and chat, with streaming.
 
@@ -87,6 +90,10 @@ def serve(
     if engine != _OWN:
         if not rollouts:
             raise ConfigError(f"--engine {engine}: draws rollouts alone; add --rollouts, or ask vLLM itself")
+        given = {"--max-tokens": max_tokens, "--batch-size": batch_size, "--queue": queue}
+        for option, value in given.items():
+            if value != _DEFAULTS[option]:
+                raise ConfigError(f"{option}: has no effect with --engine {engine}; see --engine-options")
         _serve_vllm(engine, Path(folder), options, name or run_or_model, engine_options, (host, port), token)
         return
     if engine_options:
@@ -134,10 +141,14 @@ def _serve_vllm(
     if options.accelerator:
         raise ConfigError("--accelerator: vLLM's build decides where it runs; leave it out")
     precision = None if options.precision == "auto" else options.precision
+    try:
+        more = shlex.split(engine_options)
+    except ValueError as error:
+        raise ConfigError(f"--engine-options: {error}") from error
     with open_port(*address) as listener:
         python = find_python(engine, "vllm", print_line)
         with console.status(Text(f"loading {folder}")):
-            model = VLLMRollouts(folder, name, python, precision, shlex.split(engine_options), print_line)
+            model = VLLMRollouts(folder, name, python, precision, more, print_line)
         try:
             run_server(
                 model,

@@ -73,8 +73,8 @@ class RolloutConfig(ConfigModel):
     )
     staleness: Literal[0, 1] = Field(
         0,
-        description="steps by which the weights that draw a rollout are older than those that are trained on it: with "
-        "1, servers draw the next rollout while this one trains, which needs a correction",
+        description="1: servers draw the next rollout while this one trains, so by weights that are one step older "
+        "than those that it trains, which needs a correction",
     )
     correction: Correction = Field(
         "none",

@@ -260,7 +260,7 @@ def _ppo(config: Config, stage: Stage, environment: Environment, models: Models)
     rollout = [block_item("rollout", "experience", share * data.max_length * 8 * 4)]
     actor = models["actor"]
     if settings.rollout.where:  # weights are written for the servers, and a probe is scored
-        probe = Rows(PROBE_ROWS, min(PROBE_TOKENS, data.max_prompt_length))
+        probe = Rows(PROBE_ROWS, PROBE_TOKENS)
         generation = [*_scoring(actor, probe, probe.length - 1), *actor.saving()]
     else:
         generation = [*_generation(config, actor, settings.generation_rows(ranks)), *actor.merged(config)]

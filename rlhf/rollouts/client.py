@@ -71,9 +71,10 @@ class RolloutServer:
     def close(self) -> None:
         """End the call that another thread makes, and refuse further ones."""
         self._is_closed = True
-        if (connection := self._connection) and connection.sock:
+        connection = self._connection
+        if sock := connection.sock if connection else None:
             with suppress(OSError):  # it has just ended
-                connection.sock.shutdown(socket.SHUT_RDWR)
+                sock.shutdown(socket.SHUT_RDWR)
 
     def draw(self, request: DrawRequest, vocabulary: int) -> list[DrawnRow]:
         """Have completions drawn; `vocabulary` is the number of tokens."""

@@ -58,6 +58,9 @@ class DecoderRollouts:
         """Load the weights in a folder."""
         self._engine.call(lambda: self._load(folder)).result()
 
+    def interrupt(self) -> None:
+        """Nothing: a batch is drawn to its end."""
+
     def draw(self, asked: DrawRequest) -> list[DrawnRow]:
         """Return a completion of each prompt."""
         return self._engine.call(lambda: self._draw(asked)).result()

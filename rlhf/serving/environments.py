@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -10,8 +11,11 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from filelock import FileLock
+
 from rlhf.errors import DependencyError
 
+_REQUIREMENT = r"[\w.\[\],-]*\s*([=<>!~].*)?"
 _OPTIONAL = ("torchvision", "torchaudio", "torchcodec")
 """Packages that are of no use for text. If they were built for another torch, importing them ends the engine."""
 
@@ -27,24 +31,31 @@ def find_python(engine: str, module: str, say: Callable[[str], object]) -> str:
     Raises:
         DependencyError: the environment cannot be made, or has no such module.
     """
+    if os.sep not in engine and not re.fullmatch(module + _REQUIREMENT, engine):
+        raise DependencyError(
+            f"--engine {engine!r}: expected {module}, {module}-cpu==0.32.0 or another requirement of pip that begins "
+            f"with {module}, or the path of an interpreter"
+        )
     if os.sep in engine:
         python = Path(engine).expanduser()
         if not os.access(python, os.X_OK) or not python.is_file():
             raise DependencyError(f"--engine {engine}: no such interpreter")
         _check_module(python, module, engine)
         return str(python)
-    folder = _cache() / re.sub(r"[^A-Za-z0-9.-]+", "-", engine).strip("-")
+    digest = hashlib.sha256(engine.encode()).hexdigest()[:8]  # >=0.10 is another than ==0.10
+    folder = _cache() / f"{re.sub(r'[^A-Za-z0-9.]+', '-', engine).strip('-.')}-{digest}"
     python = folder / "bin" / "python"
-    if not (folder / "complete").is_file():
-        say(f"making an environment for {engine} in {folder}; this downloads some GiB, once")
-        shutil.rmtree(folder, ignore_errors=True)  # of an interrupted call
-        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _run([sys.executable, "-m", "venv", str(folder)], engine)
-        _run([str(python), "-m", "pip", "install", "--quiet", engine], engine)
-        if broken := [name for name in _OPTIONAL if not _imports(python, name)]:
-            _run([str(python), "-m", "pip", "uninstall", "--quiet", "--yes", *broken], engine)
-        _check_module(python, module, engine)
-        (folder / "complete").touch()
+    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with FileLock(folder.with_suffix(".lock")):  # machines may share the home
+        if not (folder / "complete").is_file() or not python.is_file():
+            say(f"making an environment for {engine} in {folder}; this downloads some GiB, once")
+            shutil.rmtree(folder, ignore_errors=True)  # of an interrupted call
+            _run([sys.executable, "-m", "venv", str(folder)], engine)
+            _run([str(python), "-m", "pip", "install", "--quiet", engine], engine)
+            if broken := [name for name in _OPTIONAL if not _imports(python, name)]:
+                _run([str(python), "-m", "pip", "uninstall", "--quiet", "--yes", *broken], engine)
+            _check_module(python, module, engine)
+            (folder / "complete").touch()
     return str(python)
 
 
@@ -57,7 +68,11 @@ def _imports(python: Path, module: str) -> bool:
 
 
 def _check_module(python: Path, module: str, engine: str) -> None:
-    done = subprocess.run([python, "-c", f"import {module}"], capture_output=True, text=True, env=_environment())
+    command = [str(python), "-c", f"import {module}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=_environment())
+    except OSError as error:
+        raise DependencyError(f"--engine {engine}: {python} cannot be run: {error.strerror}") from error
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no reason"])[-1]
         raise DependencyError(f"--engine {engine}: {python} cannot import {module}: {reason}")

@@ -9,7 +9,8 @@ import tarfile
 import tempfile
 import threading
 from asyncio import to_thread
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -42,7 +43,7 @@ class RolloutModel(Protocol):
     max_upload: int
 
     def load(self, folder: Path) -> None:
-        """Load the weights in a folder, an adapter's or a whole model's; if that fails, those of the start.
+        """Load the weights in a folder, which it may move; if that fails, those of the start.
 
         Raises:
             RequestError: they are for another model.
@@ -53,6 +54,9 @@ class RolloutModel(Protocol):
 
     def score(self, asked: ScoreRequest) -> np.ndarray:
         """Return the log-probabilities of the rows' tokens, see `Scored`."""
+
+    def interrupt(self) -> None:
+        """Let the call that runs end soon, if it can."""
 
 
 class RolloutService:
@@ -67,6 +71,12 @@ class RolloutService:
         self.receipt = ""
         self._model = model
         self._lock = threading.Lock()
+        self._is_interrupted = False
+
+    def interrupt(self) -> None:
+        """Refuse the calls that wait, and let the one that runs end soon, if it can."""
+        self._is_interrupted = True
+        self._model.interrupt()
 
     async def show_capabilities(self, request: Request) -> Response:
         """Answer with `Capabilities`."""
@@ -84,6 +94,7 @@ class RolloutService:
                         raise RequestError("the weights are larger than the model that is served here", 413)
                     file.write(part)
             await to_thread(_unpack, archive, folder)
+            archive.unlink()  # the model may be large
             receipt = await to_thread(self._load, folder)
         return _respond(Receipt(receipt=receipt))
 
@@ -105,20 +116,27 @@ class RolloutService:
         log_probs = await to_thread(self._score, asked)
         return _respond(Scored(receipt=asked.receipt, log_probs=log_probs))
 
-    def _load(self, folder: Path) -> str:
+    @contextmanager
+    def _one_at_a_time(self) -> Iterator[None]:
         with self._lock:
+            if self._is_interrupted:
+                raise RequestError("the server is ending", 503)
+            yield
+
+    def _load(self, folder: Path) -> str:
+        with self._one_at_a_time():
             self.receipt = ""
             self._model.load(folder)
             self.receipt = secrets.token_hex(16)
             return self.receipt
 
     def _draw(self, asked: DrawRequest) -> list[DrawnRow]:
-        with self._lock:
+        with self._one_at_a_time():
             self._check_receipt(asked.receipt)
             return self._model.draw(asked)
 
     def _score(self, asked: ScoreRequest) -> np.ndarray:
-        with self._lock:
+        with self._one_at_a_time():
             self._check_receipt(asked.receipt)
             return self._model.score(asked)
 

@@ -65,6 +65,8 @@ def serve(
 
     def end(number: int) -> None:
         server.force_exit = server.should_exit
+        if server.force_exit and rollouts:
+            rollouts.interrupt()
         model.closing = server.should_exit = True
 
     failures: list[BaseException] = []

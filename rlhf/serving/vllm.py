@@ -7,20 +7,17 @@ does not depend on the server, but differs from the one that our decoder draws.
 
 from __future__ import annotations
 
-import ctypes
+import http.client
 import json
 import os
 import re
-import secrets
 import shutil
-import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +27,6 @@ from typing import Any
 import numpy as np
 
 from rlhf.errors import ModelError, RunError
-from rlhf.launchers.coordinator import find_free_port
 from rlhf.rollouts.protocol import Capabilities, DrawnRow, DrawRequest, ScoreRequest
 from rlhf.utils.atomic_io import read_json
 
@@ -39,9 +35,9 @@ _CALL = 600.0  # seconds of a call
 _ROWS = 256  # completions asked for at a time
 _RANK = 64  # of the largest adapter, unless the options say otherwise
 _BASE = "base"
+_SUPERVISOR = Path(__file__).with_name("supervisor.py")
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _NAMES_ERROR = re.compile(r"\b\w*(Error|Exception): ")
-_PR_SET_PDEATHSIG = 1
 
 
 class VLLMRollouts:
@@ -54,7 +50,7 @@ class VLLMRollouts:
         python: str,
         precision: str | None,
         options: Sequence[str],
-        say: Callable[..., Any],
+        say: Callable[[str], object],
     ) -> None:
         """Start vLLM and wait until it answers.
 
@@ -67,19 +63,21 @@ class VLLMRollouts:
             say: prints a line.
 
         Raises:
-            ModelError: the folder has an adapter.
+            ModelError: the folder has an adapter, or no language model.
             RunError: vLLM ends, or does not answer in time.
         """
         if (folder / "adapter_config.json").is_file():
             raise ModelError(f"{folder}: is an adapter, and vLLM starts from a whole model; write one: rlhf export")
         config = read_json(folder / "config.json")
         text = config.get("text_config", config)
+        if "vocab_size" not in text:
+            raise ModelError(f"{folder}: config.json names no vocab_size; is it a language model?")
         kept = str(text.get("dtype") or text.get("torch_dtype") or "float32")
         names = {dtype: short for short, dtype in _DTYPES.items()}
         self._base, self._python, self._options, self._say = folder, python, tuple(options), say
         self._dtype = _DTYPES.get(precision or "", kept)
-        self._files = tempfile.TemporaryDirectory(prefix="rlhf-vllm-")
-        self._log = Path(self._files.name, "log")
+        self._files = tempfile.TemporaryDirectory(prefix="rlhf-vllm-")  # of this user alone
+        self._log, self._socket = Path(self._files.name, "log"), Path(self._files.name, "socket")
         self._process: subprocess.Popen[bytes] | None = None
         self._ended = threading.Event()
         self._takes_adapters = True
@@ -88,7 +86,7 @@ class VLLMRollouts:
         self.max_upload = 4 * sum(file.stat().st_size for file in folder.glob("*.safetensors")) + 64 * 2**20
         try:
             self._start()
-            (model,) = [model for model in self._call("GET", "/v1/models")["data"] if model["id"] == _BASE]
+            models = self._call("GET", "/v1/models")["data"]
             version = self._call("GET", "/version")["version"]
         except BaseException:
             self.stop()
@@ -96,7 +94,7 @@ class VLLMRollouts:
         self.capabilities = Capabilities(
             model=name,
             vocabulary=self.vocabulary,
-            max_length=int(model["max_model_len"]),
+            max_length=int(models[0]["max_model_len"]),
             accelerator=f"vLLM {version}",
             precision=names.get(self._dtype, self._dtype),
         )
@@ -112,11 +110,16 @@ class VLLMRollouts:
         while not self._ended.wait(0.5):
             process = self._process
             if process and process.poll() is not None and self._process is process:
-                raise self._failure(f"vLLM has ended with code {process.returncode}")
+                raise self._failure("vLLM has ended")
 
     def close(self) -> None:
         """Let `run` return."""
         self._ended.set()
+
+    def interrupt(self) -> None:
+        """End vLLM, so that the call that it answers fails."""
+        self._ended.set()
+        self._end_process()
 
     def stop(self) -> None:
         """End vLLM, and delete the weights that it was given."""
@@ -124,34 +127,34 @@ class VLLMRollouts:
         self._files.cleanup()
 
     def _start(self) -> None:
-        self._key, port = secrets.token_hex(16), find_free_port()
-        self._url = f"http://127.0.0.1:{port}"
-        command = [self._python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self._base)]
-        command += ["--served-model-name", _BASE, "--host", "127.0.0.1", "--port", str(port), "--dtype", self._dtype]
+        # A socket in a folder of this user: vLLM guards only some of its paths with a key.
+        command = [self._python, "-m", "vllm.entrypoints.openai.api_server", "--uds", str(self._socket)]
+        command += ["--model", str(self._base), "--served-model-name", _BASE, "--dtype", self._dtype]
         # Of the distribution that a token is drawn from, and which the request alone decides.
         command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
         if self._takes_adapters:
             command += ["--enable-lora", "--max-loras", "1", "--max-cpu-loras", "2", "--max-lora-rank", str(_RANK)]
         environment = os.environ | {
-            "VLLM_API_KEY": self._key,
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "VLLM_SERVER_DEV_MODE": "1",  # which has reload_weights
             "VLLM_NO_USAGE_STATS": "1",
         }
         environment.pop("PYTHONPATH", None)  # of this environment
+        self._socket.unlink(missing_ok=True)
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [*command, *self._options],
-                stdin=subprocess.DEVNULL,
+                [sys.executable, str(_SUPERVISOR), *command, *self._options],
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 env=environment,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
             )
         deadline = time.monotonic() + _START
         while not self._is_ready():
-            if self._process.poll() is not None:
+            if self._ended.is_set():
+                raise RunError("the server is ending")
+            if self._process is None or self._process.poll() is not None:
                 raise self._failure("vLLM cannot serve the model")
             if time.monotonic() > deadline:
                 raise self._failure(f"vLLM has not answered within {_START:g} seconds")
@@ -159,24 +162,15 @@ class VLLMRollouts:
 
     def _is_ready(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self._url}/health", timeout=10):
-                return True
-        except OSError:
+            return self._request("GET", "/health", None, 10)[0] == 200
+        except (OSError, http.client.HTTPException):
             return False
 
     def _end_process(self) -> None:
         process, self._process = self._process, None
-        if process is None:
-            return
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(process.pid, number)
-                process.wait(30)
-            except ProcessLookupError:
-                break
-            except subprocess.TimeoutExpired:
-                continue
-        process.wait()
+        if process and process.stdin:
+            process.stdin.close()  # upon which the supervisor ends it
+            process.wait()
 
     def _failure(self, what: str) -> RunError:
         """Return an error with the last line of vLLM's log that names one."""
@@ -190,23 +184,28 @@ class VLLMRollouts:
         Raises:
             RunError: the status is not 200, or there is no answer.
         """
-        headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
-        data = None if body is None else json.dumps(body).encode()
         try:
-            request = urllib.request.Request(f"{self._url}{path}", data, headers, method=method)
-            with urllib.request.urlopen(request, timeout=_CALL) as answer:
-                content = answer.read()
-        except urllib.error.HTTPError as error:
-            reason = error.read()[:300].decode(errors="replace")
-            if error.code >= 500:  # the reason is in the log alone
-                raise self._failure(f"vLLM fails at {path}") from error
-            raise RunError(f"vLLM refuses {path}: {reason}") from error
-        except OSError as error:
-            raise RunError(f"vLLM does not answer {path}: {error}") from error
+            status, content = self._request(method, path, body, _CALL)
+        except (OSError, http.client.HTTPException) as error:
+            raise RunError(f"vLLM does not answer {path}: {type(error).__name__} {error}") from error
+        if status >= 500:  # the reason is in the log alone
+            raise self._failure(f"vLLM fails at {path}")
+        if status != 200:
+            raise RunError(f"vLLM refuses {path}: {content[:300].decode(errors='replace')}")
         try:
             return json.loads(content)
         except ValueError:
             return None
+
+    def _request(self, method: str, path: str, body: Any, timeout: float) -> tuple[int, bytes]:
+        connection = _UnixConnection(self._socket, timeout)
+        try:
+            data = None if body is None else json.dumps(body).encode()
+            connection.request(method, path, data, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            connection.close()
 
     # --- weights
 
@@ -215,7 +214,7 @@ class VLLMRollouts:
         is_adapter = (folder / "adapter_config.json").is_file()
         self._handed_over += 1
         kept = Path(self._files.name, f"policy-{self._handed_over}")  # vLLM may read it again
-        shutil.copytree(folder, kept)
+        shutil.move(folder, kept)
         try:
             if is_adapter != self._takes_adapters:
                 self._say(f"vLLM starts again, {'with' if is_adapter else 'without'} adapters")
@@ -230,6 +229,7 @@ class VLLMRollouts:
                 if not self._call("POST", "/reset_prefix_cache", {})["success"]:
                     raise RunError("vLLM keeps what it has computed with the old weights")
         except Exception:
+            shutil.rmtree(kept, ignore_errors=True)
             self._restart()
             raise
         for older in Path(self._files.name).glob("policy-*"):
@@ -285,7 +285,14 @@ class VLLMRollouts:
         return np.array(numbers, np.float32)
 
 
-def _end_with_parent() -> None:
-    """Have this process ended by the system when its parent ends, even if that is killed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+class _UnixConnection(http.client.HTTPConnection):
+    """A connection to a socket in the file system."""
+
+    def __init__(self, path: Path, timeout: float) -> None:
+        super().__init__("localhost", timeout=timeout)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._path))

@@ -105,9 +105,10 @@ def take_step(
         DivergedError: see `measure_step`.
     """
     most, phase = context.config.alarms.skip_not_finite, context.phases.current
-    before = trainer.state_dict() if most else {}
+    before: dict[str, Any] = {}
     try:
         with measure_step(trainer, context, index) as metrics:
+            before = trainer.state_dict() if most else {}
             metrics |= (step or trainer.step)(index)
     except StepNotTakenError as error:
         done, stage = index + 1, context.directory.name

@@ -245,6 +245,7 @@ def finish(context: StageContext, summary: dict[str, Any]) -> None:
 
 def release_models(context: StageContext) -> None:
     """Return the memory of a stage's models to the device, once its trainer is gone."""
+    context.exits.close()  # a thread that still works for it has references
     context.models.clear()
     context.bases.clear()
     gc.collect()  # engines refer to themselves

@@ -27,7 +27,7 @@ from tests.optimum.language import (
     table,
     tokenizer,
 )
-from tests.optimum.test_optimum import build
+from tests.optimum.test_optimum import ALGORITHMS, OTHERS, build
 from tests.serving.processes import Server
 
 PADDING = {"padding": "a"}  # a server would add a token if the end were the padding too
@@ -83,14 +83,17 @@ def test_each_step_trains_on_what_the_weights_of_the_step_before_have_drawn(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("correction", ["tis", "mis"])
-@pytest.mark.parametrize("estimator", ["gae", "rloo"])
+@pytest.mark.parametrize("name", ["ppo", "rloo", "rloo, k3"])  # the last has a penalty in the loss
 def test_the_policy_becomes_the_known_one(
-    accelerator: Accelerator, tmp_path: Path, server: Server, correction: str, estimator: str
+    accelerator: Accelerator, tmp_path: Path, server: Server, correction: str, name: str
 ) -> None:
-    changes = settings(server, correction, estimator=estimator)
+    (algorithm,) = [each for each in (*ALGORITHMS, *OTHERS) if each.name == name]
+    changes = settings(server, correction, **algorithm.ppo)
     ppo = build(accelerator, tmp_path / "run", changes, seed=0, **PADDING)
     rewards = TableOfRewards(seed=0).rewards()
     known = optimum(log_probabilities(ppo.actor.module), rewards, BETA)
+    if algorithm.update:
+        known = algorithm.update.ended(table(ppo.actor.module), rewards)
     for index in range(ppo.settings.steps):
         ppo.step(index)
     after = Distance.between(log_probabilities(ppo.actor.module), known, rewards)

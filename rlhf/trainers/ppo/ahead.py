@@ -1,7 +1,7 @@
 """Rollouts one step ahead: servers draw the next one while this one trains (`ppo.rollout.staleness: 1`).
 
-Step k then trains on completions that were drawn from the weights after k - 1 steps, and so do its weights of tokens
-(`ppo.rollout.correction`). Those of the first two steps come from the first weights.
+Of steps counted from 1, step k trains on completions that the weights after k - 2 steps have drawn, and steps 1 and 2
+both on those of the first weights.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlhf.data.batches import Batch
 from rlhf.engine import distributed
+from rlhf.errors import RunError
 from rlhf.generation.decoder import Decoder
 from rlhf.rollouts.protocol import DrawnRow
 from rlhf.trainers.ppo.rollout_servers import RolloutServers, Version
@@ -78,22 +79,31 @@ class RolloutsAhead:
         return _Request(index, state, self._servers.request(prompts, numbers))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the next step's rollout, once it is drawn, of all ranks; empty if there is none."""
+        """Return the next step's rollout, once it is drawn, of all ranks; empty if there is none.
+
+        If no server is left, the state has only the generator: the next step fails, and a resumed run draws again.
+        """
         if self._next is None:
             return {}
-        rows = [row for part in distributed.all_gather_objects(list(self._next.wait())) for row in part]
-        log_probs = [torch.from_numpy(row.log_probs) for row in rows]
-        return {
-            "index": self._next.index,
-            "generator": self._next.generator_state,
-            "ids": [torch.tensor(row.ids) for row in rows],
-            "log_probs": log_probs,
-        }
+        state = {"index": self._next.index, "generator": self._next.generator_state}
+        try:
+            own = list(self._next.wait())
+        except RunError:
+            own = None
+        parts = distributed.all_gather_objects(own)
+        rows = [row for part in parts for row in part or ()]
+        if None not in parts:
+            state["ids"] = [torch.tensor(row.ids) for row in rows]
+            state["log_probs"] = [torch.from_numpy(row.log_probs) for row in rows]
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`."""
+        """Restore `state_dict`; the generator is set to where a rollout that has to be drawn again starts."""
         self._next = None
         if not state:
+            return
+        if "ids" not in state:
+            self._decoder.random.set_state(state["generator"])
             return
         rank, size = distributed.world().rank, distributed.world().size
         count = len(state["ids"]) // size

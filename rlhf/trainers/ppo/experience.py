@@ -203,6 +203,7 @@ class Experience:
     # targets of the updates
     advantages: Tensor  # [B, A] float32
     returns: Tensor  # [B, A] float32
+    correction: Tensor  # [B, A] float32: weight of each token in the policy's loss (`ppo.rollout.correction`)
 
     # how rows are cut, on the host
     micro_batches: tuple[MicroBatch, ...]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import tarfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +68,8 @@ class RolloutServers:
         self._servers = [RolloutServer(url, settings.timeout) for url in settings.where]
         self._usable = list(range(len(self._servers)))
         self._version: Version | None = None
-        self._failures: list[str] = []  # of this rank, since the last hand-over
+        self._failures: list[str] = []  # of this rank, since the last hand-over, which rank 0 has not reported
+        self._lost: list[str] = []  # all of this rank's since then
         self._end_ids = decoder.eos_ids.tolist()
         self._thread = ThreadPoolExecutor(1, "rollout")
         self._drawing: Future[tuple[list[DrawnRow], list[str]]] | None = None
@@ -119,7 +121,8 @@ class RolloutServers:
             DivergedError: the policy's numbers are not finite.
         """
         if self._drawing:
-            wait([self._drawing])
+            with suppress(RunError):  # which the next step meets, if it asks for these rows
+                self._note(self._drawing.result()[1])
         if version == self._version:
             return
         for lines in distributed.all_gather_objects(self._failures):
@@ -145,6 +148,7 @@ class RolloutServers:
         for number, receipt in confirmed.items():
             self._servers[number].receipt = receipt
         self._usable, self._version = list(confirmed), version
+        self._lost.clear()
 
     def _meet_all(self, *, is_first: bool) -> list[Ledger]:
         """Return a ledger for each server; before the first step each must answer.
@@ -236,11 +240,7 @@ class RolloutServers:
 
         def wait_for_rows() -> list[DrawnRow]:
             drawn, failed = drawing.result()
-            if distributed.world().is_main:
-                self._report(failed)
-            else:
-                self._failures += failed  # rank 0 reports them
-            failed.clear()
+            self._note(failed)
             return drawn
 
         return wait_for_rows
@@ -251,7 +251,7 @@ class RolloutServers:
         failed: list[str] = []
         while missing := [index for index, row in enumerate(drawn) if row is None]:
             if not (usable := list(self._usable)):
-                raise self._nobody_left(failed)
+                raise self._nobody_left(self._lost)
             shares = np.array_split(np.array(missing), min(len(usable), len(missing)))
             with ThreadPoolExecutor(len(shares)) as threads:
                 asked = [
@@ -266,6 +266,7 @@ class RolloutServers:
                     self._usable.remove(number)  # of this rank, until the next hand-over
                     self._servers[number].receipt = ""
                     failed.append(f"{self._servers[number].url}: {error}")
+                    self._lost.append(failed[-1])
         return [row for row in drawn if row is not None], failed
 
     def _draw_share(
@@ -312,6 +313,14 @@ class RolloutServers:
         if slopes:
             metrics["handover_slope"] = max(slopes, key=lambda slope: abs(slope - 1))
         return metrics
+
+    def _note(self, failed: list[str]) -> None:
+        """Report the failures of a rollout, once."""
+        if distributed.world().is_main:
+            self._report(failed)
+        else:
+            self._failures += failed  # rank 0 reports them
+        failed.clear()
 
     def _report(self, failed: Sequence[str]) -> None:
         for line in failed:

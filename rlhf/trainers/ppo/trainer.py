@@ -309,7 +309,6 @@ class PPOTrainer:
             sums.add(**critic_sums(values, returns, mask))
         if self.settings.method.whiten_advantages:
             advantages = whiten(advantages, mask, distributed.all_sum)
-        advantages = self._correct(rollout, scores, advantages, sums)
         report_advantages(self.context.observation, mask, rewards=rewards, advantages=advantages, returns=returns)
         self.accelerator.step_boundary("rollout/advantages")
         return Experience(
@@ -322,21 +321,22 @@ class PPOTrainer:
             reward=scores.reward,
             advantages=advantages * mask,
             returns=returns * mask,
+            correction=self._correct(rollout, scores, sums),
             micro_batches=rollout.micro_batches,
             lengths=rollout.lengths,
             passes=scores.passes,
         )
 
-    def _correct(self, rollout: Rollout, scores: Scores, advantages: Tensor, sums: MetricSums) -> Tensor:
-        """Return the advantages of `ppo.rollout.correction`: a weight of a token's loss is one of its advantage."""
+    def _correct(self, rollout: Rollout, scores: Scores, sums: MetricSums) -> Tensor:
+        """Return the weights of tokens that `ppo.rollout.correction` asks for; add their metrics to `sums`."""
         settings, mask = self.settings.rollout, rollout.action_mask
         if settings.correction == "none" or rollout.drawn_log_probs is None:
-            return advantages
+            return torch.ones_like(mask)
         weights = importance_weights(
             scores.log_probs, rollout.drawn_log_probs, mask, settings.correction, settings.correction_limit
         )
         sums.add(**correction_sums(scores.log_probs, rollout.drawn_log_probs, mask, weights))
-        return advantages * weights
+        return weights
 
     @torch.no_grad()
     def generate(self, prompts: Batch) -> Rollout:
@@ -527,6 +527,7 @@ class PPOTrainer:
         settings, method, mask = self.settings, self.settings.method, part.action_mask
         longest = self.context.config.data.max_completion_length
         weights = token_weights(mask, method.loss_mean, tokens=total, sequences=rows, longest=longest)
+        weights = weights * part.correction
         if part.passes:
             log_probs, entropy = part.passes[0].policy
         else:
