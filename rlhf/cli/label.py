@@ -33,6 +33,7 @@ from rlhf.errors import ConfigError, RunError
 from rlhf.evaluation.labels import (
     FIRST,
     SECOND,
+    SKIP,
     TIE,
     LabelFile,
     Question,
@@ -49,7 +50,7 @@ from rlhf.utils.atomic_io import check_writable
 if TYPE_CHECKING:
     from rlhf.data.records import Row
 
-_SKIP, _QUIT = "s", "q"
+_QUIT = "q"
 _END_OF_INPUT = "\x04"  # Ctrl-D
 _SEQUENCE = re.compile(rb"\x1b(\[[0-?]*[ -/]*[@-~]|O.)?")  # what an arrow key sends, possibly with a digit in it
 _MAX_INPUT = 64  # bytes read at once
@@ -153,7 +154,7 @@ def _ask(questions: Sequence[Question], file: LabelFile) -> None:
         key = _read_key()
         if key == _QUIT:
             return
-        if key != _SKIP:
+        if key != SKIP:
             file.append(question.answer(key))
 
 
@@ -174,7 +175,7 @@ def _read_key() -> str:
     while True:
         pressed = os.read(sys.stdin.fileno(), _MAX_INPUT)
         for key in _SEQUENCE.sub(b"", pressed).decode(errors="replace").lower():
-            if key in (FIRST, SECOND, TIE, _SKIP, _QUIT):
+            if key in (FIRST, SECOND, TIE, SKIP, _QUIT):
                 return key
             if key == _END_OF_INPUT:
                 return _QUIT

@@ -1,7 +1,8 @@
-"""Preferences of a person for one of two completions, and the file that they are added to (`rlhf label`).
+"""Preferences of a person for one of two completions, and the file that they are added to.
 
-A line of the file is `{"prompt", "chosen", "rejected", "models", "source"}`, a pair that the reward stage reads, or
-`{"prompt", "tie", "models", "source"}`, which has no reply to train on. `models` has the model of each completion.
+`rlhf label` and the page of `rlhf serve --ui` write it. A line is `{"prompt", "chosen", "rejected", "models",
+"source"}`, a pair that the reward stage reads, or `{"prompt", "tie", "models", "source"}` or `{"prompt", "skip",
+"models", "source"}`, which have no reply to train on. `models` has the model of each completion.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from rlhf.errors import DataError, RunError
 from rlhf.utils.atomic_io import atomic_write, refuse_link
 from rlhf.utils.statistics import Interval, wilson
 
-FIRST, SECOND, TIE = "1", "2", "="
-_KEYS = ({"prompt", "chosen", "rejected"}, {"prompt", "tie"})
+FIRST, SECOND, TIE, SKIP = "1", "2", "=", "s"
+_KEYS = ({"prompt", "chosen", "rejected"}, {"prompt", "tie"}, {"prompt", "skip"})
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,12 @@ class Question:
     models: tuple[str, str]
 
     def answer(self, key: str) -> dict[str, Any]:
-        """Return the line of the file for an answer: `FIRST`, `SECOND` or `TIE`."""
+        """Return the line of the file for an answer: `FIRST`, `SECOND`, `TIE` or `SKIP`."""
         (first, second), (model, other) = self.completions, self.models
         prompt = {"prompt": write_prompt(self.row)}
-        if key == TIE:
-            return {**prompt, "tie": [first, second], "models": [model, other], "source": self.row.source}
+        if key in (TIE, SKIP):
+            name = "tie" if key == TIE else "skip"
+            return {**prompt, name: [first, second], "models": [model, other], "source": self.row.source}
         if key == SECOND:
             first, second, model, other = second, first, other, model
         return {**prompt, "chosen": first, "rejected": second, "models": [model, other], "source": self.row.source}
@@ -71,14 +73,19 @@ class LabelFile:
 
     A last line that an earlier program or a crash cut short is removed when the file is opened.
 
+    Attributes:
+        labels: the pairs and ties.
+        skips: the questions that were skipped.
+
     Raises:
         DataError: the file has a line that is not a label.
         RunError: the file cannot be read or written.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, option: str = "--output") -> None:
+        self.path, self._option = path, option
         self.labels: list[Mapping[str, Any]] = []
+        self.skips: list[Mapping[str, Any]] = []
         refuse_link(path)
         text = self._read()
         *lines, last = text.split("\n")  # not at U+2028 and the like, which JSON allows within a line
@@ -88,10 +95,10 @@ class LabelFile:
             lines.append(last)
         for number, line in enumerate(lines, 1):
             if line.strip():
-                self.labels.append(self._parse(line, number))
+                self._note(self._parse(line, number))
 
     def append(self, label: Mapping[str, Any]) -> None:
-        """Write a label.
+        """Write a label, or a question that is skipped.
 
         Raises:
             RunError: it cannot be written.
@@ -99,7 +106,10 @@ class LabelFile:
         text = self._read()  # again, because two people may label into one file
         end = "" if text.endswith("\n") or not text else "\n"
         self._write(f"{text}{end}{json.dumps(label, ensure_ascii=False)}\n")
-        self.labels.append(label)
+        self._note(label)
+
+    def _note(self, label: Mapping[str, Any]) -> None:
+        (self.skips if "skip" in label else self.labels).append(label)
 
     @property
     def prompts(self) -> set[str]:
@@ -115,7 +125,8 @@ class LabelFile:
         label = _parse_json(line)
         if not isinstance(label, dict) or not any(keys <= label.keys() for keys in _KEYS):
             raise DataError(
-                f"{self.path}:{number}: is not a label (prompt, chosen, rejected); name another file with --output"
+                f"{self.path}:{number}: is not a label (prompt, chosen, rejected); name another file with "
+                f"{self._option}"
             )
         return label
 
@@ -123,16 +134,17 @@ class LabelFile:
         try:
             return self.path.read_text(encoding="utf-8") if self.path.exists() else ""
         except OSError as error:
-            raise RunError(f"{self.path}: cannot be read ({error.strerror}); choose another --output") from error
+            raise RunError(f"{self.path}: cannot be read ({error.strerror}); choose another {self._option}") from error
         except ValueError as error:
-            raise DataError(f"{self.path}: is not UTF-8; name another file with --output") from error
+            raise DataError(f"{self.path}: is not UTF-8; name another file with {self._option}") from error
 
     def _write(self, text: str) -> None:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(self.path, text)
         except OSError as error:
-            raise RunError(f"{self.path}: cannot be written ({error.strerror}); choose another --output") from error
+            reason = f"cannot be written ({error.strerror})"
+            raise RunError(f"{self.path}: {reason}; choose another {self._option}") from error
 
 
 def _parse_json(line: str) -> Any:

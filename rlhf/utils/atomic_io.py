@@ -66,8 +66,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def check_writable(folder: Path) -> None:
-    """Raise `RunError` if `folder` cannot be written to or created."""
+def check_writable(folder: Path, option: str = "--output") -> None:
+    """Raise `RunError` if `folder` cannot be written to or created; `option` names another."""
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not place.is_dir():
         reason = "is a file"
@@ -75,7 +75,7 @@ def check_writable(folder: Path) -> None:
         return
     else:
         reason = "is read-only" if os.statvfs(place).f_flag & os.ST_RDONLY else "is not yours"
-    raise RunError(f"{folder}: cannot be written ({place} {reason}); choose another --output")
+    raise RunError(f"{folder}: cannot be written ({place} {reason}); choose another {option}")
 
 
 def atomic_write_json(path: Path, value: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from rlhf.errors import RLHFError
 from rlhf.evaluation.labels import (
     FIRST,
     SECOND,
+    SKIP,
     TIE,
     LabelFile,
     Question,
@@ -55,18 +56,28 @@ def test_prompt_is_read_back_as_it_was(row: Row) -> None:
     assert (read.prompt, read.text) == (row.prompt, row.text)
 
 
-def test_answers_are_pairs_of_a_source_and_ties_are_not(tmp_path: Path) -> None:
+def test_answers_are_pairs_of_a_source_and_ties_and_skips_are_not(tmp_path: Path) -> None:
     file = LabelFile(tmp_path / "labels.jsonl")
-    for prompt, key in (("p 1", FIRST), ("p 2", SECOND), ("p 3", TIE)):
+    for prompt, key in (("p 0", SKIP), ("p 1", FIRST), ("p 2", SECOND), ("p 3", TIE)):
         file.append(asked(prompt).answer(key))
     config = build_config({"data": {"datasets": [str(file.path)]}}).data
     (source,) = [
         read_sources(config, ["reward"], seed=0)[spec] for spec in read_sources(config, ["reward"], seed=0)._read
     ]
     read = [(row.text, row.chosen, row.rejected) for row in source.rows]
-    assert read == [("p 1", "one", "two"), ("p 2", "two", "one"), ("p 3", None, None)]
+    assert read == [("p 0", None, None), ("p 1", "one", "two"), ("p 2", "two", "one"), ("p 3", None, None)]
     assert [label["models"] for label in file.labels] == [["a", "b"], ["b", "a"], ["a", "b"]]
     assert file.labels[2]["tie"] == ["one", "two"] and file.ties == 1
+
+
+def test_skipped_question_is_no_label_and_may_be_asked_again(tmp_path: Path) -> None:
+    file = LabelFile(tmp_path / "labels.jsonl")
+    for prompt, key in (("p 1", FIRST), ("p 2", SKIP)):
+        file.append(asked(prompt).answer(key))
+    for read in (file, LabelFile(file.path)):
+        assert [label["prompt"] for label in read.labels] == ["p 1"] and read.prompts == {'"p 1"'}
+        (skipped,) = read.skips
+        assert skipped["skip"] == ["one", "two"] and skipped["models"] == ["a", "b"]
 
 
 def test_labels_are_on_disk_at_once_and_found_again(tmp_path: Path) -> None:
