@@ -58,7 +58,7 @@ def chat(
         model = ChatModel(folder, options, temperature=temperature, max_tokens=max_tokens)
     if interactive:
         title = f"{folder} on {model.writer.device.accelerator.name}"
-        _converse(model, model.converses if memory is None else memory, title)
+        _converse(model, model.writer.converses if memory is None else memory, title)
     else:
         if str(folder) != run_or_model:
             print(f"rlhf: note: the model is {folder}", file=sys.stderr)
@@ -77,11 +77,6 @@ class ChatModel:
         self.writer = load_language_model(folder, config, device)
         self.sampling = {"do_sample": temperature > 0, **({"temperature": temperature} if temperature else {})}
         self.max_tokens = max_tokens
-
-    @property
-    def converses(self) -> bool:
-        """True if the model was trained on conversations rather than on single texts."""
-        return self.writer.prompt_format in ("template", "transcript")
 
     def reply(self, turns: Sequence[tuple[str, str]], show: Show) -> str:
         """Reply to a conversation of (role, text); `show` gets the reply piece by piece.

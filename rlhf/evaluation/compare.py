@@ -14,10 +14,8 @@ from statistics import fmean
 from typing import Any
 
 from rlhf.config.schema import Config
-from rlhf.data.prompt_encoding import make_conversation_row
 from rlhf.data.records import Row
 from rlhf.data.report import DropCounts
-from rlhf.errors import ModelError
 from rlhf.evaluation.completions import (
     ModelOutputs,
     ModelSummary,
@@ -157,17 +155,8 @@ def _score(
 
 def _by_text(comparison: Comparison, column: ModelOutputs, judge: RewardModel) -> list[Ids]:
     """Return the prompts and completions of a model in the reward model's tokens."""
-    rows = [
-        make_conversation_row(row.prompt, judge.prompt_format)
-        for row in comparison.rows
-        for _ in range(comparison.samples)
-    ]
-    sequences = []
-    for text, truncated, ids in zip(column.texts, column.truncated, judge.encode(rows, column.texts), strict=True):
-        if ids is None:
-            raise ModelError(f"{judge.name}: its chat template refuses the reply {text[:60]!r}; name another model")
-        sequences.append(ids[:-1] if truncated else ids)
-    return sequences
+    prompts = [row.prompt for row in comparison.rows for _ in range(comparison.samples)]
+    return judge.encode_completions(prompts, column.texts, column.truncated)
 
 
 _GRAMS = (1, 2, 3)

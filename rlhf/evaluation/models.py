@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from accelerators import Accelerator, Precision, ShapePolicy
     from rlhf.data.prompt_encoding import PromptFormat
-    from rlhf.data.records import Row
+    from rlhf.data.records import Message, Row
 
 logger = logging.getLogger(__name__)
 
@@ -188,6 +188,11 @@ class EvaluatedModel:
 class LanguageModel(EvaluatedModel):
     """A causal language model."""
 
+    @property
+    def converses(self) -> bool:
+        """True if the model was trained on conversations rather than on single texts."""
+        return self.prompt_format in ("template", "transcript")
+
 
 class RewardModel(EvaluatedModel):
     """A reward model; its scores are those that PPO's reward model gives to completions."""
@@ -203,6 +208,26 @@ class RewardModel(EvaluatedModel):
             None if prompt is None or reply is None else prompt + reply
             for prompt, reply in zip(prompts, encoded, strict=True)
         ]
+
+    def encode_completions(
+        self, prompts: Sequence[Sequence[Message]], texts: Sequence[str], truncated: Sequence[bool]
+    ) -> list[list[int]]:
+        """Return the token ids of conversations with their completions, as PPO scores them.
+
+        A truncated completion has no end token.
+
+        Raises:
+            ModelError: the chat template refuses a completion.
+        """
+        from rlhf.data.prompt_encoding import make_conversation_row
+
+        rows = [make_conversation_row(prompt, self.prompt_format) for prompt in prompts]
+        sequences = []
+        for text, cut, ids in zip(texts, truncated, self.encode(rows, texts), strict=True):
+            if ids is None:
+                raise ModelError(f"{self.name}: its chat template refuses the reply {text[:60]!r}; name another model")
+            sequences.append(ids[:-1] if cut else ids)
+        return sequences
 
     def scores(self, sequences: Sequence[Sequence[int]], *, batch_size: int = 8, description: str = "") -> list[float]:
         """Return the score at the last token of each sequence, of at most `max_length` token ids.

@@ -190,7 +190,7 @@ def test_prompt_is_written_as_in_training(
     run.stage("sft").finish({"stage": "sft"} | ({"prompt_format": recorded} if recorded else {}))
     model = chat_model(folder, monkeypatch)
     assert model.writer.tokenizer.decode(model._prompt([("user", "hello")])) == prompt
-    assert model.converses == converses
+    assert model.writer.converses == converses
 
 
 def test_reply_ends_at_every_end_token(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
