@@ -1,19 +1,32 @@
-"""`rlhf serve`: a model behind OpenAI's interface."""
+"""`rlhf serve`: a model behind OpenAI's interface, and a page to talk to it and to judge its replies."""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
 
 from rlhf.cli.options import Options, PolicyStage, RunOrModel, UseAverage, shared
+from rlhf.cli.prompts import prepare_generation
 from rlhf.cli.tables import print_line
+from rlhf.config.paths import is_path
 from rlhf.config.rollout import SERVE_TOKEN, read_token
+from rlhf.config.schema import SamplingConfig
 from rlhf.errors import ConfigError, DependencyError
+from rlhf.evaluation.labels import LabelFile
 from rlhf.reporting.console import console
+from rlhf.runs.directory import find_run
+from rlhf.utils.atomic_io import check_writable
+
+if TYPE_CHECKING:
+    from rlhf.data.records import Row
+    from rlhf.evaluation.models import LanguageModel
+
+_LABELS = Path("labels.jsonl")
 
 _OWN = "rlhf"
 _DEFAULTS = {"--max-tokens": 512, "--batch-size": 16, "--queue": 256}
@@ -57,10 +70,46 @@ def serve(
     queue: Annotated[
         int, typer.Option(min=1, help="Completions that may wait; further requests are refused.", metavar="N")
     ] = _DEFAULTS["--queue"],
+    ui: Annotated[bool, typer.Option("--ui", metavar="", help="Serve a page to talk to the model, at /.")] = False,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            help="With --ui: judge the model's replies against those of this one, shown side by side without names. "
+            "The same name again: two samples of one model.",
+            metavar="RUN_OR_MODEL",
+        ),
+    ] = None,
+    prompts: Annotated[
+        str | None,
+        typer.Option(
+            help="With --ui: ask these one after another: a .txt file with a prompt on each line, a source as in "
+            "data.datasets, or [bold]heldout[/], those that the run has held out.",
+            metavar="SOURCE",
+        ),
+    ] = None,
+    pairs: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --against: append the judgements to this file, a source for the reward stage. "
+            f"Default: {_LABELS}.",
+            metavar="FILE",
+        ),
+    ] = None,
+    reward_model: Annotated[
+        str | None,
+        typer.Option(
+            "--reward-model",
+            "-R",
+            help="With --ui: reward model that scores replies on request. Default: the run's, if it has one.",
+            metavar="RUN_OR_MODEL",
+        ),
+    ] = None,
 ) -> None:
-    """Serve a trained model with OpenAI's interface: completions and chat, with streaming.
+    """Serve a trained model with OpenAI's interface: completions and chat, with streaming; or with a page to judge it.
 
     [bold]rlhf serve runs/a[/]
+
+    [bold]rlhf serve runs/a --ui --against runs/a/sft --prompts heldout[/]     [dim]# judge in the browser[/]
 
     [bold]rlhf serve runs/a/sft --rollouts[/]     [dim]# draw for PPO; docs/rollouts.md explains it[/]
 
@@ -77,7 +126,15 @@ def serve(
         raise DependencyError(
             f"rlhf serve needs {error.name}; run: python -m pip install starlette uvicorn prometheus-client"
         ) from error
-    from rlhf.evaluation.models import EvaluationDevice, find_base_model, load_language_model, model_folder
+    from rlhf.evaluation.models import (
+        EvaluationDevice,
+        check_reward_folder,
+        find_base_model,
+        load_language_model,
+        load_reward_model,
+        model_folder,
+        reward_model_folder,
+    )
     from rlhf.serving.ports import is_loopback, open_port
 
     token = read_token()
@@ -85,6 +142,8 @@ def serve(
         raise ConfigError(
             f"--host {host}: other machines could ask, so set {SERVE_TOKEN} to a token that they must send"
         )
+    of_page = {"--against": against, "--prompts": prompts, "--pairs": pairs, "--reward-model": reward_model}
+    _check_page(ui, rollouts, [option for option, value in of_page.items() if value is not None])
     folder = model_folder(run_or_model, stage, ema=ema)
     find_base_model(folder)  # reports a wrong folder before slow imports
     if engine != _OWN:
@@ -98,18 +157,47 @@ def serve(
         return
     if engine_options:
         raise ConfigError("--engine-options: are vLLM's; add --engine vllm")
+    other, file = None, None
+    if against:
+        find_base_model(other := model_folder(against))
+        pairs = pairs or _LABELS
+        check_writable(pairs.parent, "--pairs")
+        file = LabelFile(pairs, "--pairs")
+    if ui and reward_model is None and is_path(run_or_model):
+        run = find_run(run_or_model)
+        reward_model = str(run.path) if run and run.stage("reward").done else None
+    if reward_model:
+        check_reward_folder(reward_model_folder(reward_model))
     with open_port(host, port) as listener:
         config = options.load()
         with console.status(Text(f"loading {folder}")):
-            device = EvaluationDevice.select(config, options.accelerator)
+            rows: list[Row] = []
+            if prompts:
+                rows, _, _, device = prepare_generation(
+                    options, [run_or_model], prompts, SamplingConfig(), max_tokens=max_tokens, batch_size=batch_size
+                )
+            else:
+                device = EvaluationDevice.select(config, options.accelerator)
             model = load_language_model(folder, config, device)
             from rlhf.serving.decoder_rollouts import DecoderRollouts
             from rlhf.serving.engine import Engine
+            from rlhf.serving.judging import ChatPage
             from rlhf.serving.rollouts import RolloutService
             from rlhf.serving.server import serve as run_server
 
-            limit = min(max_tokens, model.max_length)
-            runner = Engine(model, max_tokens=limit, batch_size=batch_size, max_waiting=queue)
+            def prepare_engine(model: LanguageModel, host: Engine | None = None) -> Engine:
+                limit = min(max_tokens, model.max_length)
+                return Engine(model, max_tokens=limit, batch_size=batch_size, max_waiting=queue, host=host)
+
+            runner = prepare_engine(model)
+            engines, names = [runner], [str(folder) if stage or ema else run_or_model]
+            if other == folder:  # two samples of one model
+                engines, names = engines * 2, names * 2
+            elif other:
+                engines.append(prepare_engine(load_language_model(other, config, device), runner))
+                names.append(str(against))
+            judge = load_reward_model(reward_model, config, device) if reward_model else None
+            page = ChatPage(engines, names, prompts=rows, reward_model=judge, file=file) if ui else None
             name = name or run_or_model
             service = RolloutService(DecoderRollouts(runner, name, config)) if rollouts else None
         where = f"{device.accelerator.name} in {device.precision.name}"
@@ -120,6 +208,7 @@ def serve(
             token,
             lambda address: print_line(f"{address} serves {folder} on {where}; Ctrl-C ends it"),
             service,
+            page,
         )
 
 
@@ -160,3 +249,13 @@ def _serve_vllm(
             )
         finally:
             model.stop()
+
+
+def _check_page(ui: bool, rollouts: bool, options: Sequence[str]) -> None:
+    """Check the options of the page that are given."""
+    if ui and rollouts:
+        raise ConfigError("--ui, --rollouts: a trainer would replace the weights that are judged; start two servers")
+    if options and not ui:
+        raise ConfigError(f"{options[0]}: is an option of the page; add --ui")
+    if "--pairs" in options and "--against" not in options:
+        raise ConfigError("--pairs: one model alone is not judged; name a second with --against, or the same again")

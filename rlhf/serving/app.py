@@ -1,7 +1,7 @@
 """The HTTP interface of a served model: who may ask, how much at a time, and the routes.
 
-A request must come from no web page (`Origin`), and send JSON, which a page of another site cannot do without asking
-first. On an address of this machine alone it must also name that in `Host` (DNS rebinding).
+A request must come from no web page (`Origin`) but the server's own, and send JSON, which a page of another site cannot
+do without asking first. On an address of this machine alone it must also name that in `Host` (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -23,6 +23,7 @@ from rlhf.errors import USER_ERRORS, summarize_error
 from rlhf.rollouts.protocol import PATH
 from rlhf.serving.completions import Exchange
 from rlhf.serving.engine import Engine
+from rlhf.serving.judging import FILES, ChatPage
 from rlhf.serving.requests import ChatRequest, CompletionRequest, RequestError, parse_request, read_json
 from rlhf.serving.rollouts import RolloutService
 
@@ -48,6 +49,7 @@ class ServedModel:
         token: str | None,
         hosts: tuple[str, ...] | None,
         rollouts: RolloutService | None = None,
+        page: ChatPage | None = None,
     ) -> None:
         """Make the counters.
 
@@ -57,10 +59,11 @@ class ServedModel:
             token: what requests must have in `Authorization: Bearer`; None: nothing.
             hosts: the names of the server that requests may use; None: any.
             rollouts: the calls of a trainer; None: there are none.
+            page: the calls of the page; None: there is none.
         """
         self.engine, self.name = engine, name
         self.closing = False
-        self._rollouts = rollouts
+        self._rollouts, self._page = rollouts, page
         self._token, self._hosts = token, hosts
         self._started = int(time.time())
         self._metrics = _Metrics(engine)
@@ -84,6 +87,16 @@ class ServedModel:
                 Route(f"{PATH}/weights", self._guard(rollouts.take_weights), methods=["PUT"]),
                 Route(f"{PATH}/draw", self._guard(rollouts.draw), methods=["POST"]),
                 Route(f"{PATH}/score", self._guard(rollouts.score), methods=["POST"]),
+            ]
+        if page := self._page:
+            routes += [
+                *(Route(path, self._guard(page.show_page, needs_token=False)) for path in FILES),
+                Route("/ui/state", self._guard(page.show_state)),
+                Route("/ui/prompt", self._guard(page.show_prompt)),
+                Route("/ui/question", self._guard(page.show_question)),
+                Route("/ui/ask", self._guard(self._ask), methods=["POST"]),
+                Route("/ui/judge", self._guard(page.judge), methods=["POST"]),
+                Route("/ui/score", self._guard(page.score), methods=["POST"]),
             ]
         return Starlette(routes=routes, exception_handlers={404: _describe_status, 405: _describe_status})
 
@@ -113,7 +126,8 @@ class ServedModel:
     def _check_caller(self, request: Request, *, needs_token: bool) -> None:
         if self._hosts is not None and request.url.hostname not in self._hosts:
             raise RequestError("unknown host; use the address that the server has printed", 403)
-        if "origin" in request.headers:
+        origin = request.headers.get("origin")
+        if origin is not None and not (self._page and origin == f"{request.url.scheme}://{request.url.netloc}"):
             raise RequestError("requests of web pages are refused", 403)
         if needs_token and self._token is not None:
             scheme, _, given = request.headers.get("authorization", "").partition(" ")
@@ -145,15 +159,26 @@ class ServedModel:
     async def _chat(self, request: Request) -> Response:
         return await self._draw(request, ChatRequest)
 
-    async def _draw(self, request: Request, kind: type[CompletionRequest] | type[ChatRequest]) -> Response:
+    async def _ask(self, request: Request) -> Response:
+        self._check_open()
+        assert self._page
+        asked = await self._page.ask(request)
+        events = self._send(self._page.draw(asked), asked.exchanges, request.url.path)
+        return StreamingResponse(events, media_type="text/event-stream")
+
+    def _check_open(self) -> None:
         if self.closing:
             raise RequestError("the server is ending", 503)
+
+    async def _draw(self, request: Request, kind: type[CompletionRequest] | type[ChatRequest]) -> Response:
+        self._check_open()
         parsed = parse_request(kind, await read_json(request, MAX_BODY))
         assert self.engine
         exchange = Exchange(self.engine, self.name, parsed)
         exchange.submit()
         if parsed.stream:
-            return StreamingResponse(self._send(exchange, request.url.path), media_type="text/event-stream")
+            events = self._send(exchange.stream(), [exchange], request.url.path)
+            return StreamingResponse(events, media_type="text/event-stream")
         waiting = asyncio.ensure_future(exchange.respond())
         leaving = asyncio.ensure_future(_wait_for_disconnect(request))
         try:
@@ -167,16 +192,17 @@ class ServedModel:
             leaving.cancel()
             self._metrics.count(exchange)
 
-    async def _send(self, exchange: Exchange, path: str) -> AsyncIterator[str]:
+    async def _send(self, events: AsyncIterator[str], exchanges: Sequence[Exchange], path: str) -> AsyncIterator[str]:
         start = time.monotonic()
         try:
-            async for event in exchange.stream():
+            async for event in events:
                 yield event
         except Exception as error:  # the status has been sent already
             yield f"data: {_error(_report(error), 500).body.decode()}\n\n"  # type: ignore[union-attr]
         finally:
-            exchange.cancel()
-            self._metrics.count(exchange)
+            for exchange in exchanges:
+                exchange.cancel()
+                self._metrics.count(exchange)
             self._metrics.seconds.labels(path).observe(time.monotonic() - start)
 
 

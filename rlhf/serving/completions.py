@@ -234,9 +234,9 @@ class Exchange:
                 if item is None:
                     unfinished -= 1
                     continue
-                yield _event({**self._head(kind), "choices": [item], **({"usage": None} if wants_usage else {})})
+                yield format_event({**self._head(kind), "choices": [item], **({"usage": None} if wants_usage else {})})
             if wants_usage:
-                yield _event({**self._head(kind), "choices": [], "usage": self._usage()})
+                yield format_event({**self._head(kind), "choices": [], "usage": self._usage()})
             yield "data: [DONE]\n\n"
         finally:
             for task in tasks:
@@ -298,5 +298,6 @@ async def _drain(choice: Choice) -> None:
         pass
 
 
-def _event(data: dict[str, Any]) -> str:
+def format_event(data: dict[str, Any]) -> str:
+    """Return a server-sent event."""
     return f"data: {json.dumps(data)}\n\n"

@@ -69,7 +69,9 @@ class Engine:
         waiting: number of completions that wait.
     """
 
-    def __init__(self, model: LanguageModel, *, max_tokens: int, batch_size: int, max_waiting: int) -> None:
+    def __init__(
+        self, model: LanguageModel, *, max_tokens: int, batch_size: int, max_waiting: int, host: Engine | None = None
+    ) -> None:
         """Prepare a decoder.
 
         Args:
@@ -77,6 +79,7 @@ class Engine:
             max_tokens: maximum length of a completion in tokens.
             batch_size: maximum number of completions that are drawn at the same time.
             max_waiting: maximum number of completions that wait.
+            host: the engine whose thread draws for this one too; None: this engine has its thread, in `run`.
         """
         self.model, self.max_tokens, self.max_waiting = model, max_tokens, max_waiting
         self.rows = 0
@@ -91,7 +94,9 @@ class Engine:
         self._convert_weights()
         self._jobs: deque[CompletionJob] = deque()
         self._changed = threading.Condition()
-        self._closed = self._ended = False
+        self._host = host
+        self._closed = host is not None  # then `run` returns when no job waits
+        self._ended = False
 
     def make_decoder(self, tokens: int, end_ids: Sequence[int]) -> Decoder:
         """Return a decoder for completions of up to `tokens` tokens, which the `end_ids` end."""
@@ -151,6 +156,8 @@ class Engine:
                 raise QueueFull(f"{len(self._jobs)} completions wait already; try again later")
             self._jobs.extend(jobs)
             self._changed.notify()
+        if self._host:
+            self._host.call(self.run)
 
     def close(self) -> None:
         """Let `run` return when no job waits."""
@@ -175,7 +182,7 @@ class Engine:
                 self.rows = 0
         finally:
             with self._changed:
-                self._ended = True
+                self._ended = self._host is None  # that one's thread may call `run` again
                 for future, _ in self._calls:  # after an interrupt
                     future.cancel()
         self._decoder.release()

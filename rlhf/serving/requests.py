@@ -45,18 +45,20 @@ class RequestError(Exception):
         self.status, self.parameter = status, parameter
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """A JSON object without other keys than its fields."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """What a stream has besides the text."""
 
     include_usage: bool | None = False
     include_obfuscation: bool | None = False
 
 
-class _Request(_Strict):
+class _Request(Strict):
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
@@ -120,14 +122,14 @@ class CompletionRequest(_Request):
         return self
 
 
-class TextPart(_Strict):
+class TextPart(Strict):
     """A part of a message's content."""
 
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(_Strict):
+class ChatMessage(Strict):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -178,7 +180,7 @@ async def read_json(request: Request, limit: int) -> bytes:
     return bytes(body)
 
 
-def parse_request(model: type[CompletionRequest] | type[ChatRequest], body: bytes) -> Any:
+def parse_request(model: type[Strict], body: bytes) -> Any:
     """Return the request in a JSON text.
 
     Raises:

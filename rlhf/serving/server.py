@@ -11,6 +11,7 @@ import uvicorn
 
 from rlhf.serving.app import ServedModel
 from rlhf.serving.engine import Engine
+from rlhf.serving.judging import ChatPage
 from rlhf.serving.ports import is_loopback
 from rlhf.serving.rollouts import RolloutService
 from rlhf.utils.signals import handle_signals, raise_if_interrupted
@@ -36,6 +37,7 @@ def serve(
     token: str | None,
     announce: Callable[[str], None],
     rollouts: RolloutService | None = None,
+    page: ChatPage | None = None,
 ) -> None:
     """Serve until a signal; running requests are finished first, and a second signal ends them.
 
@@ -46,11 +48,12 @@ def serve(
         token: what requests must send; None: nothing.
         announce: receives the server's address.
         rollouts: the calls of a trainer; None: there are none.
+        page: the calls of the page; None: there is none.
     """
     host, port = listener.getsockname()[:2]
     hosts = (host, "127.0.0.1", "localhost", "::1") if is_loopback(host) else None
     engine = runner if isinstance(runner, Engine) else None
-    model = ServedModel(engine, name, token=token, hosts=hosts, rollouts=rollouts)
+    model = ServedModel(engine, name, token=token, hosts=hosts, rollouts=rollouts, page=page)
     config = uvicorn.Config(
         model.build(),
         log_config=None,
@@ -84,7 +87,7 @@ def serve(
         thread = threading.Thread(target=listen, name="http")
         thread.start()
         address = f"[{host}]" if ":" in host else host
-        announce(f"http://{address}:{port}/v1")
+        announce(f"http://{address}:{port}{'/' if page else '/v1'}")
         try:
             runner.run()
         finally:
