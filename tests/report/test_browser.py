@@ -1,12 +1,7 @@
-"""The page in a real Chromium, through Playwright, with every request refused.
-
-Skipped without Playwright (`pip install playwright`) and a Chromium, in the path or named by the variable CHROMIUM.
-"""
+"""The page in a real Chromium, with every request refused."""
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,18 +9,16 @@ from typing import Any
 import pytest
 
 from rlhf.report.page import write_report
+from tests.browser import MARKS, chromium
 from tests.report.runs import bad_run
 
-playwright = pytest.importorskip("playwright.sync_api")
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")]
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as started:
-        arguments = ["--no-sandbox", "--disable-quic", "--disable-background-networking"]
-        yield started.chromium.launch(executable_path=CHROMIUM, args=arguments)
+    with chromium() as started:
+        yield started
 
 
 @pytest.fixture
