@@ -14,9 +14,8 @@ from typer.testing import CliRunner
 
 from rlhf.cli.app import app
 from tests.helpers import user_environment
-from tests.rollouts.test_runs import assert_same_run, begun, copy
+from tests.rollouts.test_runs import assert_same_run, copy
 
-__all__ = ["begun"]  # the fixture
 EXAMPLES = Path(__file__).parents[2] / "example_scripts" / "rollouts"
 SCONTROL = '#!/usr/bin/env bash\nprintf "%s\\n" ${MACHINES:-127.0.0.1 127.0.0.2 127.0.0.3}\n'
 SRUN = f"""#!{sys.executable}
@@ -64,7 +63,7 @@ def slurm(tmp_path: Path) -> dict[str, str]:
 def test_slurm_script_trains_on_the_first_machine_and_draws_on_the_others(
     rlhf: Any, begun: Path, slurm: dict[str, str], tmp_path: Path
 ) -> None:
-    expected, run = copy(begun, tmp_path / "here"), copy(begun, tmp_path / "there")
+    expected, run = copy(tmp_path / "here"), copy(tmp_path / "there")
     rlhf("ppo", "--output", expected)
     done = subprocess.run(
         ["bash", str(EXAMPLES / "slurm.sh"), str(rlhf.recipe), str(run), "--quiet"],
