@@ -63,7 +63,7 @@ def slurm(tmp_path: Path) -> dict[str, str]:
 def test_slurm_script_trains_on_the_first_machine_and_draws_on_the_others(
     rlhf: Any, begun: Path, slurm: dict[str, str], tmp_path: Path
 ) -> None:
-    expected, run = copy(tmp_path / "here"), copy(tmp_path / "there")
+    expected, run = copy(begun, tmp_path / "here"), copy(begun, tmp_path / "there")
     rlhf("ppo", "--output", expected)
     done = subprocess.run(
         ["bash", str(EXAMPLES / "slurm.sh"), str(rlhf.recipe), str(run), "--quiet"],

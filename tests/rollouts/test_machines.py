@@ -52,7 +52,7 @@ def start_trainer(machines: Machines, rlhf: Any, run: Path, *keys: str) -> Any:
 
 def test_run_is_that_of_one_machine(machines: Machines, rlhf: Any, begun: Path, tmp_path: Path) -> None:
     start_server(machines, begun / "sft" / "model")
-    expected, run = copy(tmp_path / "here"), copy(tmp_path / "there")
+    expected, run = copy(begun, tmp_path / "here"), copy(begun, tmp_path / "there")
     rlhf("ppo", "--output", expected)
     _, errors = (trainer := start_trainer(machines, rlhf, run)).communicate(timeout=300)
     assert trainer.returncode == 0, errors
@@ -64,7 +64,7 @@ def test_cut_connection_ends_the_run_after_the_time_limit(
     machines: Machines, rlhf: Any, begun: Path, tmp_path: Path
 ) -> None:
     start_server(machines, begun / "sft" / "model")
-    run = copy(tmp_path / "there")
+    run = copy(begun, tmp_path / "there")
     trainer = start_trainer(machines, rlhf, run, "ppo.steps=500", "ppo.log_every=1", "ppo.rollout.timeout=4")
     wait_for_step(run, 3, trainer)
     machines.disconnect()
