@@ -19,7 +19,8 @@ an AMD EPYC)."""
 
 _FEWEST_COLUMNS = 256  # per part of the vocabulary, because smaller matrix products are slow
 
-_LOWEST = -1e30  # a finite stand-in for the logarithm of 0
+LOWEST = -1e30
+"""A finite stand-in for the logarithm of 0."""
 
 PART_COLUMNS = 4096
 """Logits of a row that are summed at a time if results must not depend on the batch (`exact_sums`): few enough that no
@@ -69,7 +70,10 @@ class RunningSums:
         self.total, self.mean = torch.zeros_like(self.top), torch.zeros_like(self.top)
 
     def add(self, values: Tensor, second: Tensor | None = None) -> None:
-        """Add a part of the logits, [N, v] float32, which is overwritten, as is the buffer `second` for the mean."""
+        """Add a part of the logits, [N, v] float32, which is overwritten, as is the buffer `second` for the mean.
+
+        Without that, the part becomes e^x.
+        """
         highest = torch.maximum(self.top, values.amax(-1, keepdim=True))
         part_total, part_mean = exponentials_(values.sub_(highest), second)
         lower = self.top - highest
@@ -222,7 +226,7 @@ def exponentials_(values: Tensor, second: Tensor | None = None) -> tuple[Tensor,
         return values.exp_().sum(-1, keepdim=True), None
     torch.exp(values, out=second)
     total = second.sum(-1, keepdim=True)
-    return total, values.clamp_min_(_LOWEST).mul_(second).sum(-1, keepdim=True)
+    return total, values.clamp_min_(LOWEST).mul_(second).sum(-1, keepdim=True)
 
 
 def gradient_(
@@ -242,7 +246,7 @@ def gradient_(
     assert entropy is not None and h is not None
     torch.exp(values, out=second)
     # dH / dz = -p (log p + H); finite where p is 0, for the product to be 0 there.
-    return values.clamp_min_(_LOWEST).add_(entropy).mul_(-h).sub_(g).mul_(second)
+    return values.clamp_min_(LOWEST).add_(entropy).mul_(-h).sub_(g).mul_(second)
 
 
 def _working_copies(logits: Tensor, count: int) -> list[Tensor]:

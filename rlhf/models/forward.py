@@ -19,9 +19,11 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from rlhf.losses.divergence import Logits, token_divergences
 from rlhf.losses.fused_lm_head import projected_log_probs
 from rlhf.losses.log_probs import token_log_probs, token_log_probs_and_entropy
 from rlhf.models.transformers_patches import build_causal_mask, cache_argument
+from rlhf.models.weight_loading import is_sharded
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -88,14 +90,79 @@ def completion_log_probs(
         temperature: that of sampling; the log-probabilities are of the tempered distribution.
         entropy: compute the entropy at each position too.
     """
+    inputs = completion_inputs(model, input_ids, attention_mask, completion_length)
+    labels = input_ids[:, input_ids.shape[1] - completion_length :]
+    return compute_log_probs(model, inputs, labels, temperature=temperature, entropy=entropy)
+
+
+def completion_inputs(
+    model: nn.Module, input_ids: Tensor, attention_mask: Tensor, completion_length: int
+) -> dict[str, Any]:
+    """Return `model_inputs` of a pass that has logits only before each of the last `completion_length` tokens."""
     # The last prompt position predicts the first completion token. Positions rather than a count: a slice of
     # the hidden states would make the projection of a frozen model a batched product, with a copy of the
     # vocabulary matrix for every row (torch 2.13).
     end = input_ids.shape[1] - 1
     positions = torch.arange(end - completion_length, end, device=input_ids.device)
-    inputs = model_inputs(model, input_ids, attention_mask) | {"logits_to_keep": positions}
-    labels = input_ids[:, end + 1 - completion_length :]
-    return compute_log_probs(model, inputs, labels, temperature=temperature, entropy=entropy)
+    return model_inputs(model, input_ids, attention_mask) | {"logits_to_keep": positions}
+
+
+def next_token_logits(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, completion_length: int) -> Logits:
+    """Return the logits before each of the last `completion_length` tokens (A), of a model that is not trained.
+
+    They are the hidden states [B, A, H] and the output layer if that can be fused (`can_be_fused`), else the logits.
+    ZeRO-3 releases a layer after its pass, so the output layer of a sharded model is a copy.
+    """
+    inputs = completion_inputs(model, input_ids, attention_mask, completion_length)
+    bare = getattr(model, "module", model)  # under DeepSpeed
+    if not can_be_fused(bare):
+        return Logits(model(**inputs).logits)
+    head, kept = get_output_layer(bare), list[Tensor | None]()
+
+    def keep(hidden: Tensor) -> Tensor:
+        layer = (head.weight, head.bias)
+        kept.extend(part if part is None or not is_sharded(part) else part.detach().clone() for part in layer)
+        return hidden
+
+    with _replace_forward(head, keep):
+        hidden = model(**inputs).logits
+    return Logits(hidden, *kept)
+
+
+def completion_divergences(
+    model: nn.Module,
+    teacher: Logits,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    completion_length: int,
+    *,
+    reverse: bool,
+) -> Tensor:
+    """Return the divergence of a model from a teacher at each of the last `completion_length` tokens (A) of each row.
+
+    Args:
+        model: a causal language model.
+        teacher: the teacher's logits of the same tokens, from `next_token_logits`.
+        input_ids, attention_mask: [B, T].
+        completion_length: A.
+        reverse: see `rlhf.losses.divergence.token_divergences`.
+
+    Returns:
+        [B, A] float32, in nats. If the model's output layer can be fused, its logits never exist as a whole.
+    """
+    inputs = completion_inputs(model, input_ids, attention_mask, completion_length)
+    bare = getattr(model, "module", model)  # under DeepSpeed
+    if not can_be_fused(bare):
+        return token_divergences(Logits(model(**inputs).logits), teacher, reverse=reverse)
+    head = get_output_layer(bare)
+
+    def fused(hidden: Tensor) -> Tensor:
+        student = Logits(hidden, head.weight, head.bias)
+        return token_divergences(student, teacher, reverse=reverse).unsqueeze(-1)  # as the model's output
+
+    with _replace_forward(head, fused):
+        divergences: Tensor = model(**inputs).logits.squeeze(-1)
+    return divergences
 
 
 def model_inputs(model: Any, input_ids: Tensor, attention_mask: Tensor, cache: Cache | None = None) -> dict[str, Any]:
