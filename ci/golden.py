@@ -184,12 +184,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.part:
         run_part(options.part, options.folder)
         return
+    from rlhf.certify.fixed_state import STAGES
     from rlhf.certify.golden import FILE, write_golden
-    from rlhf.config.schema import EVERY_STAGE
 
     recorded: Chosen = {
         stage: [name for name in PRECISIONS if not options.only or f"{stage}-{name}" in options.only]
-        for stage in EVERY_STAGE
+        for stage in STAGES
     }
     chosen = {stage: names for stage, names in recorded.items() if names}
     start = time.monotonic()

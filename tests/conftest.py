@@ -157,6 +157,7 @@ def recipe(model_folder: Path, data_file: Path) -> dict[str, Any]:
             "optimizer": optimizer,
             "critic_optimizer": optimizer,
         },
+        "distill": {"batch_size": 4, "max_steps": 3, "eval_rows": 6, "optimizer": optimizer},
     }
 
 
@@ -205,4 +206,13 @@ def finished_dpo(rlhf: Rlhf, finished_run: Path, tmp_path_factory: pytest.TempPa
     """The directory of a run whose one stage is DPO, from the SFT model of `finished_run`."""
     output = tmp_path_factory.mktemp("finished-dpo") / "run"
     rlhf("dpo", "--output", output, "--set", f"dpo.model={finished_run / 'sft' / 'model'}")
+    return output
+
+
+@pytest.fixture(scope="session")
+def finished_distill(rlhf: Rlhf, finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run whose one stage is distillation, of `finished_run`'s policy into its SFT model."""
+    output = tmp_path_factory.mktemp("finished-distill") / "run"
+    models = {"model": finished_run / "sft" / "model", "teacher": finished_run / "ppo" / "model"}
+    rlhf("distill", "--output", output, *(f"--set=distill.{key}={path}" for key, path in models.items()))
     return output

@@ -17,6 +17,9 @@ from rlhf.config.schema import Stage, build_config
 if TYPE_CHECKING:
     from rlhf.lockstep.side import Side
 
+STAGES: tuple[Stage, ...] = ("sft", "reward", "dpo", "ppo")
+"""The stages that have golden numbers; distillation draws and updates by the same operators."""
+
 STEPS = 100
 """Steps of each stage."""
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from rlhf.certify.checks import Check, Facts, Subject
-from rlhf.certify.fixed_state import PRECISIONS, STEPS
+from rlhf.certify.fixed_state import PRECISIONS, STAGES, STEPS
 from rlhf.certify.processes import CheckFailed
-from rlhf.config.schema import EVERY_STAGE, Stage
+from rlhf.config.schema import Stage
 
 
 def check_golden(subject: Subject, facts: Facts) -> None:
@@ -46,7 +46,7 @@ def _prepare(subject: Subject, facts: Facts) -> tuple[str, dict[Stage, list[str]
     recorded = subject.processes.task("write_fixed_state", subject.name, str(folder))["stages"]
     granted = [name for name in PRECISIONS if subject.explanation["precisions"][name]["ok"]]
     precisions: dict[Stage, list[str]] = {
-        stage: [name for name in granted if name in recorded.get(stage, [])] for stage in EVERY_STAGE
+        stage: [name for name in granted if name in recorded.get(stage, [])] for stage in STAGES
     }
     lacking = [
         f"{', '.join(stages)} in {name}"

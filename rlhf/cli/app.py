@@ -109,6 +109,12 @@ PPO can start from its model with [bold]--set ppo.actor=RUN/dpo/model[/].""",
 It starts from the SFT and reward models in the folder, or from [bold]ppo.actor[/] and [bold]ppo.reward_model[/].
 Python functions can add to the model's scores ([bold]ppo.reward_functions[/]), or replace them:
 [bold]ppo.reward_weight=0[/].""",
+    "distill": """Distillation: a smaller model learns from a larger one, on completions that it draws itself.
+
+The student starts from the SFT model in the folder, or from [bold]distill.model[/]; the teacher is
+[bold]distill.teacher[/], a model or a LoRA adapter with the student's tokenizer.
+At each token that the student draws it learns the teacher's whole distribution ([bold]distill.divergence[/]: reverse
+or forward).""",
 }
 """The commands that run one stage, with their help."""
 
@@ -126,7 +132,7 @@ def run(
     options: Options,
     stages: Annotated[
         str | None,
-        typer.Option(help="Run only these of sft, reward, dpo and ppo, in this order.", metavar="NAME,..."),
+        typer.Option(help="Run only these of sft, reward, dpo, ppo and distill, in this order.", metavar="NAME,..."),
     ] = None,
     version: Annotated[
         bool, typer.Option("--version", help="Show the version.", metavar="", callback=_print_version, is_eager=True)
@@ -285,7 +291,7 @@ def _refuse_train() -> None:
     """Point to the command that trains, which other programs call `train`."""
     raise ConfigError(
         "No such command 'train': rlhf trains without one; use `rlhf --config recipe.yaml`, or for one stage "
-        "`rlhf sft`, `rlhf reward`, `rlhf dpo` or `rlhf ppo`"
+        "`rlhf sft`, `rlhf reward`, `rlhf dpo`, `rlhf ppo` or `rlhf distill`"
     )
 
 

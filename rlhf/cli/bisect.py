@@ -22,7 +22,9 @@ Folder = Annotated[Path, typer.Argument(help="Folder of a run.", metavar="RUN")]
 def bisect(
     first: Folder,
     second: Folder,
-    stage: Annotated[str | None, typer.Option(help="Only this stage: sft, reward, dpo or ppo.", metavar="NAME")] = None,
+    stage: Annotated[
+        str | None, typer.Option(help="Only this stage: sft, reward, dpo, ppo or distill.", metavar="NAME")
+    ] = None,
     tolerance: Annotated[
         float,
         typer.Option(help="Relative difference of metrics and rewards that counts as none.", min=0.0, metavar="X"),

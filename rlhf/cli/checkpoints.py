@@ -68,7 +68,9 @@ def remove(
     names: Annotated[list[str], typer.Argument(help="Names of checkpoints.", metavar="step-N...")],
     stage: Annotated[
         str | None,
-        typer.Option(help="Their stage, if several have one of that name: sft, reward, dpo or ppo.", metavar="NAME"),
+        typer.Option(
+            help="Their stage, if several have one of that name: sft, reward, dpo, ppo or distill.", metavar="NAME"
+        ),
     ] = None,
     last: Annotated[
         bool, typer.Option("--last", metavar="", help="Also the last undamaged one; its stage would start again.")

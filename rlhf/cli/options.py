@@ -26,8 +26,8 @@ RunOrModel = Annotated[
     str, typer.Argument(help="Folder of a run or of a model, or a hub name.", metavar="RUN_OR_MODEL")
 ]
 PolicyStage = Annotated[
-    Literal["sft", "dpo", "ppo"] | None,
-    typer.Option("--stage", help="Stage of a run. Default: ppo, dpo or sft, the first that is finished."),
+    Literal["sft", "dpo", "ppo", "distill"] | None,
+    typer.Option("--stage", help="Stage of a run. Default: distill, ppo, dpo or sft, the first that is finished."),
 ]
 UseAverage = Annotated[
     bool, typer.Option("--ema", metavar="", help="Use the moving average of the policy's weights (ppo.ema).")

@@ -43,7 +43,7 @@ _EXTRA_STEPS = 2
 @shared("config", "overrides", "accelerator", "precision", "output", "seed", "trust", "debug")
 def profile(
     options: Options,
-    stage: Annotated[str, typer.Option(metavar="STAGE", help="sft, reward, dpo or ppo.")] = "ppo",
+    stage: Annotated[str, typer.Option(metavar="STAGE", help="sft, reward, dpo, ppo or distill.")] = "ppo",
     steps: Annotated[int, typer.Option(help="Number of steps to measure.", min=1, metavar="N")] = 3,
     trace: Annotated[Path, typer.Option(help="File for the trace of one more step.", metavar="FILE")] = Path(
         "trace.json.gz"

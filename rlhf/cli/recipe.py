@@ -36,7 +36,7 @@ _BORDER = 4  # tokens that are shown on either side of the border of prompt and 
 
 _Stages = Annotated[
     list[str] | None,
-    typer.Option("--stage", metavar="STAGE", help="Only this stage: sft, reward, dpo or ppo. Repeatable."),
+    typer.Option("--stage", metavar="STAGE", help="Only this stage: sft, reward, dpo, ppo or distill. Repeatable."),
 ]
 
 

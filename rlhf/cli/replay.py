@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 def replay(
     run: Annotated[Path, typer.Argument(help="Folder of a run.", metavar="RUN")],
     step: Annotated[int, typer.Option(help="Step to compute again, from 1.", min=1, metavar="N")],
-    stage: Annotated[str | None, typer.Option(help="Its stage: sft, reward, dpo or ppo.", metavar="NAME")] = None,
+    stage: Annotated[
+        str | None, typer.Option(help="Its stage: sft, reward, dpo, ppo or distill.", metavar="NAME")
+    ] = None,
     change: Annotated[
         list[str] | None,
         typer.Option(help="Compute the step with another setting too; repeatable.", metavar="KEY=VALUE"),

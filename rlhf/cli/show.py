@@ -22,6 +22,7 @@ CURVES = {
     "reward": ("loss", "accuracy", "margin", "heldout_accuracy"),
     "dpo": ("loss", "accuracy", "margin", "heldout_accuracy"),
     "ppo": ("reward", "kl", "entropy", "response_length", "truncated_share", "explained_variance"),
+    "distill": ("loss", "response_length", "truncated_share", "heldout_loss", "heldout_judge_reward"),
 }
 """The metrics of each stage whose curves are shown, if they were recorded."""
 

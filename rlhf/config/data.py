@@ -17,7 +17,7 @@ from rlhf.config.types import ConfigModel, OptionalPathOrHubId, PathOrHubId, Sha
 
 Share = Literal["sft", "reward", "ppo"]
 """A share of a source's rows; `data.stage_split` sets the sizes."""
-Stage = Literal["sft", "reward", "dpo", "ppo"]
+Stage = Literal["sft", "reward", "dpo", "ppo", "distill"]
 STAGES: tuple[Share, ...] = get_args(Share)
 """The stages that `rlhf` runs if none is named."""
 EVERY_STAGE: tuple[Stage, ...] = get_args(Stage)
@@ -82,8 +82,10 @@ def normalize_label(value: Any) -> Any:
 
 
 def share_of(stage: Stage) -> Share:
-    """Return the share of rows that a stage learns from; DPO uses the pairs of the reward model."""
-    return "reward" if stage == "dpo" else stage
+    """Return the share of rows that a stage learns from: DPO the reward model's pairs, distillation PPO's prompts."""
+    if stage == "dpo":
+        return "reward"
+    return "ppo" if stage == "distill" else stage
 
 
 Label = Annotated[str | None, BeforeValidator(normalize_label)]

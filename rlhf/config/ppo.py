@@ -14,7 +14,7 @@ from rlhf.config import paths
 from rlhf.config.estimators import ESTIMATORS, Estimator, KLEstimator, KLPlace, LossMean
 from rlhf.config.loader import TrackedStr, as_source_list
 from rlhf.config.rollout import RolloutConfig
-from rlhf.config.training import OptimizerConfig, TrainingConfig, divide_batch
+from rlhf.config.training import OptimizerConfig, SamplingConfig, TrainingConfig, divide_batch
 from rlhf.config.types import ConfigModel, Fraction, OptionalPathOrHubId, error_at, short_repr
 from rlhf.errors import ConfigError
 
@@ -76,16 +76,6 @@ class RewardFunctionConfig(ConfigModel):
     def label(self) -> str:
         """The function's name in the records, after `reward/`."""
         return self.name or self.function.rpartition(":")[2].rpartition(".")[2]
-
-
-class SamplingConfig(ConfigModel):
-    """How tokens are sampled from the policy."""
-
-    temperature: float = Field(1.0, ge=0, description="0: always the most likely token")
-    top_k: int = Field(0, ge=0, description="sample from the k most likely tokens; 0: from all")
-    top_p: float = Field(
-        1.0, gt=0, le=1, description="sample from the smallest set of tokens with this probability; 1: from all"
-    )
 
 
 class PPOConfig(TrainingConfig):

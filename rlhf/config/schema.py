@@ -16,8 +16,17 @@ from pydantic import Field, ValidationError, field_validator
 from accelerators import OPERATIONS
 from rlhf.config.data import EVERY_STAGE, STAGES, ColumnsConfig, DataConfig, DatasetConfig, Share, Stage, share_of
 from rlhf.config.loader import TrackedDict, apply_overrides, names_model_or_data, read_yaml
-from rlhf.config.ppo import PPOConfig, RewardFunctionConfig, SamplingConfig
-from rlhf.config.training import DPOConfig, EpochConfig, OptimizerConfig, RewardConfig, SFTConfig, TrainingConfig
+from rlhf.config.ppo import PPOConfig, RewardFunctionConfig
+from rlhf.config.training import (
+    DistillConfig,
+    DPOConfig,
+    EpochConfig,
+    OptimizerConfig,
+    RewardConfig,
+    SamplingConfig,
+    SFTConfig,
+    TrainingConfig,
+)
 from rlhf.config.types import ConfigModel, Folder, OptionalPathOrHubId, explain_validation_error, short_repr
 
 __all__ = [  # the names that other packages import from here
@@ -28,6 +37,7 @@ __all__ = [  # the names that other packages import from here
     "DPOConfig",
     "DataConfig",
     "DatasetConfig",
+    "DistillConfig",
     "EngineConfig",
     "EpochConfig",
     "LoraConfig",
@@ -113,8 +123,8 @@ class LoraConfig(ConfigModel):
     )
     share_base: Literal["auto", True, False] = Field(
         "auto",
-        description="PPO's models share one frozen base; auto: those that start from the same model; true: all of "
-        "them, or the run is refused",
+        description="PPO's models, or student and teacher, share one frozen base; auto: those that start from the "
+        "same model; true: all of PPO's, or the run is refused",
     )
     merge: Literal["auto", True, False] = Field(
         "auto",
@@ -222,7 +232,12 @@ class EngineConfig(ConfigModel):
         return kernels
 
 
-_TITLES: Mapping[Stage, str] = {"sft": "supervised fine-tuning", "reward": "reward model", "dpo": "DPO"}
+_TITLES: Mapping[Stage, str] = {
+    "sft": "supervised fine-tuning",
+    "reward": "reward model",
+    "dpo": "DPO",
+    "distill": "distillation",
+}
 
 
 class RoleConfig(ConfigModel):
@@ -250,7 +265,9 @@ class RolesConfig(ConfigModel):
     actor: RoleConfig = Field(RoleConfig(), description="PPO's policy")
     critic: RoleConfig = Field(RoleConfig(), description="PPO's value model")
     reference: RoleConfig = Field(RoleConfig(), description="the initial policy of PPO or DPO, frozen")
-    judge: RoleConfig = Field(RoleConfig(), description="PPO's second reward model, frozen")
+    judge: RoleConfig = Field(RoleConfig(), description="PPO's second reward model or distillation's only one, frozen")
+    student: RoleConfig = Field(RoleConfig(), description="the model that distillation trains")
+    teacher: RoleConfig = Field(RoleConfig(), description="the model that distillation learns from, frozen")
 
 
 class AlarmsConfig(ConfigModel):
@@ -304,6 +321,7 @@ class Config(ConfigModel):
     reward: RewardConfig = Field(RewardConfig(), description=RewardConfig.__doc__)
     dpo: DPOConfig = Field(DPOConfig(), description=DPOConfig.__doc__)
     ppo: PPOConfig = Field(PPOConfig(), description=PPOConfig.__doc__)
+    distill: DistillConfig = Field(DistillConfig(), description=DistillConfig.__doc__)
 
     @property
     def data_seed(self) -> int:

@@ -128,6 +128,16 @@ class EpochConfig(TrainingConfig):
         return min(steps, self.max_steps) if self.max_steps else steps
 
 
+class SamplingConfig(ConfigModel):
+    """How tokens are sampled from the policy."""
+
+    temperature: float = Field(1.0, ge=0, description="0: always the most likely token")
+    top_k: int = Field(0, ge=0, description="sample from the k most likely tokens; 0: from all")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="sample from the smallest set of tokens with this probability; 1: from all"
+    )
+
+
 class PairsConfig(EpochConfig):
     """A stage whose rows are pairs of replies."""
 
@@ -230,6 +240,60 @@ class DPOConfig(PairsConfig):
         if self.loss == "robust" and not self.label_smoothing:
             raise error_at("loss", "robust equals sigmoid if dpo.label_smoothing is 0; set dpo.label_smoothing")
         return self
+
+
+class DistillConfig(EpochConfig):
+    """Distillation: a student learns a teacher's distribution of each token that it draws itself (arXiv:2306.13649)."""
+
+    better: ClassVar = {"loss": min, "judge_reward": max, "approved_share": max}
+
+    model: OptionalPathOrHubId = Field(
+        None, description="folder or hub name of the student to start from; empty: this run's SFT model"
+    )
+    teacher: OptionalPathOrHubId = Field(
+        None,
+        description="folder or hub name of the model to learn from, which has the student's tokenizer; or the folder "
+        "of a LoRA adapter, which is added to the model that it was trained on",
+    )
+    judge: OptionalPathOrHubId = Field(
+        None,
+        description="folder or hub name of a reward model that scores held-out completions; it never trains the "
+        "student; empty: none",
+    )
+    divergence: Literal["reverse", "forward"] = Field(
+        "reverse",
+        description="what is reduced at each token: reverse, KL(student || teacher), by which a small student leaves "
+        "out what it cannot learn; forward, KL(teacher || student), by which it covers all that the teacher may write",
+    )
+    batch_size: int = Field(32, ge=1, description="prompts per optimizer step, each completed once, over all ranks")
+    eval_rows: int = Field(256, ge=1, description="maximum number of held-out prompts used for evaluation")
+    generation_batch_size: int | None = Field(
+        None,
+        ge=1,
+        description="maximum number of rows that a rank generates at a time, which changes samples by rounding "
+        "only; empty: its share of batch_size",
+    )
+    dropout: float | None = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="dropout rate in training; completions are drawn without; empty: the model's own rates",
+    )
+    sampling: SamplingConfig = Field(
+        SamplingConfig(), description="how the student draws; the divergence is that at temperature 1 in any case"
+    )
+    optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW and schedule")
+
+    @model_validator(mode="after")
+    def _check_judge(self) -> DistillConfig:
+        if self.selection_metric == "judge_reward" and not self.judge:
+            raise error_at("keep", f"{self.keep} needs distill.judge, a reward model; set that too")
+        return self
+
+    def generation_rows(self, world_size: int) -> int:
+        """Return the most rows that a rank generates at a time."""
+        share = self.batch_size // world_size
+        return min(self.generation_batch_size or share, share)
 
 
 def divide_batch(rows: int, micro: int | None, world_size: int, key: str, section: str) -> int:

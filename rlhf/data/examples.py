@@ -82,20 +82,27 @@ class NumberedPair(Pair):
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt to complete (stage ppo)."""
+    """A prompt to complete (stages ppo and distill)."""
 
     prompt_ids: list[int]
     row: Row
 
 
 Example = Demonstration | Pair | Prompt
-EXAMPLE_TYPES: dict[Stage, type[Example]] = {"sft": Demonstration, "reward": Pair, "dpo": Pair, "ppo": Prompt}
+EXAMPLE_TYPES: dict[Stage, type[Example]] = {
+    "sft": Demonstration,
+    "reward": Pair,
+    "dpo": Pair,
+    "ppo": Prompt,
+    "distill": Prompt,
+}
 """The class of each stage's examples."""
 REPLY_FIELDS: dict[Stage, tuple[str, ...]] = {
     "sft": ("response",),
     "reward": ("chosen", "rejected"),
     "dpo": ("chosen", "rejected"),
     "ppo": (),
+    "distill": (),
 }
 """The replies of a row that each stage trains on."""
 

@@ -29,11 +29,10 @@ from rlhf.models.compatibility import (
 )
 from rlhf.reporting.progress import progress
 from rlhf.roles.base_sharing import ADAPTER
-from rlhf.roles.model_identity import check_model_files
+from rlhf.roles.model_identity import ADAPTER_CONFIG, check_model_files, read_adapter_base
 from rlhf.runs import description
 from rlhf.runs.directory import RunDirectory
 from rlhf.runs.stage_directory import AVERAGE, CRITIC, StageDirectory
-from rlhf.utils.atomic_io import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,9 +45,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _UNLIMITED = 1_000_000  # maximum length of a model whose configuration names none
-_CONFIG = "adapter_config.json"
 _NAMES = {f"{name}{suffix}" for name in ("model", ADAPTER) for suffix in ("", AVERAGE)} | {CRITIC}
-Policy = Literal["sft", "dpo", "ppo"]
+Policy = Literal["sft", "dpo", "ppo", "distill"]
 """A stage that writes a language model."""
 
 
@@ -355,7 +353,7 @@ def model_folder(path: Path | str, stage: Policy | None = None, *, ema: bool = F
     if ema:
         return _average(path, stage)
     if RunDirectory(path).description.is_file():
-        return _of_run(RunDirectory(path), [stage] if stage else ["ppo", "dpo", "sft"])
+        return _of_run(RunDirectory(path), [stage] if stage else ["distill", "ppo", "dpo", "sft"])
     if (path / "stage.json").is_file():
         return _model_or_adapter(path, "model")  # the folder of a run's stage
     if stage:
@@ -432,11 +430,7 @@ def find_base_model(folder: Path | str) -> str:
         ModelError: the adapter names no base model, or the folder of one of them is incomplete or damaged.
     """
     check_model_files(folder)
-    base, config = str(folder), Path(folder) / _CONFIG
-    if config.is_file():
-        base = str(read_json(config).get("base_model_name_or_path") or "")
-        if not base:
-            raise ModelError(f"{folder}: this adapter names no base model; set base_model_name_or_path in {_CONFIG}")
+    base = read_adapter_base(folder) or str(folder)
     check_model_folder(base)
     check_model_files(base)
     return base
@@ -466,5 +460,5 @@ def merge_adapter(model: Any, folder: str) -> Any:
             raise
         raise ModelError(
             f"{folder}: this adapter cannot be merged into {model.name_or_path} "
-            f"({summarize_error(error).rstrip(':')}); check its files, and base_model_name_or_path in {_CONFIG}"
+            f"({summarize_error(error).rstrip(':')}); check its files, and base_model_name_or_path in {ADAPTER_CONFIG}"
         ) from error

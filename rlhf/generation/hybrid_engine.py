@@ -99,10 +99,13 @@ def check_generation_model(model: Any, ppo: PPOConfig, ranks: int) -> None:
         _resolve_group_size(model, ppo, ranks)
 
 
-def choose_rank_group(engine: TrainingEngine, config: Config, *, say: Callable[[str], None]) -> SingleRank:
+def choose_rank_group(
+    engine: TrainingEngine, config: Config, *, say: Callable[[str], None], rows: int | None = None
+) -> SingleRank:
     """Return the ranks that generate together with this one; the same choice on all ranks.
 
-    It logs a line if rollouts do not use whole weights.
+    It logs a line if rollouts do not use whole weights. `rows` is the number of rows that a rank generates at a time;
+    None: as in PPO.
 
     Raises:
         ConfigError: as `check_generation_model`.
@@ -114,7 +117,8 @@ def choose_rank_group(engine: TrainingEngine, config: Config, *, say: Callable[[
     if engine.zero_stage < 3 or mode == "whole":
         return SingleRank()
     # All ranks use the numbers of the rank with the least free memory, so that they make the same choice.
-    memories = distributed.all_gather_objects(_estimate_memory(engine, config, ranks))
+    rows = config.ppo.generation_rows(ranks) if rows is None else rows
+    memories = distributed.all_gather_objects(_estimate_memory(engine, config, ranks, rows))
     memory = min(memories, key=lambda memory: memory.total - memory.used)
     if mode == "auto" and memory.fits():
         return SingleRank()
@@ -206,7 +210,7 @@ def _resolve_group_size(model: Any, ppo: PPOConfig, ranks: int) -> int:
     raise ConfigError(f"ppo.generation_weights: {obstacle}; use layerwise, or whole if a device has memory for it")
 
 
-def _estimate_memory(engine: TrainingEngine, config: Config, ranks: int) -> GenerationMemory:
+def _estimate_memory(engine: TrainingEngine, config: Config, ranks: int, rows: int) -> GenerationMemory:
     from rlhf.models import quantized
     from rlhf.models.lora import should_merge
     from rlhf.models.weight_loading import whole_bytes
@@ -220,7 +224,6 @@ def _estimate_memory(engine: TrainingEngine, config: Config, ranks: int) -> Gene
     for name, weight in engine.module.named_parameters():
         copies = 2 if merges and name.endswith("base_layer.weight") else 1  # merging keeps the original weight
         weights += copies * whole_bytes(weight)
-    rows = config.ppo.generation_rows(ranks)
     heads = model.num_attention_heads
     width = getattr(model, "head_dim", None) or model.hidden_size // heads
     width *= getattr(model, "num_key_value_heads", None) or heads

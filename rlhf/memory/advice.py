@@ -185,10 +185,10 @@ def list_changes(
     def some(values: Iterator[Any]) -> list[Any]:
         return list(values if failed_in is None else itertools.islice(values, 1))
 
-    if in_ppo and helps("generation"):
-        for rows in some(_divisors(ppo.generation_rows(ranks))):
+    for section in (section for section in ("ppo", "distill") if section in stages and helps("generation")):
+        for rows in some(_divisors(getattr(config, section).generation_rows(ranks))):
             reason = f"rollouts in parts of {rows} rows; the same samples but for rounding"
-            yield Change({"ppo.generation_batch_size": rows}, reason)
+            yield Change({f"{section}.generation_batch_size": rows}, reason)
     has_reference = "dpo" in stages and "reference" in model_placements(config, "dpo")
     if has_reference:
         yield Change({"dpo.reference": "precomputed"}, "one pass over the pairs before training; the same numbers")
@@ -217,7 +217,8 @@ def list_changes(
     rank = config.lora.rank or _LORA_RANK
     if not trained_adapters:
         yield Change({"lora.rank": rank}, "adapters are trained in place of all weights: other results")
-    if config.engine.frozen == "auto" and (trained_adapters or (failed_in is None and (in_ppo or has_reference))):
+    has_frozen = in_ppo or has_reference or "distill" in stages
+    if config.engine.frozen == "auto" and (trained_adapters or (failed_in is None and has_frozen)):
         for bits in some(iter((8, 4))):
             yield Change({"engine.frozen": f"int{bits}"}, f"frozen weights are rounded to {bits} bits")
     if failed_in is None and config.engine.frozen == "auto" and not trained_adapters:

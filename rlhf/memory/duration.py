@@ -21,7 +21,7 @@ _SLOWER_GENERATION = 3.2
 
 
 class Flops(NamedTuple):
-    """FLOPs of PPO's generation, and of everything else (scoring, updates, other stages).
+    """FLOPs of PPO's or distillation's generation, and of everything else (scoring, updates, other stages).
 
     Generation reads all weights for each token, so a device reaches a much smaller part of its peak there.
     """
@@ -139,8 +139,11 @@ def count_flops(config: Config, stage: Stage, models: Models) -> Flops:
     Only matrix products with weights are counted, at two FLOPs for each weight and token: forward once, backward
     twice, and once more for a recomputed layer. Products of attention are not counted.
     """
+    model = next(iter(models.values()))
+    if stage == "distill":
+        tokens, teacher = config.distill.batch_size * config.data.max_length, models["teacher"]
+        return Flops(tokens * 2 * model.parameters, tokens * (2 * teacher.parameters + _update_flops(model)))
     if stage != "ppo":
-        model = next(iter(models.values()))
         rows = config.supervised(stage).batch_size * (1 if stage == "sft" else 2)
         flops = _update_flops(model)
         if stage == "dpo":  # the reference's forward pass: in every step, or once for all epochs

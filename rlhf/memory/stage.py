@@ -32,6 +32,7 @@ GREEDY_SAMPLES = 3
 """The number of completions that a stage without rollouts shows (rlhf.trainers.greedy_samples)."""
 
 _FIRST_PASSES = 50 * 2**20  # bytes that a process adds in its first passes: threads, kernels' memory, late imports
+_WITH_ROLLOUTS: tuple[Stage, ...] = ("ppo", "distill")
 _TRAINED: tuple[RoleName, ...] = ("actor", "critic")  # by PPO, in its order
 _USABLE = 0.9  # part of a device's memory that a copy may fill, which only saves time
 _WINDOW, _MOST_WINDOWS = 32, 4  # steps of a recording, and recordings of a rollout (rlhf.generation.decode_state)
@@ -114,7 +115,7 @@ def build_models(
     """
     models = {}
     placements = model_placements(config, stage)
-    shared = predict_sharing(config, placements).donors if stage == "ppo" else ()
+    shared = predict_sharing(config, stage, placements).donors
     accumulates = _micro_batches(config, stage, environment.ranks) > 1
     for name, placement in placements.items():
         path = resolve_base_model(config, placement.role.base).path
@@ -127,7 +128,7 @@ def build_models(
             shape,
             environment,
             shared=name in shared,
-            initial_kept=stage == "ppo" and config.lora.share_base is not False and placement.zero_stage < 3,
+            initial_kept=stage in _WITH_ROLLOUTS and config.lora.share_base is not False and placement.zero_stage < 3,
             accumulates=accumulates,
         )
     return models
@@ -146,14 +147,16 @@ def plan_stage(config: Config, stage: Stage, environment: Environment, shapes: S
     process = [MemoryItem("process", "libraries", environment.process, host=not environment.unified_memory)]
     moments = [("loading", [*process, *items]) for items in _loading(models)]
     process.append(MemoryItem("process", "libraries", _FIRST_PASSES, host=not environment.unified_memory))
-    moments_of = {"sft": _supervised, "reward": _supervised, "dpo": _dpo, "ppo": _ppo}[stage]
+    moments_of = {"sft": _supervised, "reward": _supervised, "dpo": _dpo, "ppo": _ppo, "distill": _distill}[stage]
     moments += [(name, [*process, *resting, *items]) for name, items in moments_of(config, stage, environment, models)]
     copies_weights = False
-    if stage == "ppo" and environment.converts_weights and not config.ppo.rollout.where:
+    elsewhere = stage == "ppo" and bool(config.ppo.rollout.where)
+    if stage in _WITH_ROLLOUTS and not elsewhere and environment.converts_weights:
         generation = next(items for name, items in moments if name == "generation")
-        copy = models["actor"].converted(config, copied=True)
+        policy = next(iter(models.values()))
+        copy = policy.converted(config, copied=True)
         copies_weights = sum_bytes([*generation, *copy], host=False) <= _USABLE * environment.device_limit
-        generation += copy if copies_weights else models["actor"].converted(config, copied=False)
+        generation += copy if copies_weights else policy.converted(config, copied=False)
     moments.append(("saving", [*process, *resting, *next(iter(models.values())).saving()]))
     fullest: dict[str, PhaseMemory] = {}
     for (name, items), fragments in zip(moments, _fragmentation(moments, environment)):
@@ -287,6 +290,25 @@ def _ppo(config: Config, stage: Stage, environment: Environment, models: Models)
         updates = _update(models["actor"], texts, texts.length - 1)
         moments += [("training of the actor", [*rollout, *critic, *items]) for items in updates]
     return moments
+
+
+def _distill(config: Config, stage: Stage, environment: Environment, models: Models) -> Moments:
+    data, settings, ranks = config.data, config.distill, environment.ranks
+    share, completion = settings.batch_size // ranks, data.max_completion_length
+    batch = Rows(settings.micro_batch(ranks, section=stage), data.max_length)
+    student, teacher = models["student"], models["teacher"]
+    generation = [*_generation(config, student, settings.generation_rows(ranks)), *student.merged(config)]
+    moments = [("generation", generation)]
+    for model in (model for model in models.values() if not model.placement.role.trained):
+        moments.append(("scoring", [*model.copied(), *_scoring(model, batch, 0)]))
+    # Until the update, a token has the teacher's hidden state, or its logits if they are more than a product.
+    width = teacher.shape.hidden if teacher.shape.plain_logits else teacher.shape.vocabulary
+    kept = [block_item("teacher", "activations", share * completion * width * environment.width)]
+    if teacher.placement.zero_stage == 3 or teacher.placement.offloads_parameters:  # with its output layer
+        kept.append(block_item("teacher", "weights", teacher.shape.tokens * environment.width))
+    chunks = block_item("teacher", "logits", *_logits(teacher.shape, batch, environment, completion, 0))
+    updates = _update(student, batch, completion)
+    return [*moments, *(("training", [*kept, chunks, *items]) for items in updates)]
 
 
 def _generation(config: Config, model: ModelMemory, number: int) -> list[MemoryItem]:

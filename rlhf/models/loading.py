@@ -159,16 +159,24 @@ def load_model_tokenizer(config: ModelConfig, path: str | None = None) -> tuple[
     return load_tokenizer(source, trust_remote_code=config.trust_remote_code, eos_token=config.eos_token)
 
 
-def check_same_vocabulary(actor: PreTrainedTokenizerBase, reward: PreTrainedTokenizerBase, reward_path: str) -> None:
-    """Raise `ModelError` unless both tokenizers map the same tokens to the same ids."""
-    ours, theirs = actor.get_vocab(), reward.get_vocab()
+def check_same_vocabulary(
+    trained: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, path: str, alternative: str = ""
+) -> None:
+    """Raise `ModelError` unless the tokenizers of a stage's models map the same tokens to the same ids.
+
+    Args:
+        trained: that of the model that the stage trains.
+        other: that of the model at `path`.
+        alternative: what else the user can do.
+    """
+    ours, theirs = trained.get_vocab(), other.get_vocab()
     if ours == theirs:
         return
     example = next(token for token in (*ours, *theirs) if ours.get(token) != theirs.get(token))
     raise ModelError(
-        f"{reward_path}: this model's vocabulary ({len(theirs)} tokens) is not the actor's ({len(ours)}); "
-        f"they differ in {example!r} (id {theirs.get(example)} against {ours.get(example)}); "
-        "name one that was trained with the actor's tokenizer, or call this one in a function of ppo.reward_functions"
+        f"{path}: this model's vocabulary ({len(theirs)} tokens) is not that of the model that is trained "
+        f"({len(ours)}); they differ in {example!r} (id {theirs.get(example)} against {ours.get(example)}); "
+        f"name one that was trained with the same tokenizer{', or ' * bool(alternative)}{alternative}"
     )
 
 

@@ -21,6 +21,7 @@ from rlhf.utils.units import format_bytes
 if TYPE_CHECKING:
     from accelerators import Accelerator
     from rlhf.trainers.context import StageContext
+    from rlhf.trainers.distill import DistillTrainer
     from rlhf.trainers.ppo.experience import Rollout
     from rlhf.trainers.ppo.trainer import PPOTrainer
     from rlhf.trainers.trainer import Trainer
@@ -115,12 +116,24 @@ def _take_recorded(trainer: Trainer, context: StageContext, index: int, record: 
     if own is None or "ids" not in own.arrays:
         loop.take_step(trainer, context, index)
         return
-    ppo: PPOTrainer = trainer  # type: ignore[assignment]  # only PPO draws
-    ppo.given = own
+    drawing: PPOTrainer | DistillTrainer = trainer  # type: ignore[assignment]  # no other draws
+    drawing.given = own
     try:
-        _take_with_rewards(ppo, context, index, own)
+        _take_drawn(drawing, context, index, own)
     finally:
-        ppo.given = None
+        drawing.given = None
+
+
+def _take_drawn(
+    trainer: PPOTrainer | DistillTrainer, context: StageContext, index: int, own: RankStep
+) -> dict[str, float]:
+    """Take a step of a stage that draws; only PPO's completions have rewards."""
+    from rlhf.trainers import loop
+    from rlhf.trainers.distill import DistillTrainer
+
+    if isinstance(trainer, DistillTrainer):
+        return loop.take_step(trainer, context, index)
+    return _take_with_rewards(trainer, context, index, own)
 
 
 def _take_with_rewards(trainer: PPOTrainer, context: StageContext, index: int, own: RankStep) -> dict[str, float]:
@@ -179,17 +192,19 @@ def _take_last(trainer: Trainer, context: StageContext, job: Job, record: StepRe
     own = record.ranks[rank] if rank < len(record.ranks) else RankStep([])
     try:
         if "ids" in own.arrays:
-            ppo: PPOTrainer = trainer  # type: ignore[assignment]
-            ppo.given = own if context.config.ppo.rollout.where else None
-            ppo.generate = partial(_generate_in_columns, ppo, ppo.generate, own.columns)  # type: ignore[method-assign]
-            return _take_with_rewards(ppo, context, job.step - 1, own)
+            drawing: PPOTrainer | DistillTrainer = trainer  # type: ignore[assignment]
+            drawing.given = own if job.stage == "ppo" and context.config.ppo.rollout.where else None
+            drawing.generate = partial(  # type: ignore[method-assign]
+                _generate_in_columns, drawing, drawing.generate, own.columns
+            )
+            return _take_drawn(drawing, context, job.step - 1, own)
         return loop.take_step(trainer, context, job.step - 1)
     except StepNotTakenError:
         return {}
 
 
 def _generate_in_columns(
-    trainer: PPOTrainer, generate: Callable[[Any], Rollout], columns: int, prompts: Any
+    trainer: PPOTrainer | DistillTrainer, generate: Callable[[Any], Rollout], columns: int, prompts: Any
 ) -> Rollout:
     """Draw, in as many columns as the run had: it may have met the batch's shape before, which adds no padding then."""
     from torch.nn.functional import pad

@@ -17,6 +17,7 @@ HEADLINES: dict[Stage, tuple[str, ...]] = {
     "reward": ("accuracy",),
     "dpo": ("accuracy",),
     "ppo": ("reward", "kl", "judge_reward", "approved_share"),
+    "distill": ("loss", "judge_reward", "approved_share"),
 }
 """The held-out metrics by which runs are compared, by stage; the first one ranks them."""
 

@@ -99,6 +99,16 @@ _PLOTS: dict[Stage, tuple[_Plot, ...]] = {
         _Plot("updates", "KL coefficient", ("kl_coef",)),
         _Plot("updates", "clipped scores", ("score_clip_fraction",), "share of completions"),
     ),
+    "distill": (
+        _Plot("learning", "divergence from the teacher", ("loss",), "nats per token", "log"),
+        _Plot("learning", "score by the judge", ("heldout_judge_reward",), "a reward model that is not trained on"),
+        _Plot("learning", "approved", ("heldout_approved_share",), "by the rule of the embedded data"),
+        _Plot("cheating", "length", ("response_length",), "tokens"),
+        _Plot("cheating", "cut off", ("truncated_share",), "share of completions without an end"),
+        _Plot("exploring", "distinct pairs of tokens", ("heldout_distinct_2",), "near 0, all completions are alike"),
+        _NORM,
+        _LEARNING_RATE,
+    ),
 }
 
 

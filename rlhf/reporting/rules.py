@@ -480,7 +480,7 @@ RULES = (
         _no_gradient,
         "look for an earlier warning; in PPO, check that the rewards of a prompt's completions differ",
     ),
-    Rule("loss", "updates", ("sft", "reward", "dpo"), ("step",), ("loss",), _loss, _CALM),
+    Rule("loss", "updates", ("sft", "reward", "dpo", "distill"), ("step",), ("loss",), _loss, _CALM),
     Rule(
         "forgotten replies",
         "cheating",
@@ -529,6 +529,12 @@ RULES = (
         "raise {data.heldout_fraction} or {*.eval_rows}",
     ),
     Rule(
-        "few prompts", "learning", _PPO, ("before",), (), _few_rows, "raise {data.heldout_fraction} or {ppo.eval_rows}"
+        "few prompts",
+        "learning",
+        ("ppo", "distill"),
+        ("before",),
+        (),
+        _few_rows,
+        "raise {data.heldout_fraction} or {*.eval_rows}",
     ),
 )

@@ -1,4 +1,4 @@
-"""Decide which of PPO's models share one frozen base under LoRA, from the settings and the adapters' records.
+"""Decide which models share one frozen base under LoRA, from the settings and the adapters' records.
 
 With LoRA most of a model is frozen, and frozen weights that two models have in common are stored once. Needs no
 torch; `rlhf.models.shared_base` builds the models.
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from rlhf.config.schema import EVERY_STAGE, Config, Stage
 from rlhf.errors import ConfigError
-from rlhf.roles.lineage import ACTOR, REWARD, REWARD_MODEL, ResolvedBaseModel, resolve_base_model
+from rlhf.roles.lineage import ACTOR, REWARD, REWARD_MODEL, STUDENT, TEACHER, ResolvedBaseModel, resolve_base_model
 from rlhf.roles.model_identity import StartModel, check_model_files, fingerprint_model, identify_model
 from rlhf.roles.roles import ModelPlacement, RoleName, model_placements
 from rlhf.utils.atomic_io import atomic_write_json, read_json
@@ -39,8 +39,8 @@ class Sharing:
 
     Attributes:
         donors: maps each model that is built on another's frozen weights to that other model.
-        adapter: folder of the adapter that turns the actor's base into the reward model; None if the reward model is
-            not built on the actor's base.
+        adapter: folder of the adapter that turns the base into the reward model, or into the teacher; None if that is
+            not built on the base.
         obstacle: the reason why LoRA models do not share more; None if they share as much as possible.
     """
 
@@ -75,8 +75,31 @@ def decide_sharing(config: Config, placements: Placements, actor: str, reward: s
     return _require(config, _decide(config, placements, lambda: _compare_bases(actor, reward or ""), adapter))
 
 
-def predict_sharing(config: Config, placements: Placements) -> Sharing:
-    """Predict what PPO's models will share, for the memory plan, from the settings and the folders that they name."""
+def decide_teacher_sharing(config: Config, placements: Placements, student: ResolvedBaseModel) -> Sharing:
+    """Decide if distillation's teacher is built on the student's frozen base: if it is an adapter of the same model.
+
+    `student` is the model that the student starts from. The adapter must have been saved by a stage, with its record.
+    """
+    base, teacher = resolve_base_model(config, TEACHER), placements["teacher"]
+    trained = placements["student"]
+    record = Path(base.adapter or "", BASE_RECORD)
+    possible = config.lora.share_base is not False and trained.lora.rank and trained.zero_stage < 3 > teacher.zero_stage
+    if not (possible and base.adapter and record.is_file() and student.path) or student.through:
+        return Sharing()
+    fingerprint = read_json(record).get("fingerprint")
+    if trained.engine.frozen != teacher.engine.frozen or not fingerprint:
+        return Sharing()
+    if fingerprint != fingerprint_model(student.path):
+        return Sharing()
+    return Sharing({"teacher": "student"}, Path(base.adapter))
+
+
+def predict_sharing(config: Config, stage: Stage, placements: Placements) -> Sharing:
+    """Predict what a stage's models will share, for the memory plan, from the settings and the folders they name."""
+    if stage == "distill":
+        return decide_teacher_sharing(config, placements, resolve_base_model(config, STUDENT))
+    if stage != "ppo":
+        return Sharing()
     return _decide(config, placements, lambda: _predict_obstacle(config, EVERY_STAGE, None), Path())
 
 
@@ -126,11 +149,14 @@ def identify_bases(config: Config, stage: Stage, bases: Iterable[ResolvedBaseMod
         if stage == "sft" and config.model.tokenizer:
             identity.pop("tokenizer", None)
         adapter = adapter_folder(base.path)
-        if base.ref == REWARD_MODEL and (adapter / BASE_RECORD).is_file():
+        if base.adapter:
+            check_model_files(base.adapter)
+            identity["adapter"] = str(fingerprint_model(base.adapter))
+        elif base.ref == REWARD_MODEL and (adapter / BASE_RECORD).is_file():
             check_model_files(adapter)
             identity["adapter"] = str(fingerprint_model(str(adapter)))
         if identity:
-            models[base.ref.key] = StartModel(base.path, identity)
+            models[base.ref.key] = StartModel(base.adapter or base.path, identity)
     if stage == "sft" and (path := config.model.tokenizer):
         check_model_files(path)
         if digest := identify_model(path).get("tokenizer"):

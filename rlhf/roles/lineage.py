@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from rlhf.config.schema import EVERY_STAGE, Config, Stage
+from rlhf.roles.model_identity import read_adapter_base
 
 
 class BaseModelRef(NamedTuple):
@@ -22,6 +23,7 @@ class BaseModelRef(NamedTuple):
         new_head: a scalar head is initialized if the model has none.
         fallback_key: the key that names the model if `key` is empty.
         substitute: what to set to train without the model; empty if it is always needed.
+        takes_adapter: `key` may also name the folder of a LoRA adapter.
     """
 
     key: str
@@ -30,6 +32,7 @@ class BaseModelRef(NamedTuple):
     new_head: bool = False
     fallback_key: str = ""
     substitute: str = ""
+    takes_adapter: bool = False
 
     @property
     def alternatives(self) -> str:
@@ -49,12 +52,13 @@ class ResolvedBaseModel(NamedTuple):
     """The weights that a reference stands for.
 
     `path` is their folder or hub name, None for the embedded model; `through` are the stages of this run that have yet
-    to train them, the earliest first.
+    to train them, the earliest first. `adapter` is the folder of a LoRA adapter that is added to the weights.
     """
 
     ref: BaseModelRef
     path: str | None
     through: tuple[Stage, ...] = ()
+    adapter: str | None = None
 
 
 MODEL = BaseModelRef("model.path")
@@ -70,7 +74,10 @@ REWARD_MODEL = BaseModelRef(
 CRITIC = BaseModelRef("ppo.critic", "sft", scalar_head=True, new_head=True, fallback_key="ppo.actor")
 """The critic, if it does not start from the reward model."""
 JUDGE = BaseModelRef("ppo.judge", scalar_head=True)
-ALL = (MODEL, REWARD, DPO, ACTOR, REWARD_MODEL, CRITIC, JUDGE)
+STUDENT = BaseModelRef("distill.model", "sft")
+TEACHER = BaseModelRef("distill.teacher", takes_adapter=True)
+STUDENTS_JUDGE = BaseModelRef("distill.judge", scalar_head=True)
+ALL = (MODEL, REWARD, DPO, ACTOR, REWARD_MODEL, CRITIC, JUDGE, STUDENT, TEACHER, STUDENTS_JUDGE)
 
 
 def base_models(config: Config, stage: Stage) -> tuple[BaseModelRef, ...]:
@@ -79,6 +86,8 @@ def base_models(config: Config, stage: Stage) -> tuple[BaseModelRef, ...]:
     PPO has a reward model only if its score has a weight, a separate critic only if the estimator needs one that does
     not start from the reward model, and a judge only if the settings name one.
     """
+    if stage == "distill":
+        return (STUDENT, TEACHER, *([STUDENTS_JUDGE] if config.distill.judge else []))
     if stage != "ppo":
         return ({"sft": MODEL, "reward": REWARD, "dpo": DPO}[stage],)
     has_reward_model = config.ppo.reward_weight != 0
@@ -100,8 +109,11 @@ def resolve_base_model(
 
     Raises:
         RunError: from `finished_model`: a stage that is not pending has no model.
+        ModelError: an adapter names no model that it was trained on.
     """
     named = ref.named_in(config)
+    if named and ref.takes_adapter and (base := read_adapter_base(named)):
+        return ResolvedBaseModel(ref, base, adapter=named)
     if named or ref.trained_by is None:
         return ResolvedBaseModel(ref, named)
     if ref.trained_by not in pending and finished_model:

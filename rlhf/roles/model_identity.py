@@ -15,11 +15,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlhf.errors import ModelError
+from rlhf.utils.atomic_io import read_json
 from rlhf.utils.manifest import MANIFEST, find_damage, hash_files, hash_json
+
+ADAPTER_CONFIG = "adapter_config.json"
+"""The file by which peft's folder of an adapter names the model that it was trained on."""
 
 _PARTS = {
     "weights": ("*.safetensors", "*.bin", "*.gguf", "*.index.json"),
-    "adapter": ("adapter_config.json",),
+    "adapter": (ADAPTER_CONFIG,),
     "configuration": ("config.json",),
     "generation settings": ("generation_config.json",),
     "tokenizer": (
@@ -64,6 +68,21 @@ def identify_model(model: str) -> dict[str, str]:
     if folder != Path(model):
         identity["commit"] = folder.name
     return identity
+
+
+def read_adapter_base(folder: str | Path) -> str | None:
+    """Return the model that the adapter in a folder was trained on; None if the folder holds no adapter.
+
+    Raises:
+        ModelError: the adapter names no model.
+    """
+    file = Path(folder) / ADAPTER_CONFIG
+    if not file.is_file():
+        return None
+    base = str(read_json(file).get("base_model_name_or_path") or "")
+    if not base:
+        raise ModelError(f"{folder}: this adapter names no base model; set base_model_name_or_path in {file.name}")
+    return base
 
 
 def fingerprint_model(model: str) -> str | None:

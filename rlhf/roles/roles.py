@@ -12,7 +12,20 @@ from typing import Literal
 
 from rlhf.config.schema import Config, EngineConfig, LoraConfig, Stage
 from rlhf.errors import ConfigError
-from rlhf.roles.lineage import ACTOR, CRITIC, DPO, JUDGE, MODEL, REWARD, REWARD_MODEL, BaseModelRef, base_models
+from rlhf.roles.lineage import (
+    ACTOR,
+    CRITIC,
+    DPO,
+    JUDGE,
+    MODEL,
+    REWARD,
+    REWARD_MODEL,
+    STUDENT,
+    STUDENTS_JUDGE,
+    TEACHER,
+    BaseModelRef,
+    base_models,
+)
 
 REDUCE_BUCKET_SIZE = 500_000_000
 """DeepSpeed 0.19.8's default `reduce_bucket_size`, in elements."""
@@ -25,7 +38,7 @@ _ON_NUMBERS = (
 )
 """DeepSpeed's settings of ZeRO-3 that need weights of one type, as numbers."""
 
-RoleName = Literal["sft", "reward", "dpo", "actor", "critic", "reference", "judge"]
+RoleName = Literal["sft", "reward", "dpo", "actor", "critic", "reference", "judge", "student", "teacher"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,11 @@ ROLES: Mapping[Stage, tuple[Role, ...]] = {
         Role("reference", ACTOR, trained=False),
         Role("reward", REWARD_MODEL, trained=False, scalar_head=True),
         Role("judge", JUDGE, trained=False, scalar_head=True, in_steps=False),
+    ),
+    "distill": (
+        Role("student", STUDENT),
+        Role("teacher", TEACHER, trained=False),
+        Role("judge", STUDENTS_JUDGE, trained=False, scalar_head=True, in_steps=False),
     ),
 }
 """The roles of each stage, in the order in which they are loaded."""
@@ -113,6 +131,8 @@ def model_placements(config: Config, stage: Stage) -> dict[RoleName, ModelPlacem
     trains_only_adapters = placements[ROLES[stage][0].name].lora.rank and not config.lora.also_train
     if trains_only_adapters or (stage == "dpo" and config.dpo.reference == "precomputed"):
         placements.pop("reference", None)
+    if stage == "distill" and not config.distill.judge:
+        del placements["judge"]
     if stage != "ppo":
         return placements
     bases = base_models(config, stage)
@@ -168,11 +188,15 @@ def _dropout(config: Config, stage: Stage, role: Role) -> float | None:
 
 
 def check_placements(config: Config, stages: Sequence[Stage]) -> None:
-    """Check, before anything is loaded, that the models of `stages` can be placed as the settings say.
+    """Check, before anything is loaded, that the models of `stages` are named and can be placed as the settings say.
 
     Raises:
         ConfigError: with the closest valid setting.
     """
+    if "distill" in stages and not config.distill.teacher:
+        raise ConfigError(
+            "distill.teacher: there is no model to learn from; name its folder, that of a LoRA adapter, or a hub name"
+        )
     _check_frozen_roles(config, stages)
     placements = [placement for stage in stages for placement in model_placements(config, stage).values()]
     for placement in placements:
@@ -182,7 +206,7 @@ def check_placements(config: Config, stages: Sequence[Stage]) -> None:
 
 
 def _check_frozen_roles(config: Config, stages: Sequence[Stage]) -> None:
-    """Check the settings of the reference and the judge: both are frozen, and a stage may have none of them."""
+    """Check the settings of reference, judge and teacher: all are frozen, and a stage may lack the first two."""
     with_reference = [
         stage for stage in stages if stage == "ppo" or (stage == "dpo" and config.dpo.reference == "beside")
     ]
@@ -195,8 +219,11 @@ def _check_frozen_roles(config: Config, stages: Sequence[Stage]) -> None:
             f"with LoRA the reference is the {name} without its adapters; remove this key, or set "
             f"roles.{policy}.lora_rank=0",
         )
-    if "ppo" in stages:
-        _check_frozen_role(config, "judge", "ppo", "there is no judge; set ppo.judge, or remove this key")
+    if "distill" in stages:
+        _check_frozen_role(config, "teacher", "distill", "")
+    with_judge = [stage for stage in stages if stage in ("ppo", "distill")]
+    for judging in sorted(with_judge, key=lambda stage: "judge" not in model_placements(config, stage))[:1]:
+        _check_frozen_role(config, "judge", judging, f"there is no judge; set {judging}.judge, or remove this key")
 
 
 def _check_frozen_role(config: Config, name: RoleName, stage: Stage, absent: str) -> None:

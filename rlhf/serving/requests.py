@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from starlette.requests import Request
 
-from rlhf.config.ppo import SamplingConfig
+from rlhf.config.schema import SamplingConfig
 
 _IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {

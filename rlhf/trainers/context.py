@@ -173,7 +173,7 @@ class StageContext:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
         if lora.rank:
             add_adapters(model, lora, seed=self.config.seed)
-            if self.directory.name == "ppo" and lora.share_base is not False and placement.zero_stage < 3:
+            if self.directory.name in ("ppo", "distill") and lora.share_base is not False and placement.zero_stage < 3:
                 self.bases[name] = SharedBase(model)
         with self.phases.running("set-up"):
             engine = self.models[name] = TrainingEngine(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rlhf.config.ppo import SamplingConfig
+from rlhf.config.schema import SamplingConfig
 from rlhf.data.batches import collate_ppo
 from rlhf.data.examples import Prompt
 from rlhf.engine.engine import Metrics, TrainingEngine

@@ -1,6 +1,7 @@
 """Run stages one after the other, each from the models that earlier ones saved in the run directory.
 
-SFT, reward model and PPO, or SFT and DPO: `build_trainer` makes each stage's trainer, `rlhf.trainers.loop.fit` trains.
+SFT, reward model and PPO, or SFT and DPO, or distillation: `build_trainer` makes each stage's trainer,
+`rlhf.trainers.loop.fit` trains.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ from rlhf.reporting.recorder import Recorder
 from rlhf.reporting.sinks import SinkGroup, describe_stage
 from rlhf.roles.base_sharing import identify_bases
 from rlhf.roles.model_identity import StartModel, describe_change
+from rlhf.roles.roles import ROLES
 from rlhf.runs.directory import collect_versions
 from rlhf.runs.stage_directory import parse_step
 from rlhf.trainers import loop
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.device_health import DeviceWatch
+from rlhf.trainers.distill import DistillTrainer
 from rlhf.trainers.dpo import DPOTrainer
 from rlhf.trainers.oom import translate_stage_errors
 from rlhf.trainers.ppo.exact import exact_numbers
@@ -207,7 +210,8 @@ def train(context: StageContext, later: float = 0.0) -> dict[str, Any]:
     """Set a stage up, take its steps, and return its summary; `later` is that of `run` for this stage."""
     trainer = build_trainer(context)
     stage = context.directory.name
-    if configuration := context.configuration("actor" if stage == "ppo" else stage):
+    (trained, *_) = ROLES[stage]
+    if configuration := context.configuration(trained.name):
         # Not the tokenizer's: a model may have more outputs than it.
         context.health.vocabulary = configuration.get_text_config(decoder=True).vocab_size
     set_up = context.clock.seconds()
@@ -218,9 +222,10 @@ def build_trainer(context: StageContext) -> Trainer:
     """Load a stage's models and data, and return its trainer."""
     models = ModelFactory(context)
     data = stage_rows(context, models.tokenizer, models.generation_settings)
-    if context.directory.name == "ppo":
+    if context.directory.name in ("ppo", "distill"):
         on_world = any(dataset.path == WORLD for dataset in context.config.data.datasets)
-        return PPOTrainer(context, models, models.tokenizer, data, rule=embedded.is_good_reply if on_world else None)
+        trainer = PPOTrainer if context.directory.name == "ppo" else DistillTrainer
+        return trainer(context, models, models.tokenizer, data, rule=embedded.is_good_reply if on_world else None)
     supervised = {"sft": SFTTrainer, "reward": RewardTrainer, "dpo": DPOTrainer}[context.directory.name]
     return supervised(context, models, models.tokenizer, data)
 

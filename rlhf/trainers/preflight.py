@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf.config.paths import WORLD, is_path
-from rlhf.config.schema import Config, Stage
+from rlhf.config.schema import Config, Stage, share_of
 from rlhf.data import pretraining, readers
 from rlhf.errors import ConfigError, RunError
 from rlhf.generation.hybrid_engine import check_generation as check_rollouts
@@ -25,6 +25,8 @@ from rlhf.roles.lineage import (
     JUDGE,
     MODEL,
     REWARD_MODEL,
+    STUDENTS_JUDGE,
+    TEACHER,
     ResolvedBaseModel,
     base_models,
     resolve_base_model,
@@ -119,12 +121,15 @@ def check(
     base_sharing.check_sharing(config, pending, directory.finished_model)
     for stage in pending:
         for ref in base_models(config, stage):
-            if path := ref.named_in(config):
-                check_model_folder(path)
+            if ref.named_in(config):
+                base = resolve_base_model(config, ref)
+                check_model_folder(str(base.path))
+                if base.adapter:
+                    check_model_files(base.adapter, whole=False)
             elif ref.trained_by and ref.trained_by not in stages:
                 directory.finished_model(ref.trained_by, ref.alternatives)
         for source in config.data.datasets:
-            if stage in source.stages:
+            if share_of(stage) in source.stages:
                 readers.check_source_exists(source.path)
                 readers.check_source_exists(source.heldout or source.path)
         if not overwrite:
@@ -275,7 +280,8 @@ class BaseModels:
             raise ConfigError(
                 "model.eos_token: the embedded model has its own; remove this key, or set model.path to another model"
             )
-        if base.ref in (JUDGE, REWARD_MODEL) and not base.through:  # already trained, so it cannot know a new token
+        is_trained = base.ref in (JUDGE, REWARD_MODEL, TEACHER, STUDENTS_JUDGE) and not base.through
+        if is_trained:  # so it cannot know a new token
             config = config.model_copy(update={"eos_token": None})
         key = path, config.eos_token
         if key not in self._tokenizers:
@@ -319,11 +325,14 @@ class BaseModels:
                 check_final_norm(outline, self._config.reward.reset_final_norm)
             if any(placement.lora.rank for placement in placements):
                 find_adapter_targets(outline, self._config.lora.target_modules)
+        if stage in ("ppo", "distill"):
+            trained, *others = bases
+            for other in others:
+                where = other.adapter or other.path or "the embedded model"
+                way_out = "call this one in a function of ppo.reward_functions" if stage == "ppo" else ""
+                check_same_vocabulary(self.tokenizer(trained), self.tokenizer(other), where, way_out)
         if stage == "ppo":
-            actor, *scorers = bases
-            for scorer in scorers:
-                where = scorer.path or "the embedded model"
-                check_same_vocabulary(self.tokenizer(actor), self.tokenizer(scorer), where)
+            actor = bases[0]
             outline = self.outline(actor) or build_llama_on_meta(self.tokenizer(actor))
             check_generation_model(outline, self._config.ppo, current_process().size)
 
@@ -361,11 +370,13 @@ class BaseModels:
 
 def _check_rule(config: Config, stages: Sequence[Stage]) -> None:
     has_rule = any(dataset.path == WORLD for dataset in config.data.datasets)
-    if "ppo" in stages and config.ppo.selection_metric == "approved_share" and not has_rule:
-        raise ConfigError(
-            "ppo.keep: best(approved_share) needs a rule that approves, which only the embedded data have; use "
-            "best(judge_reward) with ppo.judge, best(reward), or last"
-        )
+    other = {"ppo": "best(reward)", "distill": "best(loss)"}
+    for stage in stages:
+        if getattr(config, stage).selection_metric == "approved_share" and not has_rule:
+            raise ConfigError(
+                f"{stage}.keep: best(approved_share) needs a rule that approves, which only the embedded data have; "
+                f"use best(judge_reward) with {stage}.judge, {other[stage]}, or last"
+            )
 
 
 def _check_nothing_needed_goes(config: Config, directory: RunDirectory, stages: Sequence[Stage]) -> None:

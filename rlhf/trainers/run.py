@@ -422,5 +422,5 @@ def _format_steps(plan: StagePlan, config: Config) -> str:
         rows, group = config.ppo.batch_size, config.ppo.method.group_size
         rollouts = f"{plan.steps(config):,} rollouts of {rows // group} prompts"
         return rollouts if group == 1 else f"{rollouts}, {group} completions of each"
-    section = config.supervised(plan.stage)
-    return f"{plan.steps(config):,} of {section.batch_size} {'rows' if plan.stage == 'sft' else 'pairs'}"
+    section, unit = config.supervised(plan.stage), {"sft": "rows", "distill": "prompts"}.get(plan.stage, "pairs")
+    return f"{plan.steps(config):,} of {section.batch_size} {unit}"

@@ -9,12 +9,13 @@ from rlhf.checkpoint.export import save_adapter, save_model
 from rlhf.config.schema import EVERY_STAGE
 from rlhf.data.toy_world import build_world_tokenizer
 from rlhf.engine.deepspeed_config import build_deepspeed_config
+from rlhf.evaluation.models import merge_adapter
 from rlhf.models.compatibility import EMBEDDED_MODEL, choose_attention, describe_attention, load_generation_config
 from rlhf.models.loading import build_llama, load_causal_lm, load_model_tokenizer, load_scalar_head
 from rlhf.models.quantized import quantize_on_load
 from rlhf.models.shared_base import build_on_base
 from rlhf.models.weight_loading import PlaceParameter, place_in_memory, place_sharded
-from rlhf.roles.base_sharing import ADAPTER, Sharing, decide_sharing
+from rlhf.roles.base_sharing import ADAPTER, Sharing, decide_sharing, decide_teacher_sharing
 from rlhf.roles.lineage import (
     ACTOR,
     CRITIC,
@@ -47,6 +48,7 @@ class ModelFactory:
         self.context = context
         bases = resolve_stage_bases(context)
         self._paths: dict[BaseModelRef, Any] = {base.ref: base.path for base in bases}
+        self._adapters = {base.ref: base.adapter for base in bases if base.adapter}
         self.path = bases[0].path
         self.tokenizer = self._load_tokenizer()
         self._attention = self._choose_attention()
@@ -55,8 +57,10 @@ class ModelFactory:
             assert self.path
             reward_model = self._paths.get(REWARD_MODEL)
             self._sharing = decide_sharing(context.config, context.placements, self._paths[ACTOR], reward_model)
-            if line := self._sharing.describe(context.placements):
-                context.say(f"ppo: {line}")
+        elif context.directory.name == "distill":
+            self._sharing = decide_teacher_sharing(context.config, context.placements, bases[0])
+        if line := self._sharing.describe(context.placements):
+            context.say(f"{context.directory.name}: {line}")
         self._lines: set[str] = set()
 
     @property
@@ -70,7 +74,8 @@ class ModelFactory:
         placement = context.placements[role]
         path, attention = self._paths[placement.role.base], self._attention[placement.role.base]
         if donor := self._sharing.donors.get(role):
-            return build_on_base(context.bases[donor], config.model, attention=attention)
+            shared = self._sharing.adapter if role == "teacher" else None
+            return build_on_base(context.bases[donor], config.model, attention=attention, adapter=shared)
         if path is None:
             return build_llama(
                 self.tokenizer,
@@ -79,8 +84,10 @@ class ModelFactory:
                 max_length=config.data.max_length,
                 multiple=config.model.vocabulary_multiple,
             )
-        put = self._parameter_maker(placement)
-        return load_causal_lm(config.model, self.tokenizer, attention=attention, path=path, put=put)
+        adapter = self._adapters.get(placement.role.base)  # merged into weights in float32, whole on each rank
+        put = None if adapter else self._parameter_maker(placement)
+        model = load_causal_lm(config.model, self.tokenizer, attention=attention, path=path, put=put)
+        return merge_adapter(model, adapter) if adapter else model
 
     def scalar_head(self, role: RoleName) -> Any:
         """Load a role's model with a scalar head."""
@@ -159,7 +166,7 @@ def _short_name(path: str | None) -> str:
     return "/".join(Path(path).parts[-2 if path.endswith("/model") else -1 :]) if path else EMBEDDED_MODEL
 
 
-_LAST = ("dpo", "ppo")  # stages from which no other stage starts by default
+_LAST = ("dpo", "ppo", "distill")  # stages from which no other stage starts by default
 
 
 def save_outputs(

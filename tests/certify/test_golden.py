@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.certify.fixed_state import PRECISIONS, STEPS
+from rlhf.certify.fixed_state import PRECISIONS, STAGES, STEPS
 from rlhf.certify.golden import (
     BLOCK,
     FILE,
@@ -26,11 +26,11 @@ from rlhf.certify.golden import (
 )
 from rlhf.certify.trace import Name, Trace
 from rlhf.certify.verdicts import report
-from rlhf.config.schema import EVERY_STAGE, Stage
+from rlhf.config.schema import Stage
 from rlhf.utils.statistics import student_quantile
 
 GOLDEN = read_golden()
-RECORDED = {stage: ["fp32", "bf16"] for stage in EVERY_STAGE}
+RECORDED = {stage: ["fp32", "bf16"] for stage in STAGES}
 PHASES = {
     "sft": ["rows", "scores", "loss", "gradients", "update"],
     "reward": ["rows", "scores", "loss", "gradients", "update"],
@@ -79,7 +79,7 @@ def test_golden_file_has_bands_of_these_precisions(golden: dict[Stage, GoldenSta
             assert all(map(math.isfinite, (number for band in bands.values() for number in band)))
 
 
-@pytest.mark.parametrize("stage", EVERY_STAGE)
+@pytest.mark.parametrize("stage", STAGES)
 def test_bands_of_the_first_step_are_a_few_roundings_wide(golden: dict[Stage, GoldenStage], stage: Stage) -> None:
     right = golden[stage]
     factor = reach(right.seeds, count_comparisons(golden))

@@ -270,7 +270,8 @@ def test_source_that_changes_during_the_build_is_not_cached(tokenizer: Any, rows
 def test_cache_of_a_run_has_its_seed_and_records(tokenizer: Any) -> None:
     config = Config()
     config = config.model_copy(update={"ppo": config.ppo.model_copy(update={"reward_functions": ("x",)}), "seed": 5})
-    assert [StageCache.of(config, stage, tokenizer, [1]).records for stage in EVERY_STAGE] == [False] * 3 + [True]
+    records = {stage: StageCache.of(config, stage, tokenizer, [1]).records for stage in EVERY_STAGE}
+    assert [stage for stage, kept in records.items() if kept] == ["ppo"]
     assert StageCache.of(config, "sft", tokenizer, [1]).seed == 5
 
 

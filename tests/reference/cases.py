@@ -126,6 +126,17 @@ def configuration(stage: str, **changes: Any) -> Config:
             "optimizer": OPTIMIZER,
         },
         "ppo": PPO,
+        "distill": {
+            "batch_size": 4,
+            "micro_batch_size": 2,
+            "epochs": 2,
+            "max_steps": 3,
+            "eval_rows": 3,
+            "checkpoint_every": 1,
+            "teacher": "given",
+            "sampling": {"temperature": 0.7},
+            "optimizer": OPTIMIZER,
+        },
     }
     for section in ("engine", "lora", "model", "roles"):
         if section in changes:

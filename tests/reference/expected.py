@@ -11,7 +11,7 @@ from torch import nn
 from rlhf.config.schema import Config
 from rlhf.data.examples import Demonstration
 from rlhf.models.lora import add_adapters
-from tests.reference import dpo, ppo, reward, sft
+from tests.reference import distill, dpo, ppo, reward, sft
 from tests.reference.adamw import AdamW
 from tests.reference.cases import DOCUMENTS, Models, Outcome, Rollout, Sequence, Tokenizer, data
 from tests.reference.network import Network
@@ -23,7 +23,7 @@ def supervised(stage: str, config: Config, model: Any, count: int) -> Outcome:
     settings = config.supervised(stage)
     rows = data(stage, count)
     total = settings.max_steps
-    batches = [[tokens(row) for row in batch] for batch in _global_batches(config, settings, rows.train)[:total]]
+    batches = [[tokens(row) for row in batch] for batch in global_batches(config, settings, rows.train)[:total]]
     optimizer = AdamW(network.trained, settings.optimizer, total, config.lora.learning_rate)
     heldout = [tokens(row) for row in rows.heldout]
     if stage == "sft":
@@ -48,7 +48,7 @@ def tokens(example: Any) -> Any:
     return example.prompt_ids, example.chosen_ids, example.rejected_ids, example.row.margin
 
 
-def _global_batches(config: Config, settings: Any, rows: list[Any]) -> list[list[Any]]:
+def global_batches(config: Config, settings: Any, rows: list[Any]) -> list[list[Any]]:
     """Epoch after epoch in the orders that the seed gives; the last batch of each has what is left."""
     batches = []
     for epoch in range(settings.epochs):
@@ -108,6 +108,15 @@ def reinforced(
     if reference.critic:
         weights["critic"] = reference.critic.state()
     return Outcome(steps, before, weights), reference
+
+
+def distilled(config: Config, student: Any, teacher: Any, rollouts: list[Rollout], heldout: list[Sequence]) -> Outcome:
+    """What `real.distilled` should leave after these rollouts."""
+    settings, network, frozen = config.distill, _network(student, config), Network(teacher)
+    optimizer = AdamW(network.trained, settings.optimizer, settings.max_steps, config.lora.learning_rate)
+    before = distill.evaluation(network, frozen, settings, heldout, Tokenizer.all_special_ids)
+    steps = [distill.step(network, frozen, optimizer, settings, rollout.sequences) for rollout in rollouts]
+    return Outcome(steps, before, {"model": network.merged()})
 
 
 def _network(model: nn.Module, config: Config) -> Network:

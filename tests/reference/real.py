@@ -1,6 +1,6 @@
-"""Runs of the real stages: `fit` with the trainers of sft, reward, dpo and ppo, their engines, batches and records.
+"""Runs of the real stages: `fit` with the trainers of all stages, their engines, batches and records.
 
-`supervised` and `reinforced` take models and settings of `cases` and return what the run left.
+`supervised`, `reinforced` and `distilled` take models and settings of `cases` and return what the run left.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from rlhf.reporting.recorder import Recorder
 from rlhf.runs.directory import RunDirectory
 from rlhf.runs.stage_directory import StageDirectory
 from rlhf.trainers.context import StageContext
+from rlhf.trainers.distill import DistillTrainer
 from rlhf.trainers.dpo import DPOTrainer
 from rlhf.trainers.loop import fit
 from rlhf.trainers.ppo.trainer import PPOTrainer
@@ -33,7 +34,7 @@ from rlhf.trainers.supervised import RewardTrainer, SFTTrainer
 from tests.helpers import weights
 from tests.in_process import GivenModels, ppo_models
 from tests.reference.cases import DOCUMENTS, Models, Outcome, Rollout, Sequence, Tokenizer, Weights, data
-from tests.reference.expected import ppo_batch
+from tests.reference.expected import global_batches, ppo_batch
 
 
 class StopError(Exception):
@@ -103,6 +104,57 @@ def reinforced(
     )
 
 
+def distilled(
+    accelerator: Accelerator,
+    config: Config,
+    student: Any,
+    teacher: Any,
+    count: int,
+    folder: Path,
+    *,
+    stop_before: int | None = None,
+) -> Outcome:
+    """The stage distill, its rollouts looked at; the same on every rank.
+
+    Raises:
+        StopError: after all steps before step `stop_before` (0-based).
+    """
+    around = _context(accelerator, config, "distill", folder)
+    heldout: list[Sequence] = []
+    rollouts: list[Rollout] = []
+    rows = data("distill", count)
+    batches = global_batches(config, config.distill, rows.train)
+
+    class Watched(DistillTrainer):
+        index = -1
+
+        def generate(self, prompts: Any) -> Any:
+            drawn = super().generate(prompts)
+            examples = rows.heldout if self.index < 0 else batches[self.index]
+            sequences = _sequences(self, drawn.input_ids, drawn.completion_length, examples)
+            if self.index >= 0:
+                rollouts.append(Rollout(sequences, []))
+            elif not heldout:
+                heldout.extend(sequences)
+            return drawn
+
+        def step(self, index: int) -> dict[str, float]:
+            if index == stop_before:
+                raise StopError
+            self.index = index
+            try:
+                return super().step(index)
+            finally:
+                self.index = -1
+
+    models = {"student": _loaded(student, config), "teacher": _loaded(teacher, config)}
+    with around.recorder:
+        trainer = Watched(around, GivenModels(models.__getitem__), Tokenizer(), rows)
+        summary = fit(trainer, around)
+    steps = _records(around.directory, "loss")
+    return Outcome(steps, summary["before"], {"model": weights(around.directory.model)}, rollouts, heldout)
+
+
 def evaluated(
     accelerator: Accelerator, config: Config, models: Models, rows: StageData, folder: Path
 ) -> tuple[list[tuple[str, str]], dict[tuple[int, ...], list[int]]]:
@@ -136,7 +188,7 @@ def _loaded(model: Any, config: Config) -> Any:
     return model and loading._fit_to_tokenizer(copy.deepcopy(model), Tokenizer())
 
 
-def _sequences(stage: PPOTrainer, ids: Tensor, columns: int, examples: list[Any]) -> list[Sequence]:
+def _sequences(stage: PPOTrainer | DistillTrainer, ids: Tensor, columns: int, examples: list[Any]) -> list[Sequence]:
     """The real rows of what `generate` returned, of all ranks.
 
     A completion ends with the first of its end tokens: of the stage's masks nothing is taken over.

@@ -17,6 +17,7 @@ OFTEN = {
     "dpo, adapters on sharded weights",
     "ppo, with all that it may be told",
     "ppo, GRPO",
+    "distill, sharded and offloaded",
 }
 """Those that the default suite runs: every stage, LoRA, shards, offload, and estimators with and without a critic."""
 EACH = mark_slow({name: name for name in two_ranks.CHANGES}, except_for=OFTEN)
@@ -33,7 +34,7 @@ def outcome(request: pytest.FixtureRequest, forks: Forks, tmp_path_factory: pyte
     return lambda name, rank=0: torch.load(folder / f"{name}, rank {rank}", weights_only=False)
 
 
-@pytest.mark.parametrize("name", [case for case in EACH if not case.id.startswith("ppo")])
+@pytest.mark.parametrize("name", [case for case in EACH if not case.id.startswith(("ppo", "distill"))])
 def test_supervised_steps_are_those_of_the_reference(outcome, name):
     stage = name.partition(",")[0]
     config = cases.configuration(stage, **two_ranks.CHANGES[name])
@@ -59,6 +60,15 @@ def test_ppo_steps_are_those_of_the_reference_on_both_ranks(outcome, name):
     cases.assert_same(actual, wanted)
     for model, weights in actual.weights.items():
         assert_close_weights(other.weights[model], weights, atol=0)
+
+
+@pytest.mark.parametrize("name", [case for case in EACH if case.id.startswith("distill")])
+def test_distillation_steps_are_those_of_the_reference_on_both_ranks(outcome, name):
+    actual, other = outcome(name), outcome(name, rank=1)
+    config = cases.configuration("distill", **two_ranks.CHANGES[name])
+    cases.assert_same(actual, expected.distilled(config, *two_ranks.distill_models(), actual.rollouts, actual.heldout))
+    assert other.rollouts == actual.rollouts
+    assert_close_weights(other.weights["model"], actual.weights["model"], atol=0)
 
 
 def test_resumed_run_takes_the_later_steps_on_both_ranks(outcome):

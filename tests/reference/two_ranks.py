@@ -15,7 +15,7 @@ from rlhf.data.stage_dataset import StageData
 from rlhf.engine import distributed
 from tests.reference import cases, real
 
-ROWS = {"sft": 6, "reward": 6, "dpo": 6, "ppo": 14}
+ROWS = {"sft": 6, "reward": 6, "dpo": 6, "ppo": 14, "distill": 6}
 """Two less than fill the last batch: the second rank's share lacks them."""
 
 _SHARDED = {"zero_stage": 3, "zero_persistence_threshold": 0}
@@ -65,6 +65,12 @@ CHANGES = {
         "lora": _SLOW_LORA,
         "generation_weights": "layerwise",
     },
+    "distill": {"micro_batch_size": 1},
+    "distill, sharded and offloaded": {
+        "micro_batch_size": 1,
+        "engine": _SHARDED | {"offload": "all"},
+        "divergence": "forward",
+    },
     "ppo": {"micro_batch_size": 1},
     "ppo, with all that it may be told": {
         "micro_batch_size": 1,
@@ -111,6 +117,8 @@ def main(folder: str, names: Sequence[str]) -> None:
             if stage == "ppo":
                 models = cases.Models.build(lora=bool(config.lora.rank))
                 outcome = real.reinforced(accelerator, config, models, ROWS[stage], output)
+            elif stage == "distill":
+                outcome = real.distilled(accelerator, config, *distill_models(), ROWS[stage], output)
             else:
                 outcome = real.supervised(stage, accelerator, config, model(stage), ROWS[stage], output)
             torch.save(outcome, Path(folder) / f"{name}, rank {rank}")
@@ -132,6 +140,11 @@ def heldout() -> list[Any]:
     rows = cases.examples("ppo", 11)
     same = [replace(row, prompt_ids=first.prompt_ids) for first, row in zip(rows[:4], rows[4:8])]
     return [*rows[:4], *same, *rows[8:]]
+
+
+def distill_models() -> tuple[torch.nn.Module, torch.nn.Module]:
+    """Return a student and a teacher."""
+    return cases.language_model(1), cases.language_model(2)
 
 
 def model(stage: str) -> torch.nn.Module:

@@ -35,12 +35,15 @@ def copied(finished_run: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
-def test_a_step_equals_its_record_and_the_run_is_not_touched(finished_run: Path, stage: str) -> None:
-    before = fingerprint(finished_run)
-    done = run("replay", finished_run, "--stage", stage, "--step", 2)
+@pytest.mark.parametrize("stage", ["sft", "reward", "ppo", "distill"])
+def test_a_step_equals_its_record_and_the_run_is_not_touched(
+    finished_run: Path, finished_distill: Path, stage: str
+) -> None:
+    folder = finished_distill if stage == "distill" else finished_run
+    before = fingerprint(folder)
+    done = run("replay", folder, "--stage", stage, "--step", 2)
     assert done.returncode == 0 and "equals the record bit for bit" in done.stdout, done.stderr
-    assert fingerprint(finished_run) == before
+    assert fingerprint(folder) == before
 
 
 @pytest.mark.slow

@@ -107,7 +107,7 @@ def test_contradicting_ppo_settings_are_refused(ppo: dict[str, Any], key: str, w
 
 def shared(**sections: Any) -> Sharing:
     config = build_config({"model": {"path": "opt-125m"}, "lora": {"rank": 4}, **sections})
-    return predict_sharing(config, model_placements(config, "ppo"))
+    return predict_sharing(config, "ppo", model_placements(config, "ppo"))
 
 
 def test_predict_sharing_by_base_models() -> None:

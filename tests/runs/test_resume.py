@@ -191,10 +191,10 @@ HARMLESS = {
     *(f"roles.{role}.zero_stage" for role in RolesConfig.model_fields),
     *(f"{stage}.{key}" for stage in EVERY_STAGE for key in ("micro_batch_size", "log_every", "epochs")),
     *(f"{stage}.{key}" for stage in EVERY_STAGE for key in ("checkpoint_every", "eval_every")),
-    *("sft.max_steps", "reward.max_steps", "dpo.max_steps", "ppo.steps"),
+    *("sft.max_steps", "reward.max_steps", "dpo.max_steps", "distill.max_steps", "ppo.steps"),
     *("ppo.reward_timeout", "ppo.save_critic", "ppo.samples_every", "ppo.samples", "ppo.generation_batch_size"),
     *("ppo.generation_weights", "ppo.tensor_parallel", "ppo.reuse_forward", "ppo.ema_on_host"),
-    *("ppo.rollout.where", "ppo.rollout.weights", "ppo.rollout.timeout"),
+    *("ppo.rollout.where", "ppo.rollout.weights", "ppo.rollout.timeout", "distill.generation_batch_size"),
 }
 """Keys that a resumed stage may change, because they change no row, no gradient and no step; `precision` is compared
 once `auto` is resolved. Before you add one: does it change anything that is learned?"""

@@ -13,7 +13,7 @@ import rlhf
 from rlhf.reporting.recorder import metric_group, read_heldout
 
 KEYS = Path(rlhf.__file__).parents[1] / "docs" / "metrics.md"
-STAGES = ("sft", "reward", "dpo", "ppo")
+STAGES = ("sft", "reward", "dpo", "ppo", "distill")
 
 
 def table(*headings: str) -> Iterator[tuple[str, str, str]]:
@@ -41,9 +41,9 @@ def test_every_row_of_the_metrics_page_is_read():
 
 
 @pytest.fixture
-def folder_of(finished_run, finished_dpo):
+def folder_of(finished_run, finished_dpo, finished_distill):
     """Stage -> the run that has it."""
-    return lambda stage: finished_dpo if stage == "dpo" else finished_run
+    return lambda stage: {"dpo": finished_dpo, "distill": finished_distill}.get(stage, finished_run)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -52,9 +52,9 @@ def test_run_records_exactly_the_documented_keys(folder_of, stage):
     assert keys_of_records(folder_of(stage), stage) == always
 
 
-@pytest.mark.parametrize("stage", ["reward", "ppo"])
-def test_heldout_rows_have_exactly_the_documented_keys(finished_run, stage):
-    evaluations = read_heldout(finished_run / stage / "heldout.jsonl", 3)
+@pytest.mark.parametrize("stage", ["reward", "ppo", "distill"])
+def test_heldout_rows_have_exactly_the_documented_keys(folder_of, stage):
+    evaluations = read_heldout(folder_of(stage) / stage / "heldout.jsonl", 3)
     assert set(evaluations) == {0, 3}, "before and after"
     rows = [set(row) for rows in evaluations.values() for row in rows]
     documented = {key: text for name, key, text in table("heldout.jsonl") if name == stage}

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from rlhf.data.stage_dataset import load_stage
+from rlhf.trainers.distill import DistillTrainer
 from rlhf.trainers.dpo import DPOTrainer
 from rlhf.trainers.loop import take_step
 from rlhf.trainers.supervised import RewardTrainer, SFTTrainer
 from tests.engine.test_observer import Seen
 from tests.helpers import llama
-from tests.in_process import build_ppo, one_model, ppo_models, scalar_llama, stage_context
+from tests.in_process import GivenModels, build_ppo, one_model, ppo_models, scalar_llama, stage_context
 
 PHASES = ["rows", "rollout", "scores", "advantages", "loss", "gradients", "update"]
 
@@ -49,6 +50,23 @@ def test_ppo_reports_its_experience_and_each_update(ppo: Any) -> None:
     assert list(dict.fromkeys(updates)) == [("actor", 0), ("critic", 0), ("actor", 1), ("critic", 1)]
     roles = {place.role for place in seen.places if place.phase == "scores"}
     assert roles == {"actor", "critic", "reference", "reward"}
+
+
+def test_distillation_reports_its_rollout_and_the_divergence_of_each_token(
+    accelerator: Any, recipe: dict[str, Any], tokenizer: Any, tmp_path: Any
+) -> None:
+    settings = {**recipe, "distill": recipe["distill"] | {"teacher": "given", "micro_batch_size": 2}}
+    context = stage_context(accelerator, tmp_path, "distill", settings)
+    models = GivenModels({"student": llama(len(tokenizer)), "teacher": llama(len(tokenizer), seed=5)}.__getitem__)
+    data = load_stage(context.config.data, "distill", tokenizer, seed=0)
+    trainer = DistillTrainer(context, models, tokenizer, data)
+    context.observation.observer = seen = Seen()
+    metrics = take_step(trainer, context, 0)
+    assert phases(seen) == [phase for phase in PHASES if phase != "advantages"]
+    assert [place.micro_batch for place in seen.places if place.phase == "scores"] == [0, 1]
+    assert {place.role for place in seen.places if place.phase != "rows"} == {"student"}
+    losses = [place for place in seen.places if place.phase == "loss"]
+    assert len(losses) == 2 and metrics["loss"] > 0
 
 
 def test_checks_evaluations_and_a_step_without_an_observer_report_nothing(ppo: Any) -> None:

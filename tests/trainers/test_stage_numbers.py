@@ -23,12 +23,13 @@ from rlhf.engine.engine import TrainingEngine
 from rlhf.generation.decoder import Completions, Decoder
 from rlhf.reporting.recorder import Recorder
 from rlhf.runs.directory import RunDirectory
+from rlhf.trainers.distill import DistillTrainer
 from rlhf.trainers.dpo import DPOTrainer
 from rlhf.trainers.loop import fit
 from rlhf.trainers.ppo.trainer import PPOTrainer
 from rlhf.trainers.supervised import RewardTrainer, SFTTrainer
 from tests.helpers import llama
-from tests.in_process import OPTIMIZER, ROW, one_model, ppo_models, scalar_llama, stage_context
+from tests.in_process import OPTIMIZER, ROW, GivenModels, one_model, ppo_models, scalar_llama, stage_context
 from tests.optimum import language
 from tests.trainers.test_keys import RECORDS, STAGES, keys_of_records, table
 
@@ -408,10 +409,54 @@ def test_heldout_numbers_are_recorded_before_and_after(ppo_ran):
         assert {f"heldout_{key}": value for key, value in ppo_ran.summary[side].items()}.items() <= record.items()
 
 
+JUDGE_SEED = 1
+
+
+@pytest.fixture(scope="module")
+def distill_ran(run_stage):
+    """As `ppo_ran`, without echoes backwards; the student has as many layers as the teacher."""
+    values = {"batch_size": 2, "max_steps": 1, "optimizer": OPTIMIZER, "teacher": "given", "judge": "given"}
+    heldout = [language.prompt(2, 1), language.prompt(3), language.prompt(1, 1, 2)]
+    data = StageData([language.prompt(1), language.prompt(2)], heldout, [])
+
+    def call(context):
+        student, teacher = (llama(4, eos_token_id=EOS, num_hidden_layers=1, seed=seed) for seed in (0, 1))
+        judge = language.TableOfRewards(seed=JUDGE_SEED)
+        models = GivenModels({"student": student, "teacher": teacher, "judge": judge}.__getitem__)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Decoder, "generate", Echo(backwards=0))
+            rule = lambda prompt, text: text.split() == prompt.split()[::-1]  # noqa: E731
+            return fit(DistillTrainer(context, models, language.tokenizer(), data, rule), context)
+
+    return run_stage("distill", values, call)
+
+
+def test_distillation_draws_with_the_student_reads_with_the_teacher_and_updates_once(distill_ran):
+    """Prompts of one token, completed by themselves: generation reads the prompt only."""
+    step, head = distill_ran.step, 2 * 4 * 32
+    drawn, read = (2 * forward([length], head=head) for length in (1, 2))
+    assert step["tflops"] * 1e12 * step["seconds"] == pytest.approx(drawn + read + 3 * read, rel=1e-6)
+    assert [step[key] for key in ("tokens", "response_length", "truncated_share")] == [2, 1, 1]
+
+
+def test_judge_and_rule_see_the_students_completions(distill_ran):
+    """Echoes, of which only c is the same backwards."""
+    judge = language.TableOfRewards(seed=JUDGE_SEED)
+    scores = []
+    for prompt in ([2, 1], [3], [1, 1, 2]):
+        ids = [0] * (language.PROMPT_COLUMNS - len(prompt)) + prompt + prompt
+        hidden = judge.backbone(torch.tensor([ids]), torch.ones(1, len(ids))).last_hidden_state
+        scores.append(judge.score(hidden)[0, -1, 0].item())
+    assert distill_ran.summary["after"]["judge_reward"] == pytest.approx(sum(scores) / 3, rel=1e-5)
+    assert distill_ran.summary["after"]["approved_share"] == pytest.approx(1 / 3)
+
+
 @pytest.mark.parametrize("stage", STAGES)
-def test_keys_that_only_some_runs_have_are_those_of_the_table(sft_ran, reward_ran, dpo_ran, ppo_ran, stage):
+def test_keys_that_only_some_runs_have_are_those_of_the_table(
+    sft_ran, reward_ran, dpo_ran, ppo_ran, distill_ran, stage
+):
     """An accelerator that counts compilations, a precision that scales losses, a judge, a rule; without the rest."""
-    ran = {"sft": sft_ran, "reward": reward_ran, "dpo": dpo_ran, "ppo": ppo_ran}[stage]
+    ran = {"sft": sft_ran, "reward": reward_ran, "dpo": dpo_ran, "ppo": ppo_ran, "distill": distill_ran}[stage]
     only = {key for name, key, definition in table(*RECORDS) if name == stage and definition.startswith("Only ")}
     elsewhere = {key for key in only if key.endswith(("reward_model", "/<name>"))}  # tests/rewards
     elsewhere |= {key for key in only if key.startswith(("handover_", "rollout_", "correction_"))}  # tests/rollouts

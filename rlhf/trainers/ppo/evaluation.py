@@ -1,4 +1,4 @@
-"""The evaluation of PPO's policy on held-out prompts: by the reward, by a judge, and by a rule."""
+"""The evaluation of a policy on held-out prompts, in PPO and distillation: by its stage, by a judge, and by a rule."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rlhf.data.batches import Batch, Batches, completion_ids, completion_texts
 from rlhf.data.examples import Prompt
 from rlhf.engine import distributed
 from rlhf.engine.cpu_offload import on_device
-from rlhf.engine.engine import MetricSums
+from rlhf.engine.engine import Metrics, MetricSums
 from rlhf.models.forward import sequence_scores
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.ppo.experience import Rollout, Scores, join_rows
-from rlhf.trainers.ppo.metrics import mean_score, rollout_means, rollout_sums, row_numbers
+from rlhf.trainers.ppo.metrics import mean_score, rollout_means, rollout_sums, row_numbers, score_columns
 from rlhf.trainers.trainer import EvalResult
 from rlhf.utils.statistics import distinct
 
@@ -26,6 +26,8 @@ Approves = Callable[[str, str], bool]
 """(prompt, completion) -> approved."""
 Generate = Callable[[Batch], Rollout]
 Score = Callable[[Rollout, Sequence[Prompt]], Scores]
+Measure = Callable[[Rollout, Sequence[Prompt]], tuple[Batch, dict[str, Tensor]]]
+"""(rollout, examples) -> (sums over its real rows and tokens, numbers of each row by name, [B] each)."""
 
 _SUMMARY_SAMPLES = 3
 
@@ -36,7 +38,7 @@ class HeldoutPrompts:
 
     Attributes:
         batches: over `examples`, each with `rows` rows on a rank.
-        judge: a second reward model (`ppo.judge`); None without one.
+        judge: a reward model that never trains the policy (`ppo.judge`, `distill.judge`); None without one.
         rule: the rule of the data; None if they have none.
     """
 
@@ -49,26 +51,48 @@ class HeldoutPrompts:
     rule: Approves | None
 
     def evaluate(self, when: str, generate: Generate, score: Score, *, draws: int = 1) -> EvalResult:
-        """Evaluate completions by `generate` and `score`.
+        """Evaluate completions by `generate` and `score`, as PPO does.
 
         With several `draws`, rows also have the rewards of as many completions, the first one's among them.
         """
+        center: Tensor | None = None
+
+        def measure(rollout: Rollout, examples: Sequence[Prompt]) -> tuple[Batch, dict[str, Tensor]]:
+            nonlocal center
+            scores = score(rollout, examples)
+            center = mean_score(rollout, scores) if center is None else center
+            return rollout_sums(rollout, scores, center), score_columns(rollout, scores)
+
+        return self.evaluate_by(when, generate, measure, rollout_means, draws=draws)
+
+    def evaluate_by(
+        self,
+        when: str,
+        generate: Generate,
+        measure: Measure,
+        average: Callable[[Metrics], Metrics],
+        *,
+        draws: int = 1,
+    ) -> EvalResult:
+        """Evaluate completions by `generate` and `measure`, whose sums over all rows `average` divides.
+
+        With several `draws`, `measure` returns a `reward` of each row.
+        """
         context, examples = self.context, self.examples
-        sums, center = MetricSums(), None
+        sums = MetricSums()
         ids: list[list[int]] = []
         measured: list[dict[str, Any]] = []
         for index, (prompts,) in context.evaluate_batches(self.batches, f"held-out prompts {when}"):
             rollout = generate(prompts)
-            scores = score(rollout, self.batches.share(index))
-            center = mean_score(rollout, scores) if center is None else center
-            sums.add(**rollout_sums(rollout, scores, center))
+            rows_sums, columns = measure(rollout, self.batches.share(index))
+            sums.add(**rows_sums)
             ids += completion_ids(rollout.input_ids, rollout.action_mask)
-            measured += row_numbers(rollout, scores, self._score_by_judge(rollout))
+            measured += row_numbers(rollout, columns, self._score_by_judge(rollout))
         if draws > 1:
-            for row, rewards in zip(measured, self._draw_more(generate, score, draws - 1), strict=True):
+            for row, rewards in zip(measured, self._draw_more(generate, measure, draws - 1), strict=True):
                 row["rewards"] = [row["reward"], *rewards]
 
-        numbers = rollout_means(sums.read())
+        numbers = average(sums.read())
         del numbers["tokens"]
         # Rank r has the r-th share of each batch; restore the order of the examples.
         shares, size = distributed.all_gather_objects(list(zip(ids, measured, strict=True))), self.rows
@@ -92,13 +116,13 @@ class HeldoutPrompts:
         samples = [{key: row[key] for key in ("prompt", "completion")} for row in rows[:_SUMMARY_SAMPLES]]
         return EvalResult(numbers, samples, judged, rows)
 
-    def _draw_more(self, generate: Generate, score: Score, count: int) -> list[tuple[float, ...]]:
+    def _draw_more(self, generate: Generate, measure: Measure, count: int) -> list[tuple[float, ...]]:
         """Return the rewards of `count` more completions for each of this rank's rows, fillers included."""
         draws = []
         for draw in range(count):
             rewards: list[float] = []
             for index, (prompts,) in self.context.evaluate_batches(self.batches, f"completion {draw + 2}, best of n"):
-                rewards += score(generate(prompts), self.batches.share(index)).reward.tolist()
+                rewards += measure(generate(prompts), self.batches.share(index))[1]["reward"].tolist()
             draws.append([float(f"{reward:.6g}") for reward in rewards])
         return list(zip(*draws, strict=True))
 

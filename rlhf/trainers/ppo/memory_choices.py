@@ -1,4 +1,4 @@
-"""Decide what PPO keeps in memory only to save time, by the plan of the models that are loaded."""
+"""Decide what PPO and distillation keep in memory only to save time, by the plan of the models that are loaded."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rlhf.memory.advice import resolve_auto
 from rlhf.memory.environment import PROCESS, detect_environment
 from rlhf.memory.stage import plan_stage
 from rlhf.roles.lineage import resolve_base_model
+from rlhf.roles.roles import ROLES
 from rlhf.trainers.context import StageContext
 
 
@@ -36,19 +37,19 @@ def choose_by_memory(context: StageContext) -> MemoryChoices:
         copies_weights=all(choices.copies_weights for choices in every),
     )
     choices = next((choices for choices in every if choices.unknown), fitting)
-    settings = context.config.ppo
+    stage, settings = context.directory.name, context.config.ppo
     # Exact rollouts read the weights as training does, and servers have their own.
-    converts = not settings.generation_exact and not settings.rollout.where
+    converts = stage != "ppo" or not (settings.generation_exact or settings.rollout.where)
     if converts and not choices.copies_weights and context.accelerator.kernels.get("inference_weights"):
         context.say(
-            "actor: rollouts convert the weights in place, or not at all if they share a buffer: "
+            f"{ROLES[stage][0].name}: rollouts convert the weights in place, or not at all if they share a buffer: "
             + (choices.unknown or "a copy in the device's layout would hardly fit in memory")
         )
     return choices
 
 
 def _choose(context: StageContext) -> MemoryChoices:
-    config, placements = context.config, context.placements
+    config, placements, stage = context.config, context.placements, context.directory.name
     environment = detect_environment(context.accelerator, config, context.world.size)
     fused = all(getattr(context.configuration(name), "_attn_implementation", None) != "eager" for name in placements)
     # The models are loaded: the process's memory is no longer that of a process without models.
@@ -58,8 +59,8 @@ def _choose(context: StageContext) -> MemoryChoices:
             resolve_base_model(config, placement.role.base).path: context.shape(name)
             for name, placement in placements.items()
         }
-        resolved = resolve_auto(config, ["ppo"], environment, shapes)
-        plan = plan_stage(resolved, "ppo", environment, shapes)
+        resolved = resolve_auto(config, [stage], environment, shapes)
+        plan = plan_stage(resolved, stage, environment, shapes)
     except ConfigError as error:
         return MemoryChoices(unknown=str(error))
     return MemoryChoices(resolved.ppo.reuse_forward, plan.copies_weights)

@@ -66,14 +66,21 @@ def rollout_sums(rollout: Rollout, scores: Scores, center: Tensor) -> Batch:
     }
 
 
-def row_numbers(rollout: Rollout, scores: Scores, judged: Tensor | None = None) -> list[Metrics]:
-    """Return the score, the KL, the number of tokens and whether it ended (1 or 0) of each row, filler rows included.
+def score_columns(rollout: Rollout, scores: Scores) -> dict[str, Tensor]:
+    """Return the score and the KL of each row, [B] each."""
+    return {
+        "reward": scores.reward,
+        "kl": masked(scores.log_probs - scores.ref_log_probs, rollout.action_mask).sum(1),
+    }
+
+
+def row_numbers(rollout: Rollout, columns: dict[str, Tensor], judged: Tensor | None = None) -> list[Metrics]:
+    """Return `columns`, the number of tokens and whether it ended (1 or 0) of each row, filler rows included.
 
     If there is a judge, its scores are `judged`, [B]. The numbers are rounded to six digits, which is what their
     records need.
     """
-    kl = masked(scores.log_probs - scores.ref_log_probs, rollout.action_mask).sum(1)
-    columns = {"reward": scores.reward, "kl": kl, "tokens": rollout.action_mask.sum(1), "ended": rollout.ended}
+    columns = columns | {"tokens": rollout.action_mask.sum(1), "ended": rollout.ended}
     columns |= {} if judged is None else {"judge": judged}
     rows = torch.stack(list(columns.values()), 1).tolist()
     return [{name: float(f"{number:.6g}") for name, number in zip(columns, row)} for row in rows]

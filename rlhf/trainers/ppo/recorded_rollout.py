@@ -35,7 +35,9 @@ class StepContents:
     keeps_log_probs: bool = False
 
     @classmethod
-    def of(cls, rows: list[int], prompts: Batch, generator_state: Tensor, *, keeps_log_probs: bool) -> StepContents:
+    def of(
+        cls, rows: list[int], prompts: Batch, generator_state: Tensor, *, keeps_log_probs: bool = False
+    ) -> StepContents:
         """Start with this rank's rows, their prompts on the host, and the generator before anything is drawn."""
         state = zlib.crc32(generator_state.numpy().tobytes())
         digests = {"rows": digest_batches([prompts]), "generator": state}

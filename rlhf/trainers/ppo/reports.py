@@ -9,8 +9,8 @@ from rlhf.losses.log_probs import masked
 from rlhf.trainers.ppo.experience import Rollout, Scores
 
 
-def report_rollout(observation: ObservationPoint, rollout: Rollout) -> None:
-    """Report prompts, completions and the log-probabilities with which generation drew them."""
+def report_rollout(observation: ObservationPoint, rollout: Rollout, role: str = "actor") -> None:
+    """Report prompts, completions and the log-probabilities with which the model `role` drew them."""
     if observation.is_on:
         prompt = rollout.input_ids.shape[1] - rollout.completion_length
         prompts = {"prompt_ids": rollout.input_ids[:, :prompt], "prompt_mask": rollout.attention_mask[:, :prompt]}
@@ -18,7 +18,7 @@ def report_rollout(observation: ObservationPoint, rollout: Rollout) -> None:
         drawn = rollout.drawn_log_probs
         observation.report(
             "rollout",
-            "actor",
+            role,
             completion_ids=rollout.input_ids[:, prompt:],
             action_mask=rollout.action_mask,
             drawn_log_probs=None if drawn is None else masked(drawn, rollout.action_mask),

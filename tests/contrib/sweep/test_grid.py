@@ -216,7 +216,10 @@ AXIS = "grid:\n  engine.zero_stage: [2, 3]\n"
             "absent.yaml: cannot be read (No such file or directory); check `recipe` in gri",
         ),
         (AXIS + "memory: much", "grid.yaml: memory: must be a size, got much; write e.g. 80GiB or 24GB"),
-        (AXIS + "stages: [sft, pp]", "grid.yaml:3: stages.1: expected 'sft', 'reward', 'dpo' or 'ppo', got 'pp'"),
+        (
+            AXIS + "stages: [sft, pp]",
+            "grid.yaml:3: stages.1: expected 'sft', 'reward', 'dpo', 'ppo' or 'distill', got 'pp'",
+        ),
         (AXIS + "ranks: 0", "grid.yaml:3: ranks: expected a number of at least 1, got 0"),
     ],
 )

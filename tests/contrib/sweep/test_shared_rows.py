@@ -29,6 +29,9 @@ VALUES: dict[str, Any] = {
     "engine.deepspeed": {"dump_state": True},
     "engine.kernels": {"adamw": "torch-foreach"},
     "model.eos_token": "<end>",
+    "distill.judge": "trained",
+    "distill.model": "trained",
+    "distill.teacher": "trained",
     "ppo.actor": "trained",
     "ppo.critic": "trained",
     "ppo.estimator": "grpo",
@@ -41,6 +44,7 @@ VALUES: dict[str, Any] = {
 CANDIDATES = (True, False, 0, 1, 2, 3, 64, 0.3, 0.7, [1, 1, 1], [0.8, 0.9], ["norms"], ["q_proj"], "x")
 _SERVER = {"ppo.rollout.where": ["http://node07:8653"]}
 NEEDS: dict[str, dict[str, Any]] = {
+    "distill.keep": {"distill.eval_every": 1, "distill.keep": "best(loss)"},
     "dpo.keep": {"dpo.eval_every": 1, "dpo.keep": "best(loss)"},
     "ppo.ema_on_host": {"ppo.ema": 0.9},
     "ppo.group_std": {"ppo.estimator": "grpo"},

@@ -1,0 +1,138 @@
+"""The student ends where theory says: at its teacher, or, if it cannot, at the known mean of what the teacher writes.
+
+A student that sees only the last word has one distribution for all beginnings with that word. The expected gradient is
+0 where that distribution is a mean of the teacher's in these beginnings, each weighted by how often the student meets
+it: for KL(teacher || student) the arithmetic mean, for KL(student || teacher) the geometric one. Both follow from the
+derivative of sum_s d(s) KL, d being given (arXiv:2306.13649, section 3: it is not differentiated).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from accelerators import Accelerator
+from rlhf.data.stage_dataset import StageData
+from rlhf.trainers.distill import DistillTrainer
+from rlhf.trainers.loop import fit
+from tests.helpers import llama
+from tests.in_process import GivenModels, stage_context
+from tests.optimum.language import (
+    BEGINNINGS,
+    LENGTH,
+    PROMPT,
+    PROMPT_COLUMNS,
+    SIZES,
+    WORDS,
+    log_probabilities,
+    table,
+    tokenizer,
+)
+
+LAST = torch.tensor([words[-1] if words else PROMPT.prompt_ids[-1] for words in BEGINNINGS])
+"""[beginnings]: the word before the one that is chosen."""
+DIVERGENCES = pytest.mark.parametrize("divergence", ["reverse", "forward"])
+
+
+def distilled(
+    accelerator: Accelerator, folder: Path, student: Any, teacher: Any, divergence: str, **changes: Any
+) -> list[float]:
+    """Train the student; the losses of its steps."""
+    settings = {
+        "teacher": "given",
+        "divergence": divergence,
+        "batch_size": 256,
+        "epochs": 120,
+        "eval_rows": 1,
+        "checkpoint_every": 0,
+        "optimizer": {"learning_rate": 1e-2, "warmup": 0.02, "min_lr_ratio": 0.0},
+        **changes,
+    }
+    data = {"max_prompt_length": PROMPT_COLUMNS, "max_completion_length": LENGTH}
+    context = stage_context(accelerator, folder, "distill", {"data": data, "distill": settings})
+    prompts = [PROMPT] * context.config.distill.batch_size
+    models = GivenModels({"student": student, "teacher": teacher}.__getitem__)
+    trainer = DistillTrainer(context, models, tokenizer(), StageData(prompts, prompts[:1], []))
+    losses, step = [], trainer.step
+
+    def watched(index: int) -> dict[str, float]:
+        metrics = step(index)
+        losses.append(metrics["loss"])
+        return metrics
+
+    trainer.step = watched  # type: ignore[method-assign]
+    fit(trainer, context)
+    return losses
+
+
+def teacher_of(seed: int) -> Any:
+    """A teacher whose distributions depend on all words."""
+    return llama(len(WORDS), seed=seed, **SIZES | {"initializer_range": 0.25})
+
+
+def divergences(policy: Tensor, other: Tensor) -> Tensor:
+    """KL(policy || other), of each row of two tables or of all completions."""
+    return (policy.exp() * (policy - other)).sum(-1)
+
+
+@DIVERGENCES
+def test_student_that_can_becomes_its_teacher(accelerator: Accelerator, tmp_path: Path, divergence: str) -> None:
+    """Over all completions, in both directions, whichever is trained."""
+    student, teacher = llama(len(WORDS), seed=3, **SIZES), teacher_of(4)
+    known, before = log_probabilities(teacher), log_probabilities(student)
+    assert min(divergences(before, known), divergences(known, before)) > 0.3, "there is nothing to learn"
+    losses = distilled(accelerator, tmp_path, student, teacher, divergence)
+    after = log_probabilities(student)
+    assert max(divergences(after, known), divergences(known, after)) < 5e-3
+    assert losses[-1] < 2e-3 < 0.2 < losses[0]
+
+
+def forgetful(seed: int) -> Any:
+    """A student without attention: what it writes next depends on the last word alone."""
+    model = llama(len(WORDS), seed=seed, **SIZES | {"num_hidden_layers": 1})
+    with torch.no_grad():  # neither gets a gradient while both are 0
+        for layer in (model.model.layers[0].self_attn.v_proj, model.model.layers[0].self_attn.o_proj):
+            layer.weight.zero_()
+    return model
+
+
+def visits(policy: Tensor) -> Tensor:
+    """[beginnings]: how often a policy, a table, meets each in a completion."""
+    log_probs = [
+        sum(policy[BEGINNINGS.index(words[:place]), word] for place, word in enumerate(words)) for words in BEGINNINGS
+    ]
+    return torch.tensor(log_probs).double().exp()
+
+
+def best_forgetful(teacher: Tensor, divergence: str) -> Tensor:
+    """The table at which the expected update of a forgetful student is 0: found by repeated weighting."""
+    policy = torch.full_like(teacher, 1 / len(WORDS)).log()
+    for _ in range(500):
+        weights, means = visits(policy), torch.empty_like(teacher)
+        for word in LAST.unique():
+            here = word == LAST
+            share = (weights[here] / weights[here].sum())[:, None]
+            mean = share * teacher[here] if divergence == "reverse" else share * teacher[here].exp()
+            summed = mean.sum(0) if divergence == "reverse" else mean.sum(0).log()
+            means[here] = summed.log_softmax(-1)
+        if (means - policy).abs().max() < 1e-12:
+            return policy
+        policy = means
+    raise AssertionError("the weighting does not settle")
+
+
+@DIVERGENCES
+def test_student_that_cannot_ends_at_the_known_mean(accelerator: Accelerator, tmp_path: Path, divergence: str) -> None:
+    student, teacher = forgetful(3), teacher_of(4)
+    wanted = {kind: best_forgetful(table(teacher), kind) for kind in ("reverse", "forward")}
+    assert divergences(wanted["reverse"], wanted["forward"]).max() > 0.05, "the two ends cannot be told apart"
+    distilled(accelerator, tmp_path, student, teacher, divergence)
+    assert student.model.layers[0].self_attn.o_proj.weight.eq(0).all()
+    ended = table(student)
+    assert divergences(ended, wanted[divergence]).max() < 5e-3, (ended.exp(), wanted[divergence].exp())
+    other = wanted["forward" if divergence == "reverse" else "reverse"]
+    assert divergences(ended, other).max() > 0.03
