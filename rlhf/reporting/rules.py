@@ -370,7 +370,16 @@ RULES = (
     ),
     Rule("reference", "plumbing", _PPO, ("step",), ("kl", "grad_norm"), _reference, _REPORT),
     Rule("first update", "plumbing", _PPO, ("step",), ("update_gap",), _first_update, _REPORT, is_invariant=True),
-    Rule("scoring", "plumbing", EVERY_STAGE, ("step",), ("score_gap",), _scoring, _REPORT, is_invariant=True),
+    Rule(
+        "scoring",
+        "plumbing",
+        ("sft", "reward", "dpo", "ppo"),
+        ("step",),
+        ("score_gap",),
+        _scoring,
+        _REPORT,
+        is_invariant=True,
+    ),
     Rule("direction", "plumbing", _PPO, ("step",), ("direction",), _direction, _REPORT),
     Rule(
         "frozen weights",

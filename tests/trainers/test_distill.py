@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 
 from rlhf.config.schema import build_config
 from rlhf.evaluation import models
+from rlhf.reporting.recorder import read_heldout
 from rlhf.roles.base_sharing import predict_sharing
 from rlhf.roles.lineage import TEACHER, resolve_base_model
 from rlhf.roles.roles import model_placements
@@ -119,6 +121,22 @@ def test_dry_run_and_plan_count_both_models(rlhf, finished_run, tmp_path):
     assert set(stage["parameters"]) == {"student", "teacher"}
     assert {phase["phase"] for phase in stage["phases"]} == {"loading", "generation", "scoring", "training", "saving"}
     assert stage["parameters"]["teacher"]["trained"] == 0 < stage["parameters"]["student"]["trained"]
+
+
+def test_judge_selects_the_model_that_is_saved(rlhf, finished_run, tmp_path):
+    """The judge's own vocabulary and head are checked as PPO's are; its scores are those of the held-out rows."""
+    models = {"model": "sft", "teacher": "ppo", "judge": "reward"}
+    keys = [f"distill.{key}={finished_run / stage / 'model'}" for key, stage in models.items()]
+    keys += ["distill.eval_every=1", "distill.keep=best(judge_reward)"]
+    rlhf("distill", "--output", tmp_path / "run", *sets(*keys))
+    summary = json.loads((tmp_path / "run" / "distill" / "stage.json").read_text())
+    lines = [json.loads(line) for line in (tmp_path / "run" / "distill" / "metrics.jsonl").read_text().splitlines()]
+    judged = {line["step"]: line["heldout_judge_reward"] for line in lines if "heldout_judge_reward" in line}
+    assert list(judged) == [0, 1, 2, 3]
+    assert summary["kept"]["value"] == max(judged[step] for step in (1, 2, 3))
+    rows = read_heldout(tmp_path / "run" / "distill" / "heldout.jsonl", 3)
+    for step, evaluated in rows.items():
+        assert judged[step] == pytest.approx(fmean(row["judge"] for row in evaluated), rel=1e-4)
 
 
 def arguments(finished_run: Path, output: Path) -> list[object]:
