@@ -226,10 +226,12 @@ def test_failed_run_does_not_wait_for_a_server_that_hangs(rlhf: Any, begun: Path
     functions.write_text(
         "import pathlib, time\n"
         "def fails(prompt, completion, row):\n"
-        "    time.sleep(1)\n"  # until the next rollout is asked for
-        f"    if pathlib.Path({str(hanging)!r}).exists():\n"
-        "        raise ValueError('it fails')\n"
-        f"    pathlib.Path({str(scored)!r}).touch()\n"
+        f"    scored, hanging = pathlib.Path({str(scored)!r}), pathlib.Path({str(hanging)!r})\n"
+        "    for _ in range(50 if not scored.exists() else 0):\n"  # until the next rollout is asked for
+        "        if hanging.exists():\n"
+        "            raise ValueError('it fails')\n"
+        "        time.sleep(0.1)\n"
+        "    scored.touch()\n"
         "    return 1.0\n"
     )
     scored.touch()
