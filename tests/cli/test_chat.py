@@ -115,7 +115,7 @@ def test_model_that_does_not_exist_is_named(tiny_model: Path, tmp_path: Path) ->
     with run.open_for(Config()):
         run.stage("sft").metrics.parent.mkdir()
         run.stage("sft").metrics.write_text('{"step": 1}\n')
-    with pytest.raises(RunError, match="no finished ppo, dpo or sft stage"):
+    with pytest.raises(RunError, match="no finished distill, ppo, dpo or sft stage"):
         model_folder(run.path)
     with pytest.raises(ModelError, match="absent: no such folder"):
         model_folder(tmp_path / "absent")

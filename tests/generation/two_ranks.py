@@ -148,7 +148,7 @@ def main(folder: str, names: Sequence[str]) -> None:
             trained = build_engine(accelerator, 3, model=model(name, sharded=True))
             if name == PACKED:
                 config = build_config({"engine": {"zero_stage": 3}})
-                result["estimated"] = hybrid_engine._estimate_memory(trained, config, 2)
+                result["estimated"] = hybrid_engine._estimate_memory(trained, config, 2, config.ppo.generation_rows(2))
             for mode, rank_group in rank_groups.items():
                 if mode != "tensor_parallel" and name not in (SHARDED, PACKED):
                     continue

@@ -140,7 +140,7 @@ def test_hpz_needs_several_machines_and_zero_3() -> None:
         ("HL_MBS", "two", "sft", "HL_MBS: expected a whole number, got 'two'"),
         ("HL_DROPOUT", "inf", "sft", "HL_DROPOUT: expected a number, got 'inf'"),
         ("HL_ACTOR_CP_ACT", "yes", "sft", "HL_ACTOR_CP_ACT: expected 0 or 1, got 'yes'"),
-        ("HL_SEED", "1", "step1", "step1: unknown stage; name some of sft, reward, dpo, ppo, or none"),
+        ("HL_SEED", "1", "step1", "step1: unknown stage; name some of sft, reward, dpo, ppo, distill, or none"),
     ],
 )
 def test_mistake_is_one_line(name: str, value: str, stage: str, line: str) -> None:
