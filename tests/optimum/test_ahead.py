@@ -88,7 +88,8 @@ def test_the_policy_becomes_the_known_one(
     accelerator: Accelerator, tmp_path: Path, server: Server, correction: str, name: str
 ) -> None:
     (algorithm,) = [each for each in (*ALGORITHMS, *OTHERS) if each.name == name]
-    changes = settings(server, correction, **algorithm.ppo)
+    # Older completions make noisier steps: with 80, the last two end within 0.013 nat.
+    changes = settings(server, correction, **algorithm.ppo, **({"steps": 120} if algorithm.update else {}))
     ppo = build(accelerator, tmp_path / "run", changes, seed=0, **PADDING)
     rewards = TableOfRewards(seed=0).rewards()
     known = optimum(log_probabilities(ppo.actor.module), rewards, BETA)
