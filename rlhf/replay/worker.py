@@ -218,7 +218,7 @@ def _generate_in_columns(
         return rollout
     ids, log_probs = rollout.input_ids[:, -own:], rollout.drawn_log_probs
     more = (0, columns - own)
-    return trainer.join(
+    return trainer.policy.join(
         prompts,
         Completions(
             pad(ids, more, value=trainer.tokenizer.pad_token_id),

@@ -21,20 +21,18 @@ from rlhf.data.stage_dataset import StageData
 from rlhf.engine import distributed
 from rlhf.engine.cpu_offload import on_device
 from rlhf.engine.engine import Batch, Metrics, TrainingEngine, padding_share
-from rlhf.generation.decoder import Completions, Decoder
-from rlhf.generation.hybrid_engine import WeightLayout, choose_rank_group, count_step_bytes, generation_mode
 from rlhf.losses.divergence import Logits
 from rlhf.losses.log_probs import masked
 from rlhf.models.forward import completion_divergences, next_token_logits
 from rlhf.models.shape import TextLengths, generation_lengths
-from rlhf.models.tokenizers import find_end_tokens
 from rlhf.reporting.step_records import RankStep
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.ppo.evaluation import Approves, HeldoutPrompts
 from rlhf.trainers.ppo.experience import MicroBatcher, Rollout, join_rows
 from rlhf.trainers.ppo.memory_choices import choose_by_memory
 from rlhf.trainers.ppo.metrics import length_sums, padding_sums
-from rlhf.trainers.ppo.recorded_rollout import StepContents, restore_completions
+from rlhf.trainers.ppo.policy_decoder import PolicyDecoder
+from rlhf.trainers.ppo.recorded_rollout import StepContents
 from rlhf.trainers.ppo.reports import report_rollout
 from rlhf.trainers.stage_models import ModelFactory, log_outputs, save_outputs
 from rlhf.trainers.trainer import EvalResult
@@ -46,6 +44,7 @@ class DistillTrainer:
     Attributes:
         student: the model that is trained.
         teacher: the model that it learns from, frozen.
+        policy: draws the student's completions.
         given: a recorded rollout, which steps take instead of drawing one.
     """
 
@@ -90,24 +89,20 @@ class DistillTrainer:
         )
         self.teacher = context.frozen("teacher", models.causal_lm)
         judge = context.frozen("judge", models.scalar_head) if "judge" in context.placements else None
-        self._weight_layout: WeightLayout = "copied" if choose_by_memory(context).copies_weights else "in place"
         examples = [example for example in data.heldout if isinstance(example, Prompt)][: settings.eval_rows]
         batches = context.evaluation_batches(data.heldout, collate, settings, rows=rows)
         self.held_out = HeldoutPrompts(context, tokenizer, examples, batches, rows, judge, rule)
-        self.decoder = Decoder(
-            self.accelerator,
-            eos_ids=find_end_tokens(tokenizer, self.student.module.generation_config),
-            pad_id=tokenizer.pad_token_id,
-            max_new_tokens=limits.max_completion_length,
-            shapes=context.shapes,
+        self.policy = PolicyDecoder(
+            context,
+            self.student,
+            tokenizer,
+            self.micro_batcher,
+            settings.sampling,
             batch_size=settings.generation_batch_size,
-            rank_group=choose_rank_group(
-                self.student, context.config, say=context.say, rows=settings.generation_rows(ranks)
-            ),
+            rows=settings.generation_rows(ranks),
+            layout=choose_by_memory(context).layout,
         )
-        self.decoder.random.manual_seed(context.config.seed * 100_003)
-        is_known = context.model_flops is not None
-        self._step_bytes = count_step_bytes(self.student, self.decoder.rank_group) if is_known else None
+        self.decoder = self.policy.decoder
 
     @property
     def engines(self) -> dict[str, TrainingEngine]:
@@ -122,11 +117,9 @@ class DistillTrainer:
         prompts = self.accelerator.to_device(own)
         with context.phases("generation"):
             rollout = self.draw(prompts)
-            self.decoder.release_if_large()
+            self.policy.finish_rollout()
         self._contents.rollout = rollout
         report_rollout(context.observation, rollout, "student")
-        if self.decoder.steps:
-            context.phases.count_decode_steps("generation", self.decoder.steps, step_bytes=self._step_bytes)
         with context.phases("scoring"):
             parts = self.read(rollout)
         with context.phases("training"):
@@ -157,34 +150,11 @@ class DistillTrainer:
         if not self.given:
             return self.generate(prompts)
         self.decoder.skip(len(prompts["prompt_ids"]))
-        return self.join(prompts, restore_completions(self.given, self.tokenizer.pad_token_id, self.accelerator))
+        return self.policy.restore(prompts, self.given)
 
-    @torch.no_grad()
     def generate(self, prompts: Batch) -> Rollout:
         """Complete prompts; see `rlhf.data.batches.collate_ppo` for what they consist of."""
-        with (
-            self.context.phases.running("generation"),
-            generation_mode(self.student, self.decoder.rank_group, layout=self._weight_layout) as model,
-        ):
-            completions = self.decoder.generate(
-                model, prompts["prompt_ids"], prompts["prompt_mask"], self.settings.sampling
-            )
-            if self.student.zero_stage == 3:  # the next gather may use other addresses, which a recorded step cannot
-                self.decoder.release()
-        self.accelerator.step_boundary("rollout/end")
-        return self.join(prompts, completions)
-
-    def join(self, prompts: Batch, completions: Completions) -> Rollout:
-        """Return the rollout of prompts and their completions."""
-        return Rollout.join(
-            prompts,
-            completions.ids,
-            completions.mask,
-            end_ids=self.decoder.eos_ids,
-            micro_batcher=self.micro_batcher,
-            lengths=self.micro_batcher.lengths(prompts["prompt_mask"], completions.mask),
-            log_probs=completions.log_probs,
-        )
+        return self.policy.generate(prompts)
 
     @torch.no_grad()
     def read(self, rollout: Rollout) -> list[dict[str, Any]]:

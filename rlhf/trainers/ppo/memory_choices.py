@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from rlhf.engine import distributed
 from rlhf.errors import ConfigError
+from rlhf.generation.hybrid_engine import WeightLayout
 from rlhf.memory.advice import resolve_auto
 from rlhf.memory.environment import PROCESS, detect_environment
 from rlhf.memory.stage import plan_stage
@@ -27,6 +28,11 @@ class MemoryChoices(NamedTuple):
     reuses_passes: bool = False
     copies_weights: bool = False
     unknown: str = ""
+
+    @property
+    def layout(self) -> WeightLayout:
+        """How rollouts convert the weights."""
+        return "copied" if self.copies_weights else "in place"
 
 
 def choose_by_memory(context: StageContext) -> MemoryChoices:

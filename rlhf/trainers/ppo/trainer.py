@@ -34,8 +34,6 @@ from rlhf.engine.engine import (
 )
 from rlhf.engine.fp32_weights import EMA
 from rlhf.errors import ConfigError
-from rlhf.generation.decoder import Completions, Decoder
-from rlhf.generation.hybrid_engine import WeightLayout, choose_rank_group, count_step_bytes, generation_mode
 from rlhf.losses import advantages as estimators
 from rlhf.losses.advantages import whiten
 from rlhf.losses.log_probs import masked, masked_mean, token_weights
@@ -43,7 +41,6 @@ from rlhf.losses.ppo import importance_weights, kl_estimate, policy_loss, value_
 from rlhf.models.dropout import is_stochastic
 from rlhf.models.forward import LogProbs, completion_log_probs, sequence_scores
 from rlhf.models.lora import without_adapters
-from rlhf.models.tokenizers import find_end_tokens
 from rlhf.reporting.step_records import RankStep
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.ppo.ahead import RolloutsAhead
@@ -67,8 +64,9 @@ from rlhf.trainers.ppo.metrics import (
     rollout_sums,
     show_samples,
 )
+from rlhf.trainers.ppo.policy_decoder import PolicyDecoder
 from rlhf.trainers.ppo.pretraining_loss import PretrainingLoss
-from rlhf.trainers.ppo.recorded_rollout import StepContents, restore_completions
+from rlhf.trainers.ppo.recorded_rollout import StepContents
 from rlhf.trainers.ppo.reports import report_advantages, report_rollout, report_scores
 from rlhf.trainers.ppo.rewards import RewardFunction, RewardShaping, WeightedRewards
 from rlhf.trainers.ppo.rollout_servers import RolloutServers
@@ -95,6 +93,7 @@ class PPOTrainer:
         actor, critic: the models that are trained; critic is None if the estimator needs none.
         reference, reward: the models that only score. With LoRA, reference is None: the actor without its adapters
             replaces it. If only functions compute the reward, `reward` is None.
+        policy: draws the actor's completions.
         experience: that of the latest step, without its passes; None before the first step.
         given: a recorded rollout, which steps take instead of drawing one.
     """
@@ -159,9 +158,6 @@ class PPOTrainer:
             context.say(f"ppo: rollouts are scored in separate passes, not in those of the update: {obstacle}")
         self._reuses_passes = not obstacle
         self._is_stochastic = is_stochastic(self.actor.module)
-        self._weight_layout: WeightLayout = "copied" if choices.copies_weights else "in place"
-        if settings.generation_exact:
-            self._weight_layout = "unchanged"
 
         self.collate = partial(
             collate_ppo,
@@ -178,22 +174,18 @@ class PPOTrainer:
         # As many rows at a time as in training, so that evaluation adds no shapes.
         batches = context.evaluation_batches(data.heldout, self.collate, settings, rows=self.batch_rows)
         self.held_out = HeldoutPrompts(context, tokenizer, examples, batches, self.batch_rows, judge, rule)
-        self.decoder = Decoder(
-            self.accelerator,
-            eos_ids=find_end_tokens(tokenizer, self.actor.module.generation_config),
-            pad_id=tokenizer.pad_token_id,
-            max_new_tokens=context.config.data.max_completion_length,
-            shapes=context.shapes,
+        self.policy = PolicyDecoder(
+            context,
+            self.actor,
+            tokenizer,
+            self.micro_batcher,
+            settings.sampling,
             batch_size=settings.generation_batch_size,
-            rank_group=None
-            if settings.rollout.where
-            else choose_rank_group(self.actor, context.config, say=context.say),
-            exact=settings.generation_exact,
+            rows=settings.generation_rows(ranks),
+            layout="unchanged" if settings.generation_exact else choices.layout,
+            is_local=not settings.rollout.where,
         )
-        self.decoder.random.manual_seed(context.config.seed * 100_003)
-        # Of experts, a step reads only some; such a model has no known shape.
-        is_known = context.model_flops is not None
-        self._step_bytes = count_step_bytes(self.actor, self.decoder.rank_group) if is_known else None
+        self.decoder = self.policy.decoder
         self.servers: RolloutServers | None = None
         self.ahead: RolloutsAhead | None = None
         self._weights = "policy"  # those that the actor has: the policy's, or their average
@@ -286,10 +278,8 @@ class PPOTrainer:
         """Draw and score completions of step `index`'s `prompts`, and estimate advantages; add metrics to `sums`."""
         with self.context.phases("generation"):
             rollout = self.draw(prompts, index)
-            self.decoder.release_if_large()
+            self.policy.finish_rollout()
         report_rollout(self.context.observation, rollout)
-        if self.decoder.steps:
-            self.context.phases.count_decode_steps("generation", self.decoder.steps, step_bytes=self._step_bytes)
         with self.context.phases("scoring"):
             scores = self.score(rollout, examples, reward_fn, for_update=self._reuses_passes)
         self._contents.add(rollout, scores, given=reward_fn is not None)
@@ -341,23 +331,13 @@ class PPOTrainer:
     @torch.no_grad()
     def generate(self, prompts: Batch) -> Rollout:
         """Complete prompts; see `rlhf.data.batches.collate_ppo` for what they consist of."""
-        if self.servers:
-            with self.context.phases.running("generation"):
-                self.servers.hand_over((self.actor.steps, self._weights))
-                numbers = self.decoder.draw_numbers(len(prompts["prompt_ids"]))
-                rows = self.servers.request(prompts, numbers)()
-                return self.join(prompts, self.servers.join(rows))
-        with (
-            self.context.phases.running("generation"),
-            generation_mode(self.actor, self.decoder.rank_group, layout=self._weight_layout) as model,
-        ):
-            completions = self.decoder.generate(
-                model, prompts["prompt_ids"], prompts["prompt_mask"], self.settings.sampling
-            )
-            if self.actor.zero_stage == 3:  # the next gather may use other addresses, which a recorded step cannot
-                self.decoder.release()
-        self.accelerator.step_boundary("rollout/end")
-        return self.join(prompts, completions)
+        if not self.servers:
+            return self.policy.generate(prompts)
+        with self.context.phases.running("generation"):
+            self.servers.hand_over((self.actor.steps, self._weights))
+            numbers = self.decoder.draw_numbers(len(prompts["prompt_ids"]))
+            rows = self.servers.request(prompts, numbers)()
+            return self.policy.join(prompts, self.servers.join(rows))
 
     def draw(self, prompts: Batch, index: int) -> Rollout:
         """Return the rollout of step `index`: drawn now, drawn ahead by servers, or a recorded one.
@@ -369,24 +349,12 @@ class PPOTrainer:
                 self.ahead.take(index, None)
             else:
                 self.decoder.skip(len(prompts["prompt_ids"]))
-            return self.join(prompts, restore_completions(self.given, self.tokenizer.pad_token_id, self.accelerator))
+            return self.policy.restore(prompts, self.given)
         if not self.ahead or not self.servers:
             return self.generate(prompts)
         with self.context.phases.running("generation"):
             rows = self.ahead.take(index, (self.actor.steps, self._weights))
-        return self.join(prompts, self.servers.join(rows))
-
-    def join(self, prompts: Batch, completions: Completions) -> Rollout:
-        """Return the rollout of prompts and their completions."""
-        return Rollout.join(
-            prompts,
-            completions.ids,
-            completions.mask,
-            end_ids=self.decoder.eos_ids,
-            micro_batcher=self.micro_batcher,
-            lengths=self.micro_batcher.lengths(prompts["prompt_mask"], completions.mask),
-            log_probs=completions.log_probs,
-        )
+        return self.policy.join(prompts, self.servers.join(rows))
 
     def score(
         self,
