@@ -29,21 +29,12 @@ TARGET = 1.2
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     turns.add_arguments(parser)
-    parser.add_argument("--prompt", type=int, default=16, help="tokens of a prompt (default: 16)")
-    parser.add_argument("--completion", type=int, default=32, help="tokens of a completion (default: 32)")
-    parser.add_argument("--batch", type=int, default=16, help="rows of a step (default: 16)")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="default: fp32")
-    parser.add_argument(
-        "--shape", default=ppo_step.SHAPE, help="a name in rlhf/models/known.yaml (default: %(default)s)"
-    )
-    parser.add_argument("--layers", type=int, help="layers of the model (default: the shape's)")
+    ppo_step.add_arguments(parser)
+    ppo_step.add_variants(parser, precision="fp32")
     arguments = parser.parse_args()
 
-    prompt, completion = arguments.prompt, arguments.completion
-    model_name = arguments.shape + (f"-{arguments.layers}-layers" if arguments.layers else "")
-    shape = f"{arguments.batch} x ({prompt} + {completion})"
-    what = f"PPO step, {model_name}, {arguments.precision}, {shape}, exact against default"
-    name = f"exact-{prompt}+{completion}-{model_name}-{arguments.precision}"
+    name, what = ppo_step.describe("exact", arguments)
+    what += ", exact against default"
     settings = {"batch": arguments.batch, "precision": arguments.precision, "layers": arguments.layers}
     measured = turns.Turns(name, what, settings, arguments)
     with tempfile.TemporaryDirectory() as temporary:
@@ -59,9 +50,7 @@ def main() -> None:
         measured.measure(starts)
     sides = measured.sides()
     measured.finish(rows(sides, what))
-    for name, side in sides.items():
-        phases = [f"{key[7:]} {value:.2f}" for key, value in side.items() if key.startswith("median_")]
-        print(f"{name}: {', '.join(phases)}")
+    ppo_step.print_phases(sides)
 
 
 def rows(sides: dict[str, Any], what: str) -> list[dict[str, Any]]:

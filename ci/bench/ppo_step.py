@@ -44,10 +44,7 @@ SIDES = {"weights": WEIGHTS, "autocast": AUTOCAST}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     turns.add_arguments(parser)
-    parser.add_argument("--prompt", type=int, default=16, help="tokens of a prompt (default: 16)")
-    parser.add_argument("--completion", type=int, default=32, help="tokens of a completion (default: 32)")
-    parser.add_argument("--batch", type=int, default=16, help="rows of a step (default: 16)")
-    parser.add_argument("--shape", default=SHAPE, help=f"a name in rlhf/models/known.yaml (default: {SHAPE})")
+    add_arguments(parser)
     parser.add_argument(
         "--against", nargs="+", choices=tuple(SIDES), default=list(SIDES), help="sides of TRL (default: both)"
     )
@@ -84,6 +81,37 @@ def main() -> None:
         print(f"{name}: {', '.join(phases)}; peak {_peak(side):.2f} GiB")
     limit = arithmetic["seconds_at_the_limit"]
     print(f"{sum(flops.values()) / 1e12:.2f} TFLOP per step: {limit} s at {fastest:.3g} FLOP/s")
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, completion: int = 32) -> None:
+    """Add the options for the sizes of a PPO step; `completion` is the default length of completions."""
+    parser.add_argument("--prompt", type=int, default=16, help="tokens of a prompt (default: 16)")
+    parser.add_argument(
+        "--completion", type=int, default=completion, help="tokens of a completion (default: %(default)s)"
+    )
+    parser.add_argument("--batch", type=int, default=16, help="rows of a step (default: 16)")
+    parser.add_argument("--shape", default=SHAPE, help=f"a name in rlhf/models/known.yaml (default: {SHAPE})")
+
+
+def add_variants(parser: argparse.ArgumentParser, *, precision: str) -> None:
+    """Add the options for the precision, with this default, and for a model of fewer layers."""
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default=precision, help="default: %(default)s")
+    parser.add_argument("--layers", type=int, help="layers of the model (default: the shape's)")
+
+
+def describe(bench: str, arguments: argparse.Namespace) -> tuple[str, str]:
+    """Return the name of a benchmark's results, and what its step is, for a parser with both kinds of options."""
+    model = arguments.shape + (f"-{arguments.layers}-layers" if arguments.layers else "")
+    sizes = f"{arguments.batch} x ({arguments.prompt} + {arguments.completion})"
+    name = f"{bench}-{arguments.prompt}+{arguments.completion}-{model}-{arguments.precision}"
+    return name, f"PPO step, {model}, {arguments.precision}, {sizes}"
+
+
+def print_phases(sides: dict[str, dict[str, Any]]) -> None:
+    """Print the median seconds of each side's phases."""
+    for name, side in sides.items():
+        phases = [f"{key[7:]} {value:.2f}" for key, value in side.items() if key.startswith("median_")]
+        print(f"{name}: {', '.join(phases)}")
 
 
 def workload(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -21,24 +21,23 @@ import json
 import math
 import os
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean, stdev
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
+import rollout_server
 from run import ROOT, WORK, describe_pairs, train_stage
 
 from rlhf.diagnosis.records import read_run
-from rlhf.rollouts.client import RolloutServer, ServerError
 from rlhf.utils.statistics import student_quantile
 
 RESULTS = ROOT / "ci" / "results" / "servers.json"
@@ -154,36 +153,8 @@ def serving(way: Way, model: Path) -> Iterator[dict[str, str]]:
     if way.options is None:
         yield {}
         return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    address = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "rlhf", "serve", str(model), "--rollouts", "--port", str(port), *way.options]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    log = WORK / "server.log"
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            command, stdout=file, stderr=file, env={**environment, **way.environment}, start_new_session=True
-        )
-    try:
-        while not answers(address):
-            if process.poll() is not None:
-                sys.exit(f"{' '.join(command)}\n{log.read_text()}")
-            time.sleep(0.2)
+    with rollout_server.serving(model, way.options, WORK / "server.log", way.environment) as address:
         yield {"ppo.rollout.where": address}
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        process.wait()
-
-
-def answers(address: str) -> bool:
-    """Return whether a rollout server is ready at an address."""
-    try:
-        RolloutServer(address, 10).capabilities()
-    except ServerError:
-        return False
-    return True
 
 
 class Comparison(NamedTuple):
