@@ -33,7 +33,7 @@ class RolloutModel(Protocol):
     """A model whose weights a trainer replaces; its methods are called one at a time, on any thread.
 
     Attributes:
-        capabilities: what a trainer is told.
+        capabilities: the answer to a trainer's first call.
         vocabulary: token ids are below this.
         max_upload: bytes of weights that can be meant for this model.
     """

@@ -118,7 +118,7 @@ def test_state_without_servers_continues_at_the_generator_of_the_rollout_that_is
 
 
 def test_step_after_one_that_was_left_out_draws_again() -> None:
-    """`alarms.skip_not_finite` restores the state before the step, and goes on with the next one's rows."""
+    """`alarms.skip_not_finite` restores the state before the step; the next step has other rows."""
     taker, _, decoder = ahead()
     taker.take(0, (0, "policy"))
     state, random = taker.state_dict(), decoder.random.get_state()

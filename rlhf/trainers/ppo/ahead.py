@@ -32,7 +32,11 @@ class _Request:
 
 
 class RolloutsAhead:
-    """The rollout of the next step."""
+    """The rollout of the next step.
+
+    Attributes:
+        servers: draw it.
+    """
 
     def __init__(
         self, servers: RolloutServers, decoder: Decoder, prompts: Callable[[int], Batch], total_steps: int
@@ -40,12 +44,12 @@ class RolloutsAhead:
         """Prepare to draw.
 
         Args:
-            servers: draw.
+            servers: draw the completions.
             decoder: draws the random numbers.
             prompts: returns this rank's prompts of a step, by its index.
             total_steps: of the stage: nothing is drawn after them.
         """
-        self._servers, self._decoder, self._prompts, self._total_steps = servers, decoder, prompts, total_steps
+        self.servers, self._decoder, self._prompts, self._total_steps = servers, decoder, prompts, total_steps
         self._next: _Request | None = None
 
     def generator_state(self, index: int) -> Tensor:
@@ -75,8 +79,8 @@ class RolloutsAhead:
         numbers = self._decoder.draw_numbers(len(prompts["prompt_ids"]))
         if version is None:
             return _Request(index, state, lambda: ())
-        self._servers.hand_over(version)
-        return _Request(index, state, self._servers.request(prompts, numbers))
+        self.servers.hand_over(version)
+        return _Request(index, state, self.servers.request(prompts, numbers))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the next step's rollout, once it is drawn, of all ranks; empty if there is none.

@@ -350,11 +350,11 @@ class PPOTrainer:
             else:
                 self.decoder.skip(len(prompts["prompt_ids"]))
             return self.policy.restore(prompts, self.given)
-        if not self.ahead or not self.servers:
+        if not self.ahead:
             return self.generate(prompts)
         with self.context.phases.running("generation"):
             rows = self.ahead.take(index, (self.actor.steps, self._weights))
-        return self.policy.join(prompts, self.servers.join(rows))
+        return self.policy.join(prompts, self.ahead.servers.join(rows))
 
     def score(
         self,
