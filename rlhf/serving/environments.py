@@ -48,10 +48,10 @@ def find_python(engine: str, module: str, say: Callable[[str], object]) -> str:
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with FileLock(folder.with_suffix(".lock")):  # machines may share the home
         if not (folder / "complete").is_file() or not python.is_file():
-            say(f"making an environment for {engine} in {folder}; this downloads some GiB, once")
+            say(f"making an environment for {engine} in {folder}; this downloads some GiB, once, and takes minutes")
             shutil.rmtree(folder, ignore_errors=True)  # of an interrupted call
             _run([sys.executable, "-m", "venv", str(folder)], engine)
-            _run([str(python), "-m", "pip", "install", "--quiet", engine], engine)
+            _run([str(python), "-m", "pip", "install", engine], engine)
             if broken := [name for name in _OPTIONAL if not _imports(python, name)]:
                 _run([str(python), "-m", "pip", "uninstall", "--quiet", "--yes", *broken], engine)
             _check_module(python, module, engine)
@@ -79,7 +79,8 @@ def _check_module(python: Path, module: str, engine: str) -> None:
 
 
 def _run(command: Sequence[str], engine: str) -> None:
-    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=_environment())
+    # pip's progress goes to stderr; standard output is for the server's address.
+    done = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, env=_environment())
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "ERROR" in line or "error" in line]
         raise DependencyError(

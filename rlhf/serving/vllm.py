@@ -38,6 +38,7 @@ _BASE = "base"
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _NAMES_ERROR = re.compile(r"\b\w*(Error|Exception): ")
+_NO_ERROR = re.compile(r"\b(WARNING|INFO|EngineDeadError)\b")
 
 
 class VLLMRollouts:
@@ -141,6 +142,7 @@ class VLLMRollouts:
         }
         environment.pop("PYTHONPATH", None)  # of this environment
         self._socket.unlink(missing_ok=True)
+        self._read = 0  # bytes of the log before the last answer
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, str(_SUPERVISOR), *command, *self._options],
@@ -173,10 +175,14 @@ class VLLMRollouts:
             process.wait()
 
     def _failure(self, what: str) -> RunError:
-        """Return an error with the last line of vLLM's log that names one."""
-        lines = self._log.read_text(errors="replace").splitlines()
-        named = [line for line in lines if _NAMES_ERROR.search(line) and "EngineDeadError" not in line] or lines or [""]
-        return RunError(f"{what}: {named[-1].split('] ')[-1].strip()[:300]}")
+        """Return an error with the first one in vLLM's log since the last call that it has answered.
+
+        What follows it there says that a process has ended, and refers to it.
+        """
+        lines = self._log.read_bytes()[self._read :].decode(errors="replace").splitlines()
+        named = [line for line in lines if _NAMES_ERROR.search(line) and not _NO_ERROR.search(line)]
+        reason = (named or lines[-1:] or ["its log is empty"])[0]
+        return RunError(f"{what}: {reason.split('] ')[-1].strip()[:300]}")
 
     def _call(self, method: str, path: str, body: Any = None) -> Any:
         """Return the JSON of vLLM's answer; None if it is no JSON.
@@ -192,6 +198,7 @@ class VLLMRollouts:
             raise self._failure(f"vLLM fails at {path}")
         if status != 200:
             raise RunError(f"vLLM refuses {path}: {content[:300].decode(errors='replace')}")
+        self._read = self._log.stat().st_size
         try:
             return json.loads(content)
         except ValueError:

@@ -20,7 +20,11 @@ parser.add_argument("--enable-lora", action="store_true")
 OPTIONS = parser.parse_known_args()[0]
 CALLS = Path(os.environ["FAKE_VLLM_CALLS"])
 if "FAKE_VLLM_BROKEN" in os.environ:
-    raise SystemExit("ValueError: this model is not supported")
+    raise SystemExit(
+        "WARNING This can cause errors like `OSError: [Errno 24] Too many open files`\n"
+        "ERROR [core.py:1] ValueError: this model is not supported\n"
+        "RuntimeError: Engine core initialization failed. See root cause above."
+    )
 
 
 class Handler(BaseHTTPRequestHandler):

