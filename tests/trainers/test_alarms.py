@@ -17,7 +17,7 @@ from rlhf.errors import DivergedError
 from rlhf.reporting.recorder import Recorder
 from rlhf.runs.directory import RunDirectory
 from rlhf.trainers import loop
-from rlhf.trainers.ppo import trainer as module
+from rlhf.trainers.ppo import policy_decoder as module
 from rlhf.trainers.ppo.trainer import PPOTrainer
 from tests.helpers import llama
 from tests.in_process import ppo_models, scalar_llama, stage_context

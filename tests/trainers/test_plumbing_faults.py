@@ -26,6 +26,7 @@ from rlhf.reporting.recorder import Recorder
 from rlhf.reporting.rules import RULES
 from rlhf.runs.directory import RunDirectory
 from rlhf.trainers import dpo, loop, supervised
+from rlhf.trainers.ppo import policy_decoder
 from rlhf.trainers.ppo import trainer as ppo
 from tests.forks import Forks
 from tests.helpers import llama
@@ -259,7 +260,7 @@ def average_reference(monkeypatch: pytest.MonkeyPatch) -> None:
 def draw_from_first_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     import copy
 
-    real, first = ppo.generation_mode, []
+    real, first = policy_decoder.generation_mode, []
 
     @contextmanager
     def generation_mode(*arguments: Any, **options: Any) -> Any:
@@ -267,7 +268,7 @@ def draw_from_first_weights(monkeypatch: pytest.MonkeyPatch) -> None:
             first[:] = first or [copy.deepcopy(model)]
             yield first[0]
 
-    monkeypatch.setattr(ppo, "generation_mode", generation_mode)
+    monkeypatch.setattr(policy_decoder, "generation_mode", generation_mode)
 
 
 def draw_at_another_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
