@@ -148,7 +148,7 @@ def serve(
     find_base_model(folder)  # reports a wrong folder before slow imports
     if engine != _OWN:
         if not rollouts:
-            raise ConfigError(f"--engine {engine}: draws rollouts alone; add --rollouts, or ask vLLM itself")
+            raise ConfigError(f"--engine {engine}: serves rollouts only; add --rollouts, or start vLLM's server")
         given = {"--max-tokens": max_tokens, "--batch-size": batch_size, "--queue": queue}
         for option, value in given.items():
             if value != _DEFAULTS[option]:
@@ -221,8 +221,8 @@ def _serve_vllm(
     address: tuple[str, int],
     token: str | None,
 ) -> None:
-    from rlhf.serving.environments import find_python
     from rlhf.serving.ports import open_port
+    from rlhf.serving.python_environments import find_python
     from rlhf.serving.rollouts import RolloutService
     from rlhf.serving.server import serve as run_server
     from rlhf.serving.vllm import VLLMRollouts

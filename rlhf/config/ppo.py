@@ -329,7 +329,8 @@ class PPOConfig(TrainingConfig):
         if self.rollout.correction == "none" and self.rollout.staleness:
             raise error_at(
                 "rollout.staleness",
-                "1 trains on what older weights have drawn, which needs ppo.rollout.correction; set tis or mis, or 0",
+                "with 1, completions come from older weights, which needs ppo.rollout.correction; set that to tis "
+                "or mis, or this to 0",
             )
         if self.rollout.correction == "none" and self.rollout.correction_limit != RolloutConfig().correction_limit:
             raise error_at("rollout.correction_limit", "has no effect without ppo.rollout.correction; set that too")

@@ -74,7 +74,7 @@ class RolloutConfig(ConfigModel):
     staleness: Literal[0, 1] = Field(
         0,
         description="1: servers draw the next rollout while this one trains, so by weights that are one step older "
-        "than those that it trains, which needs a correction",
+        "than those that it trains; needs a correction",
     )
     correction: Correction = Field(
         "none",

@@ -93,7 +93,7 @@ def _describe_start(subject: Subject) -> str | None:
 def _describe_rollouts(subject: Subject) -> str:
     count, largest = len(subject.stage.curve("draw_gap").steps), subject.stage.curve("draw_gap_max").values
     if subject.config.ppo.rollout.staleness:
-        drawn = f"of {count:,} steps, all rollouts but the first were drawn ahead, from weights of one step before"
+        drawn = f"of {count:,} steps, all rollouts but the first were drawn ahead, by weights one step older"
     else:
         drawn = (
             f"rollouts of {count:,} of {count:,} steps were drawn from the weights that were trained; largest gap of a "

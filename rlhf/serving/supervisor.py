@@ -1,38 +1,43 @@
-"""Run a command until it ends or the parent process does, however that ends.
+"""Run a command until it ends or its parent does, however that ends, and delete its folder if the parent was killed.
 
-    python supervisor.py COMMAND [ARGUMENTS]
+    python supervisor.py FOLDER COMMAND [ARGUMENTS]
 
-The parent holds the other end of stdin: when that closes, the command and its children are ended. The parent may be any
-thread of a process, and need not be able to say goodbye.
+The parent holds the other end of stdin. When that closes, the command and its children are ended. A parent that ends as
+it should writes a byte before and deletes the folder itself.
 """
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 
 GRACE = 30  # seconds between SIGTERM and SIGKILL
+POLL = 0.1  # seconds
 
 
 def main() -> None:
     """Run the command of the arguments, and exit with its code."""
-    child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
-
-    def end_with_parent() -> None:
-        sys.stdin.buffer.read()
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(child.pid, number)
+    folder, *command = sys.argv[1:]
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    received: list[bytes] = []
+    reader = threading.Thread(target=lambda: received.append(sys.stdin.buffer.read()), daemon=True)
+    reader.start()
+    while child.poll() is None:
+        reader.join(POLL)
+        if received:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(GRACE)
-            except (ProcessLookupError, subprocess.TimeoutExpired):
-                continue
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    code = child.wait()
+            break
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)  # what it has left behind
+    code = child.wait()
+    if received == [b""]:
+        shutil.rmtree(folder, ignore_errors=True)
     sys.exit(code if code >= 0 else 128 - code)
 
 

@@ -7,6 +7,7 @@ does not depend on the server, but differs from the one that our decoder draws.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -145,7 +146,7 @@ class VLLMRollouts:
         self._read = 0  # bytes of the log before the last answer
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, str(_SUPERVISOR), *command, *self._options],
+                [sys.executable, str(_SUPERVISOR), self._files.name, *command, *self._options],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -170,9 +171,9 @@ class VLLMRollouts:
 
     def _end_process(self) -> None:
         process, self._process = self._process, None
-        if process and process.stdin:
-            process.stdin.close()  # upon which the supervisor ends it
-            process.wait()
+        if process:
+            with contextlib.suppress(OSError):  # it has ended
+                process.communicate(b"end")
 
     def _failure(self, what: str) -> RunError:
         """Return an error with the first one in vLLM's log since the last call that it has answered.
@@ -224,7 +225,7 @@ class VLLMRollouts:
         shutil.move(folder, kept)
         try:
             if is_adapter != self._takes_adapters:
-                self._say(f"vLLM starts again, {'with' if is_adapter else 'without'} adapters")
+                self._say(f"restarting vLLM {'with' if is_adapter else 'without'} adapters")
                 self._takes_adapters = is_adapter
                 self._restart()
             if is_adapter:
@@ -234,7 +235,7 @@ class VLLMRollouts:
                     "POST", "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(kept)}}
                 )
                 if not self._call("POST", "/reset_prefix_cache", {})["success"]:
-                    raise RunError("vLLM keeps what it has computed with the old weights")
+                    raise RunError("vLLM did not reset its prefix cache, which the old weights have filled")
         except Exception:
             shutil.rmtree(kept, ignore_errors=True)
             self._restart()

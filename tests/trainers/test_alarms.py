@@ -17,7 +17,7 @@ from rlhf.errors import DivergedError
 from rlhf.reporting.recorder import Recorder
 from rlhf.runs.directory import RunDirectory
 from rlhf.trainers import loop
-from rlhf.trainers.ppo import policy_decoder as module
+from rlhf.trainers.ppo import policy_decoder
 from rlhf.trainers.ppo.trainer import PPOTrainer
 from tests.helpers import llama
 from tests.in_process import ppo_models, scalar_llama, stage_context
@@ -53,7 +53,7 @@ def train(accelerator: Any, tmp_path: Path) -> Any:
 @pytest.fixture
 def stale(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rollouts always read the weights of the first one, as if no update were delivered."""
-    real, first = module.generation_mode, []
+    real, first = policy_decoder.generation_mode, []
 
     @contextmanager
     def generation_mode(engine: Any, *arguments: Any, **options: Any) -> Iterator[nn.Module]:
@@ -62,7 +62,7 @@ def stale(monkeypatch: pytest.MonkeyPatch) -> None:
                 first.append(copy.deepcopy(model))
             yield first[0]
 
-    monkeypatch.setattr(module, "generation_mode", generation_mode)
+    monkeypatch.setattr(policy_decoder, "generation_mode", generation_mode)
 
 
 def alarms(records: list[dict[str, Any]]) -> list[tuple[int, str]]:
@@ -95,13 +95,13 @@ def test_alarm_ends_the_run_if_the_settings_say_so(train: Any, stale: None, tmp_
 
 def test_policy_unlike_its_reference_is_found_in_the_first_step(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference is another model than the policy's start."""
-    build = module.PPOTrainer.__init__
+    build = PPOTrainer.__init__
 
     def changed(self: Any, *arguments: Any, **options: Any) -> None:
         build(self, *arguments, **options)
         for parameter in self.reference.parameters():
             parameter.data.mul_(1.05)
 
-    monkeypatch.setattr(module.PPOTrainer, "__init__", changed)
+    monkeypatch.setattr(PPOTrainer, "__init__", changed)
     with pytest.raises(DivergedError, match="differs from its reference before the first update"):
         train(stop=True)

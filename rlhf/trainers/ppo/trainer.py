@@ -43,7 +43,6 @@ from rlhf.models.forward import LogProbs, completion_log_probs, sequence_scores
 from rlhf.models.lora import without_adapters
 from rlhf.reporting.step_records import RankStep
 from rlhf.trainers.context import StageContext
-from rlhf.trainers.ppo.ahead import RolloutsAhead
 from rlhf.trainers.ppo.evaluation import Approves, HeldoutPrompts
 from rlhf.trainers.ppo.exact import check_exact
 from rlhf.trainers.ppo.experience import Experience, ForwardPass, MicroBatcher, Rollout, Scores, join_rows
@@ -70,6 +69,7 @@ from rlhf.trainers.ppo.recorded_rollout import StepContents
 from rlhf.trainers.ppo.reports import report_advantages, report_rollout, report_scores
 from rlhf.trainers.ppo.rewards import RewardFunction, RewardShaping, WeightedRewards
 from rlhf.trainers.ppo.rollout_servers import RolloutServers
+from rlhf.trainers.ppo.rollouts_ahead import RolloutsAhead
 from rlhf.trainers.stage_models import ModelFactory, log_outputs, save_outputs
 from rlhf.trainers.trainer import EvalResult
 from rlhf.utils.statistics import LEAST_ROWS

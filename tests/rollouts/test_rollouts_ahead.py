@@ -18,7 +18,7 @@ import torch
 from rlhf.errors import RunError
 from rlhf.reporting.step_records import read_steps
 from rlhf.rollouts.protocol import DrawnRow
-from rlhf.trainers.ppo.ahead import RolloutsAhead
+from rlhf.trainers.ppo.rollouts_ahead import RolloutsAhead
 from tests.helpers import assert_same_weights, kill_at, sets, start, user_environment
 from tests.rollouts.test_runs import Proxy, copy, steps, where
 
@@ -157,7 +157,10 @@ def test_part_of_each_rank_is_in_the_order_of_rows(monkeypatch: pytest.MonkeyPat
     ("keys", "message"),
     [
         (["ppo.rollout.staleness=1"], "has no effect without ppo.rollout.where"),
-        (["ppo.rollout.where=http://a:1", "ppo.rollout.staleness=1"], "which needs ppo.rollout.correction; set tis or"),
+        (
+            ["ppo.rollout.where=http://a:1", "ppo.rollout.staleness=1"],
+            "which needs ppo.rollout.correction; set that to",
+        ),
         (["ppo.rollout.where=http://a:1", "ppo.rollout.staleness=2"], "expected 0 or 1"),
     ],
 )
@@ -200,7 +203,7 @@ def test_run_that_is_killed_continues_as_if_it_had_not_been(rlhf: Any, begun: Pa
     # Older weights have drawn, which no alarm takes for a fault.
     assert all(record["draw_gap"] > 1e-4 for record in steps(run)[1:])
     checks = " ".join(rlhf("doctor", run, "--all", recipe=None).stdout.split())
-    assert "of 5 steps, all rollouts but the first were drawn ahead, from weights of one step before" in checks
+    assert "of 5 steps, all rollouts but the first were drawn ahead, by weights one step older" in checks
     command = [sys.executable, "-m", "rlhf", "replay", str(run), "--stage", "ppo", "--step", "5"]
     subprocess.run(command, env=user_environment() | {"RLHF_ACCELERATOR": "cpu"}, check=True, timeout=300)
 
