@@ -1,7 +1,7 @@
 """Does PPO learn the same if other software or another device draws its rollouts?
 
     python ci/truth/servers.py --list                    the runs, and which of them have results
-    python ci/truth/servers.py --seconds 3000            train those without results; start none after 3,000 s
+    python ci/truth/servers.py --jobs 2 --seconds 3000   train those without results; start none after 3,000 s
     python ci/truth/servers.py --print                   the comparison
 
 PPO with LoRA on the embedded world, in fp32 on the CPU, with ten seeds. Its rollouts are drawn by itself, or by a
@@ -20,11 +20,14 @@ import argparse
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean, stdev
@@ -96,6 +99,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="list the runs")
     parser.add_argument("--print", action="store_true", help="print the comparison, and train nothing")
     parser.add_argument("--only", default="", help="train only ways whose names contain this")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each with a server; default: 1")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no run after this many seconds")
     options = parser.parse_args()
     results = read_results()
@@ -105,15 +109,22 @@ def main() -> None:
             print(f"{'' if (seed, name) in missing else 'done':5} seed {seed}, {name}")
         return
     end = time.time() + options.seconds
-    for seed, name in () if options.print else missing:
-        if options.only in name and time.time() < end:
-            started = time.time()
-            approved = train(list_ways()[name], seed)
+    writing = threading.Lock()
+
+    def train_in_time(seed: int, name: str) -> None:
+        if (started := time.time()) >= end:
+            return
+        approved = train(name, seed)
+        with writing:
             results = read_results()
             results.setdefault(name, {})[str(seed)] = approved
-            write_results(results)
-            print(f"seed {seed}, {name}: {approved:.3f} ({time.time() - started:.0f} s)", flush=True)
-    print(format_comparison(results))
+            write_results({way: results[way] for way in list_ways() if way in results})
+        print(f"seed {seed}, {name}: {approved:.3f} ({time.time() - started:.0f} s)", flush=True)
+
+    chosen = [] if options.print else [(seed, name) for seed, name in missing if options.only in name]
+    with ThreadPoolExecutor(options.jobs) as threads:
+        list(threads.map(lambda run: train_in_time(*run), chosen))  # raises what a thread has raised
+    print(format_comparison(read_results()))
 
 
 def read_results() -> dict[str, dict[str, float]]:
@@ -131,15 +142,16 @@ def write_results(results: dict[str, dict[str, float]]) -> None:
     partial.rename(RESULTS)
 
 
-def train(way: Way, seed: int) -> float:
+def train(way_name: str, seed: int) -> float:
     """Train a run, and the models that it starts from if they do not exist yet; return its quality."""
     sft = train_stage(f"sft-{seed}", "sft", seed, {})
     settings = {"reward.model": sft, "reward.epochs": 20, "data.datasets": describe_pairs(PAIRS)}
     reward = train_stage(f"reward-{seed}-{PAIRS}", "reward", seed, settings)
-    name = f"servers-{seed}"
+    way = list_ways()[way_name]
+    name = f"servers-{seed}-{re.sub('[^a-z0-9]+', '-', way_name)}"
     shutil.rmtree(WORK / name, ignore_errors=True)
     settings = {**_SETTINGS, **way.settings, "ppo.actor": sft, "ppo.reward_model": reward}
-    with serving(way, sft) as addresses:
+    with serving(way, sft, WORK / f"{name}.log") as addresses:
         train_stage(name, "ppo", seed, settings | addresses)
     (stage,) = read_run(WORK / name).stages
     approved: float = stage.curve("heldout_approved_share").values[-1]
@@ -148,12 +160,12 @@ def train(way: Way, seed: int) -> float:
 
 
 @contextmanager
-def serving(way: Way, model: Path) -> Iterator[dict[str, str]]:
+def serving(way: Way, model: Path, log: Path) -> Iterator[dict[str, str]]:
     """Run the server of a way for the duration of the block, and yield the keys that name it."""
     if way.options is None:
         yield {}
         return
-    with rollout_server.serving(model, way.options, WORK / "server.log", way.environment) as address:
+    with rollout_server.serving(model, way.options, log, way.environment) as address:
         yield {"ppo.rollout.where": address}
 
 
