@@ -103,9 +103,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no run after this many seconds")
     options = parser.parse_args()
     results = read_results()
-    missing = [(seed, name) for seed in SEEDS for name in list_ways() if str(seed) not in results.get(name, {})]
+    missing = [(seed, name) for name in list_ways() for seed in SEEDS if str(seed) not in results.get(name, {})]
     if options.list:
-        for seed, name in ((seed, name) for seed in SEEDS for name in list_ways()):
+        for seed, name in ((seed, name) for name in list_ways() for seed in SEEDS):
             print(f"{'' if (seed, name) in missing else 'done':5} seed {seed}, {name}")
         return
     end = time.time() + options.seconds
