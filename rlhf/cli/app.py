@@ -112,7 +112,8 @@ Python functions can add to the model's scores ([bold]ppo.reward_functions[/]), 
     "distill": """Distillation: a smaller model learns from a larger one, on completions that it draws itself.
 
 The student starts from the SFT model in the folder, or from [bold]distill.model[/]; the teacher is
-[bold]distill.teacher[/], a model or a LoRA adapter with the student's tokenizer.
+[bold]distill.teacher[/], a model or a LoRA adapter with the student's tokenizer, or a model on servers
+([bold]distill.teacher_servers[/]).
 At each token that the student draws it learns the teacher's whole distribution ([bold]distill.divergence[/]: reverse
 or forward).""",
 }

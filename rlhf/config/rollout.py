@@ -57,13 +57,14 @@ def _parse_urls(value: Any) -> Any:
     return tuple(urls)
 
 
+ServerUrls = Annotated[tuple[str, ...], BeforeValidator(_parse_urls)]
 Correction = Literal["none", "tis", "mis"]
 
 
 class RolloutConfig(ConfigModel):
     """Rollouts by servers (`rlhf serve MODEL --rollouts`), which may be on other machines and devices."""
 
-    where: Annotated[tuple[str, ...], BeforeValidator(_parse_urls)] = Field(
+    where: ServerUrls = Field(
         (), description="addresses of rollout servers, such as http://node07:8653; empty: rollouts are drawn here"
     )
     weights: Literal["adapter", "files"] | None = Field(

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from rlhf.config.rollout import ServerUrls
 from rlhf.config.types import ConfigModel, Fraction, OptionalPathOrHubId, error_at, short_repr
 from rlhf.errors import ConfigError
 
@@ -255,6 +256,12 @@ class DistillConfig(EpochConfig):
         description="folder or hub name of the model to learn from, which has the student's tokenizer; or the folder "
         "of a LoRA adapter, which is added to the model that it was trained on",
     )
+    teacher_servers: ServerUrls = Field(
+        (),
+        description="addresses of rollout servers (rlhf serve TEACHER --rollouts) that have the model to learn from, "
+        "in place of distill.teacher: they return the log-probabilities of drawn tokens, not whole distributions",
+    )
+    teacher_timeout: float = Field(600.0, gt=0, description="seconds that such a server may take for a micro-batch")
     judge: OptionalPathOrHubId = Field(
         None,
         description="folder or hub name of a reward model that scores held-out completions; it never trains the "
@@ -265,7 +272,13 @@ class DistillConfig(EpochConfig):
         description="what is reduced at each token: reverse, KL(student || teacher), by which a small student leaves "
         "out what it cannot learn; forward, KL(teacher || student), by which it covers all that the teacher may write",
     )
-    batch_size: int = Field(32, ge=1, description="prompts per optimizer step, each completed once, over all ranks")
+    batch_size: int = Field(32, ge=1, description="prompts per step, each completed once, over all ranks")
+    passes: int = Field(
+        1,
+        ge=1,
+        description="updates on the completions of a step: more learn more from each completion, but from text that "
+        "the student would no longer write",
+    )
     eval_rows: int = Field(256, ge=1, description="maximum number of held-out prompts used for evaluation")
     generation_batch_size: int | None = Field(
         None,
@@ -288,6 +301,23 @@ class DistillConfig(EpochConfig):
     def _check_judge(self) -> DistillConfig:
         if self.selection_metric == "judge_reward" and not self.judge:
             raise error_at("keep", f"{self.keep} needs distill.judge, a reward model; set that too")
+        return self
+
+    @model_validator(mode="after")
+    def _check_servers(self) -> DistillConfig:
+        if not self.teacher_servers:
+            if self.teacher_timeout != DistillConfig.model_fields["teacher_timeout"].default:
+                raise error_at("teacher_timeout", "has no effect without distill.teacher_servers; remove it")
+            return self
+        why = "with distill.teacher_servers, which know the probabilities of drawn tokens only"
+        if self.teacher:
+            raise error_at("teacher", "has no effect with distill.teacher_servers; remove one of the two")
+        if self.divergence == "forward":
+            raise error_at("divergence", f"forward is not possible {why}; set reverse, or name a folder in teacher")
+        if self.sampling != SamplingConfig():
+            raise error_at("sampling", f"temperature 1 and all tokens are needed {why}; remove this key")
+        if self.passes > 1:
+            raise error_at("passes", f"must be 1 {why}: later updates would be on text of an older student")
         return self
 
     def generation_rows(self, world_size: int) -> int:

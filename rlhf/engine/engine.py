@@ -176,6 +176,12 @@ class TrainingEngine:
         return cast(nn.Module, self.engine.module)
 
     @property
+    def vocabulary(self) -> int:
+        """The number of logits of a token; the model must be a language model."""
+        weight: Any = self.module.get_output_embeddings().weight  # type: ignore[operator]
+        return int(getattr(weight, "ds_shape", weight.shape)[0])
+
+    @property
     def optimizer(self) -> Any:
         """DeepSpeed's optimizer, which wraps the accelerator's."""
         return self.engine.optimizer

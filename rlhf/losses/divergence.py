@@ -143,6 +143,21 @@ class _Divergence(torch.autograd.Function):
         return None if of_hidden is None else of_hidden.to(hidden.dtype), of_weight, of_bias, None, None
 
 
+def sampled_divergences(log_probs: Tensor, teacher: Tensor) -> Tensor:
+    """Return an estimate of KL(student || teacher) from each token that the student has drawn, [...] float32.
+
+    It is log p - log q of the token, p the student's probability and q the teacher's. Its gradient is that times the
+    gradient of log p: over the tokens that p draws, the mean of both is that of `token_divergences`, since
+    E_p[grad log p] = 0.
+
+    Args:
+        log_probs: the student's log-probabilities of drawn tokens, at temperature 1, with a gradient.
+        teacher: the teacher's, of the same tokens.
+    """
+    differences = (log_probs - teacher).detach()
+    return differences + differences * (log_probs - log_probs.detach())
+
+
 def token_divergences(student: Logits, teacher: Logits, *, reverse: bool) -> Tensor:
     """Return the divergence between the distributions of each token, in nats: [...] float32, with a gradient.
 

@@ -141,8 +141,11 @@ def count_flops(config: Config, stage: Stage, models: Models) -> Flops:
     """
     model = next(iter(models.values()))
     if stage == "distill":
-        tokens, teacher = config.distill.batch_size * config.data.max_length, models["teacher"]
-        return Flops(tokens * 2 * model.parameters, tokens * (2 * teacher.parameters + _update_flops(model)))
+        settings = config.distill
+        tokens = settings.batch_size * config.data.max_length
+        training = settings.passes * _update_flops(model)
+        training += 2 * models["teacher"].parameters if "teacher" in models else 0  # else servers read for it
+        return Flops(tokens * 2 * model.parameters, tokens * training)
     if stage != "ppo":
         rows = config.supervised(stage).batch_size * (1 if stage == "sft" else 2)
         flops = _update_flops(model)

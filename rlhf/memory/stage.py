@@ -296,19 +296,26 @@ def _distill(config: Config, stage: Stage, environment: Environment, models: Mod
     data, settings, ranks = config.data, config.distill, environment.ranks
     share, completion = settings.batch_size // ranks, data.max_completion_length
     batch = Rows(settings.micro_batch(ranks, section=stage), data.max_length)
-    student, teacher = models["student"], models["teacher"]
+    student = models["student"]
     generation = [*_generation(config, student, settings.generation_rows(ranks)), *student.merged(config)]
     moments = [("generation", generation)]
     for model in (model for model in models.values() if not model.placement.role.trained):
         moments.append(("scoring", [*model.copied(), *_scoring(model, batch, 0)]))
-    # Until the update, a token has the teacher's hidden state, or its logits if they are more than a product.
-    width = teacher.shape.hidden if teacher.shape.plain_logits else teacher.shape.vocabulary
-    kept = [block_item("teacher", "activations", share * completion * width * environment.width)]
+    kept = _read_by_teacher(models["teacher"], share * completion, batch, completion) if "teacher" in models else []
+    return [*moments, *(("training", [*kept, *items]) for items in _update(student, batch, completion))]
+
+
+def _read_by_teacher(teacher: ModelMemory, tokens: int, batch: Rows, completion: int) -> list[MemoryItem]:
+    """Return the memory of a teacher's distributions of `tokens` tokens until the update, and in it.
+
+    A token has the teacher's hidden state, or its logits if they are more than a product.
+    """
+    shape, environment = teacher.shape, teacher.environment
+    width = shape.hidden if shape.plain_logits else shape.vocabulary
+    items = [block_item("teacher", "activations", tokens * width * environment.width)]
     if teacher.placement.zero_stage == 3 or teacher.placement.offloads_parameters:  # with its output layer
-        kept.append(block_item("teacher", "weights", teacher.shape.tokens * environment.width))
-    chunks = block_item("teacher", "logits", *_logits(teacher.shape, batch, environment, completion, 0))
-    updates = _update(student, batch, completion)
-    return [*moments, *(("training", [*kept, chunks, *items]) for items in updates)]
+        items.append(block_item("teacher", "weights", shape.tokens * environment.width))
+    return [*items, block_item("teacher", "logits", *_logits(shape, batch, environment, completion, 0))]
 
 
 def _generation(config: Config, model: ModelMemory, number: int) -> list[MemoryItem]:

@@ -78,8 +78,11 @@ def decide_sharing(config: Config, placements: Placements, actor: str, reward: s
 def decide_teacher_sharing(config: Config, placements: Placements, student: ResolvedBaseModel) -> Sharing:
     """Decide if distillation's teacher is built on the student's frozen base: if it is an adapter of the same model.
 
+    No model of a teacher on servers is loaded.
     `student` is the model that the student starts from. The adapter must have been saved by a stage, with its record.
     """
+    if "teacher" not in placements:
+        return Sharing()
     base, teacher = resolve_base_model(config, TEACHER), placements["teacher"]
     trained = placements["student"]
     record = Path(base.adapter or "", BASE_RECORD)

@@ -87,7 +87,8 @@ def base_models(config: Config, stage: Stage) -> tuple[BaseModelRef, ...]:
     not start from the reward model, and a judge only if the settings name one.
     """
     if stage == "distill":
-        return (STUDENT, TEACHER, *([STUDENTS_JUDGE] if config.distill.judge else []))
+        frozen = {TEACHER: not config.distill.teacher_servers, STUDENTS_JUDGE: config.distill.judge}
+        return (STUDENT, *(ref for ref, is_used in frozen.items() if is_used))
     if stage != "ppo":
         return ({"sft": MODEL, "reward": REWARD, "dpo": DPO}[stage],)
     has_reward_model = config.ppo.reward_weight != 0

@@ -133,6 +133,8 @@ def model_placements(config: Config, stage: Stage) -> dict[RoleName, ModelPlacem
         placements.pop("reference", None)
     if stage == "distill" and not config.distill.judge:
         del placements["judge"]
+    if stage == "distill" and config.distill.teacher_servers:
+        del placements["teacher"]
     if stage != "ppo":
         return placements
     bases = base_models(config, stage)
@@ -193,9 +195,10 @@ def check_placements(config: Config, stages: Sequence[Stage]) -> None:
     Raises:
         ConfigError: with the closest valid setting.
     """
-    if "distill" in stages and not config.distill.teacher:
+    if "distill" in stages and not (config.distill.teacher or config.distill.teacher_servers):
         raise ConfigError(
-            "distill.teacher: there is no model to learn from; name its folder, that of a LoRA adapter, or a hub name"
+            "distill.teacher: there is no model to learn from; name its folder, that of a LoRA adapter, or a hub name, "
+            "or in distill.teacher_servers the addresses of its servers"
         )
     _check_frozen_roles(config, stages)
     placements = [placement for stage in stages for placement in model_placements(config, stage).values()]
@@ -206,7 +209,7 @@ def check_placements(config: Config, stages: Sequence[Stage]) -> None:
 
 
 def _check_frozen_roles(config: Config, stages: Sequence[Stage]) -> None:
-    """Check the settings of reference, judge and teacher: all are frozen, and a stage may lack the first two."""
+    """Check the settings of reference, judge and teacher: all are frozen, and a stage may lack each."""
     with_reference = [
         stage for stage in stages if stage == "ppo" or (stage == "dpo" and config.dpo.reference == "beside")
     ]
@@ -220,7 +223,7 @@ def _check_frozen_roles(config: Config, stages: Sequence[Stage]) -> None:
             f"roles.{policy}.lora_rank=0",
         )
     if "distill" in stages:
-        _check_frozen_role(config, "teacher", "distill", "")
+        _check_frozen_role(config, "teacher", "distill", "the teacher is on distill.teacher_servers; remove this key")
     with_judge = [stage for stage in stages if stage in ("ppo", "distill")]
     for judging in sorted(with_judge, key=lambda stage: "judge" not in model_placements(config, stage))[:1]:
         _check_frozen_role(config, "judge", judging, f"there is no judge; set {judging}.judge, or remove this key")

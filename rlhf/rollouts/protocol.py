@@ -5,7 +5,7 @@
 | GET capabilities | what the server has loaded, and in which precision |
 | PUT weights | a tar of a folder, with an adapter in peft's format or a whole model in Hugging Face's |
 | POST draw | completions of prompts |
-| POST score | log-probabilities of given tokens |
+| POST score | log-probabilities of given tokens, also by the weights that the server was started with |
 
 The answer to weights is a receipt: random text, which requests to draw and score repeat. A server that has received
 other weights since, or was restarted, refuses them with status 409. Random numbers come with the request: a completion
@@ -102,7 +102,11 @@ class Drawn(Message):
 
 
 class ScoreRequest(Message):
-    """Rows whose tokens are scored, each given those before it, at temperature 1."""
+    """Rows whose tokens are scored, each given those before it, at temperature 1.
+
+    Attributes:
+        receipt: that of the weights; empty: those that the server was started with.
+    """
 
     receipt: str
     rows: list[Annotated[list[int], Field(min_length=2)]] = Field(min_length=1)

@@ -25,6 +25,7 @@ CHANGEABLE_ON_RESUME = _LENGTHS | {
     *("zero_stage", "zero_persistence_threshold", "offload", "nvme", "micro_batch_size", "gradient_checkpointing"),
     *("share_base", "merge", "reuse_forward", "ema_on_host"),
     *("generation_batch_size", "generation_weights", "tensor_parallel", "where", "weights", "save", "save_critic"),
+    *("teacher_servers", "teacher_timeout"),
 }
 # Sections in which all stages of one run agree, and all points of a sweep with its shared stages: they decide which
 # rows each stage sees and which model it starts from.

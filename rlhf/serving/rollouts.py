@@ -132,6 +132,8 @@ class RolloutService:
 
     def _draw(self, asked: DrawRequest) -> list[DrawnRow]:
         with self._one_at_a_time():
+            if not asked.receipt:
+                raise RequestError("receipt: is empty; hand weights over first", 409)
             self._check_receipt(asked.receipt)
             return self._model.draw(asked)
 
@@ -141,8 +143,9 @@ class RolloutService:
             return self._model.score(asked)
 
     def _check_receipt(self, receipt: str) -> None:
-        if not self.receipt or receipt != self.receipt:
-            raise RequestError("other weights are loaded than those of this receipt", 409)
+        if receipt != self.receipt:
+            loaded = "other weights are loaded than those of this receipt"
+            raise RequestError(loaded if receipt else "a trainer has replaced the weights of the start", 409)
 
     def _check_tokens(self, rows: Sequence[Sequence[int]], width: int, tokens: int) -> None:
         context = self._model.capabilities.max_length

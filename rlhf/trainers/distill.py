@@ -2,7 +2,8 @@
 
 `DistillTrainer.step` is the algorithm (arXiv:2306.13649, with all rows drawn by the student): the loss is the mean over
 the tokens that the student has drawn of the divergence between its distribution and the teacher's, over the whole
-vocabulary. Prompts, rollouts and the evaluation are those of PPO; there is no reward.
+vocabulary. A teacher on servers tells the probabilities of the drawn tokens alone, from which the divergence is
+estimated. Prompts, rollouts and the evaluation are those of PPO; there is no reward.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from rlhf.data.stage_dataset import StageData
 from rlhf.engine import distributed
 from rlhf.engine.cpu_offload import on_device
 from rlhf.engine.engine import Batch, Metrics, TrainingEngine, padding_share
-from rlhf.losses.divergence import Logits
+from rlhf.losses.divergence import Logits, sampled_divergences
 from rlhf.losses.log_probs import masked
-from rlhf.models.forward import completion_divergences, next_token_logits
+from rlhf.models.forward import completion_divergences, completion_log_probs, next_token_logits
 from rlhf.models.shape import TextLengths, generation_lengths
 from rlhf.reporting.step_records import RankStep
 from rlhf.trainers.context import StageContext
@@ -35,6 +36,7 @@ from rlhf.trainers.ppo.policy_decoder import PolicyDecoder
 from rlhf.trainers.ppo.recorded_rollout import StepContents
 from rlhf.trainers.ppo.reports import report_rollout
 from rlhf.trainers.stage_models import ModelFactory, log_outputs, save_outputs
+from rlhf.trainers.teacher_servers import TeacherServers
 from rlhf.trainers.trainer import EvalResult
 
 
@@ -43,7 +45,7 @@ class DistillTrainer:
 
     Attributes:
         student: the model that is trained.
-        teacher: the model that it learns from, frozen.
+        teacher: the model that it learns from, frozen; None if `servers` have it.
         policy: draws the student's completions.
         given: a recorded rollout, which steps take instead of drawing one.
     """
@@ -83,11 +85,12 @@ class DistillTrainer:
             "student",
             models.causal_lm,
             settings.optimizer,
-            total_steps=self.total_steps,
+            total_steps=self.total_steps * settings.passes,
             batch_size=settings.batch_size,
             micro_batch_size=micro_rows,
         )
-        self.teacher = context.frozen("teacher", models.causal_lm)
+        self.teacher = context.frozen("teacher", models.causal_lm) if "teacher" in context.placements else None
+        self.servers = TeacherServers(context, self.student.vocabulary) if settings.teacher_servers else None
         judge = context.frozen("judge", models.scalar_head) if "judge" in context.placements else None
         examples = [example for example in data.heldout if isinstance(example, Prompt)][: settings.eval_rows]
         batches = context.evaluation_batches(data.heldout, collate, settings, rows=rows)
@@ -110,7 +113,7 @@ class DistillTrainer:
         return {"model": self.student}
 
     def step(self, index: int) -> Metrics:
-        """Take step `index`: one rollout and one update."""
+        """Take step `index`: one rollout, and `distill.passes` updates on it."""
         context = self.context
         (own,) = self.batches.step(index)
         self._contents = StepContents.of(self.batches.own_numbers(index), own, self.decoder.random.get_state())
@@ -126,7 +129,11 @@ class DistillTrainer:
             # Of the whole global batch: the loss is a mean over it, however rows are split.
             total = distributed.all_sum(rollout.action_mask.sum()).clamp_min(1)
             rates = self.student.rates
-            sums = self.student.step(parts, partial(self._loss, total=total))
+            updates = []
+            for update in range(self.settings.passes):
+                context.observation.update = update
+                updates.append(self.student.step(parts, partial(self._loss, total=total)))
+        sums = updates[0]  # of the student that has drawn
         rows = rollout.row_mask.float()
         sums.add(
             rows=rows.sum(),
@@ -158,12 +165,18 @@ class DistillTrainer:
 
     @torch.no_grad()
     def read(self, rollout: Rollout) -> list[dict[str, Any]]:
-        """Return the micro-batches of a rollout, each with the `teacher`'s logits of its completions."""
+        """Return the micro-batches of a rollout, each with what the `teacher` says of its completions.
+
+        That is its `Logits`, or from servers its log-probabilities of the drawn tokens, [n, a].
+        """
         tensors = {name: getattr(rollout, name) for name in ("input_ids", "attention_mask", "action_mask")}
         parts: list[dict[str, Any]] = []
         with self.context.phases.running("scoring"), on_device(self.teacher):
             for cut in rollout.micro_batches:
                 part = {name: cut.select(tensor, rollout.completion_length) for name, tensor in tensors.items()}
+                if self.servers:
+                    parts.append(part | {"teacher": self.servers.log_probs(part)})
+                    continue
                 logits = self._read_by_teacher(part)
                 # One output layer for all: of a sharded teacher it is a copy.
                 logits = logits._replace(weight=parts[0]["teacher"].weight) if parts else logits
@@ -171,6 +184,7 @@ class DistillTrainer:
         return parts
 
     def _read_by_teacher(self, part: Batch) -> Logits:
+        assert self.teacher
         with self.context.precision.autocast():
             length = part["action_mask"].shape[1]
             logits = next_token_logits(self.teacher, part["input_ids"], part["attention_mask"], length)
@@ -179,16 +193,12 @@ class DistillTrainer:
 
     def _divergences(self, model: nn.Module, part: dict[str, Any]) -> Tensor:
         """Return the divergence at each token of a micro-batch, [n, a] in nats; 0 where no token was drawn."""
-        mask = part["action_mask"]
-        divergences = completion_divergences(
-            model,
-            part["teacher"],
-            part["input_ids"],
-            part["attention_mask"],
-            mask.shape[1],
-            reverse=self.settings.divergence == "reverse",
-        )
-        return masked(divergences, mask)
+        mask, teacher, ids = part["action_mask"], part["teacher"], (part["input_ids"], part["attention_mask"])
+        if self.servers:
+            log_probs = completion_log_probs(model, *ids, mask.shape[1]).log_probs
+            return masked(sampled_divergences(log_probs, teacher), mask)
+        reverse = self.settings.divergence == "reverse"
+        return masked(completion_divergences(model, teacher, *ids, mask.shape[1], reverse=reverse), mask)
 
     def _loss(self, model: nn.Module, part: dict[str, Any], *, total: Tensor) -> tuple[Tensor, Batch]:
         """Return a micro-batch's part of the mean over all `total` tokens."""
@@ -203,16 +213,18 @@ class DistillTrainer:
         prompts = TextLengths(totals["prompt_tokens"], totals["prompt_squares"], 0)
         flops: tuple[float, float, float] | tuple[None, None, None] = (None, None, None)
         if context.model_flops is not None:
-            student, teacher = context.model_flops["student"], context.model_flops["teacher"]
-            drawn = generation_lengths(totals["rows"], prompts, texts)
-            flops = student.forward(drawn), teacher.forward(texts), student.update(texts)
+            student, teacher = context.model_flops["student"], context.model_flops.get("teacher")
+            drawn, read = generation_lengths(totals["rows"], prompts, texts), teacher.forward(texts) if teacher else 0
+            flops = student.forward(drawn), read, self.settings.passes * student.update(texts)
         context.phases.count_work("generation", tokens=texts.outputs, flops=flops[0])
         context.phases.count_work("scoring", tokens=texts.tokens, flops=flops[1])
-        context.phases.count_work("training", tokens=texts.tokens, flops=flops[2])
+        context.phases.count_work("training", tokens=self.settings.passes * texts.tokens, flops=flops[2])
 
     def repeat_scoring(self) -> Iterator[tuple[Any, Callable[[], object]]]:
         """Yield the micro-batches of the last rollout, each with a function by which the teacher reads it again."""
         assert self._contents.rollout
+        if self.servers:  # nothing is computed here
+            return
         for part in self.read(self._contents.rollout):
             yield part, torch.no_grad()(partial(self._read_by_teacher, part))
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rlhf.losses import log_probs as tokens
-from rlhf.losses.divergence import Logits, token_divergences
+from rlhf.losses.divergence import Logits, sampled_divergences, token_divergences
 from rlhf.models import forward
 from rlhf.models.forward import completion_divergences, next_token_logits
 from tests.helpers import llama
@@ -196,3 +196,16 @@ def test_logits_of_a_batch_never_exist() -> None:
             logits = next_token_logits(teacher, ids, mask, LENGTH)
         completion_divergences(student, logits, ids, mask, LENGTH, reverse=True).sum().backward()
     assert largest.elements <= vocabulary * 8 < 8 * LENGTH * vocabulary  # the gradient of the output layer
+
+
+def test_estimate_of_drawn_tokens_has_the_mean_and_gradient_of_the_divergence() -> None:
+    """Summed over all tokens, each as often as the student draws it."""
+    student, teacher = torch.randn(V, dtype=torch.float64).requires_grad_(), torch.randn(V, dtype=torch.float64)
+    whole = truth(student, teacher, reverse=True)
+    (wanted,) = torch.autograd.grad(whole, student)
+    estimates = sampled_divergences(student.log_softmax(-1), teacher.log_softmax(-1))
+    mean = (student.softmax(-1).detach() * estimates).sum()
+    (actual,) = torch.autograd.grad(mean, student)
+    torch.testing.assert_close(mean, whole)
+    torch.testing.assert_close(actual, wanted)
+    assert wanted.abs().max() > 1e-3

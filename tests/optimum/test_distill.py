@@ -17,6 +17,7 @@ from torch import Tensor
 
 from accelerators import Accelerator
 from rlhf.data.stage_dataset import StageData
+from rlhf.trainers import distill
 from rlhf.trainers.distill import DistillTrainer
 from rlhf.trainers.loop import fit
 from tests.helpers import llama
@@ -38,13 +39,25 @@ LAST = torch.tensor([words[-1] if words else PROMPT.prompt_ids[-1] for words in 
 DIVERGENCES = pytest.mark.parametrize("divergence", ["reverse", "forward"])
 
 
-def distilled(
-    accelerator: Accelerator, folder: Path, student: Any, teacher: Any, divergence: str, **changes: Any
-) -> list[float]:
+class PlainTeacher:
+    """Scores completions as servers would."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    @torch.no_grad()
+    def log_probs(self, part: Any) -> Tensor:
+        ids, mask, length = part["input_ids"], part["attention_mask"], part["action_mask"].shape[1]
+        positions = (mask.cumsum(-1) - 1).clamp_min(0)
+        logits = self.model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
+        scores = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+        return scores[:, -length:]
+
+
+def distilled(accelerator: Accelerator, folder: Path, student: Any, known: Any, **changes: Any) -> list[float]:
     """Train the student; the losses of its steps."""
     settings = {
         "teacher": "given",
-        "divergence": divergence,
         "batch_size": 256,
         "epochs": 120,
         "eval_rows": 1,
@@ -55,8 +68,10 @@ def distilled(
     data = {"max_prompt_length": PROMPT_COLUMNS, "max_completion_length": LENGTH}
     context = stage_context(accelerator, folder, "distill", {"data": data, "distill": settings})
     prompts = [PROMPT] * context.config.distill.batch_size
-    models = GivenModels({"student": student, "teacher": teacher}.__getitem__)
-    trainer = DistillTrainer(context, models, tokenizer(), StageData(prompts, prompts[:1], []))
+    models = GivenModels({"student": student, "teacher": known}.__getitem__)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distill, "TeacherServers", lambda *_: PlainTeacher(known))
+        trainer = DistillTrainer(context, models, tokenizer(), StageData(prompts, prompts[:1], []))
     losses, step = [], trainer.step
 
     def watched(index: int) -> dict[str, float]:
@@ -79,13 +94,19 @@ def divergences(policy: Tensor, other: Tensor) -> Tensor:
     return (policy.exp() * (policy - other)).sum(-1)
 
 
-@DIVERGENCES
-def test_student_that_can_becomes_its_teacher(accelerator: Accelerator, tmp_path: Path, divergence: str) -> None:
+@pytest.mark.parametrize("learns", ["reverse", "forward", "from servers", "in three passes"])
+def test_student_that_can_becomes_its_teacher(accelerator: Accelerator, tmp_path: Path, learns: str) -> None:
     """Over all completions, in both directions, whichever is trained."""
     student, teacher = llama(len(WORDS), seed=3, **SIZES), teacher_of(4)
     known, before = log_probabilities(teacher), log_probabilities(student)
     assert min(divergences(before, known), divergences(known, before)) > 0.3, "there is nothing to learn"
-    losses = distilled(accelerator, tmp_path, student, teacher, divergence)
+    changes = {
+        "reverse": {},
+        "forward": {"divergence": "forward"},
+        "from servers": {"teacher": None, "teacher_servers": "http://a:1"},
+        "in three passes": {"passes": 3, "epochs": 40},
+    }[learns]
+    losses = distilled(accelerator, tmp_path, student, teacher, **changes)
     after = log_probabilities(student)
     assert max(divergences(after, known), divergences(known, after)) < 5e-3
     assert losses[-1] < 2e-3 < 0.2 < losses[0]
@@ -130,7 +151,7 @@ def test_student_that_cannot_ends_at_the_known_mean(accelerator: Accelerator, tm
     student, teacher = forgetful(3), teacher_of(4)
     wanted = {kind: best_forgetful(table(teacher), kind) for kind in ("reverse", "forward")}
     assert divergences(wanted["reverse"], wanted["forward"]).max() > 0.05, "the two ends cannot be told apart"
-    distilled(accelerator, tmp_path, student, teacher, divergence)
+    distilled(accelerator, tmp_path, student, teacher, divergence=divergence)
     assert student.model.layers[0].self_attn.o_proj.weight.eq(0).all()
     ended = table(student)
     assert divergences(ended, wanted[divergence]).max() < 5e-3, (ended.exp(), wanted[divergence].exp())

@@ -30,12 +30,15 @@ def divergences(student: Network, teacher: Network, drawn: Drawn, *, reverse: bo
 def step(
     student: Network, teacher: Network, optimizer: AdamW, settings: Any, rows: Sequence[Drawn]
 ) -> dict[str, float]:
-    """One optimizer step on a global batch; returns what is recorded of it."""
+    """The updates on a global batch; returns what is recorded of them."""
     reverse = settings.divergence == "reverse"
-    tokens = [token for row in rows for token in divergences(student, teacher, row, reverse=reverse)]
-    loss = sum(tokens) / len(tokens)
-    numbers = {"learning_rate": optimizer.rate, "loss": loss.item(), "tokens": float(len(tokens))}
-    return numbers | {"grad_norm": optimizer.step(loss)}
+    numbers: dict[str, float] = {}
+    for _ in range(settings.passes):
+        tokens = [token for row in rows for token in divergences(student, teacher, row, reverse=reverse)]
+        loss = sum(tokens) / len(tokens)
+        numbers = numbers or {"learning_rate": optimizer.rate, "loss": loss.item(), "tokens": float(len(tokens))}
+        norm = optimizer.step(loss)
+    return numbers | {"grad_norm": norm}
 
 
 def evaluation(

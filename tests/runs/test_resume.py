@@ -195,6 +195,7 @@ HARMLESS = {
     *("ppo.reward_timeout", "ppo.save_critic", "ppo.samples_every", "ppo.samples", "ppo.generation_batch_size"),
     *("ppo.generation_weights", "ppo.tensor_parallel", "ppo.reuse_forward", "ppo.ema_on_host"),
     *("ppo.rollout.where", "ppo.rollout.weights", "ppo.rollout.timeout", "distill.generation_batch_size"),
+    *("distill.teacher_servers", "distill.teacher_timeout"),
 }
 """Keys that a resumed stage may change, because they change no row, no gradient and no step; `precision` is compared
 once `auto` is resolved. Before you add one: does it change anything that is learned?"""

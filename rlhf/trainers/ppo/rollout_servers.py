@@ -89,7 +89,7 @@ class RolloutServers:
             has = server.capabilities()
         except ServerError as error:
             raise ConfigError(f"{key}: {server.url}: {error}; start it: rlhf serve MODEL --rollouts") from error
-        rows = self._vocabulary
+        rows = self._engine.vocabulary
         if has.vocabulary != rows:
             raise ConfigError(
                 f"{key}: {server.url}: its model {has.model} has {has.vocabulary} tokens, and the policy has {rows}; "
@@ -104,11 +104,6 @@ class RolloutServers:
         self._context.say(f"ppo: rollouts by {server.url}: {has.model} on {has.accelerator} in {has.precision}")
         precision = self._context.precision.name
         return Ledger(_coarser(has, precision), is_exact=precision == "fp32")
-
-    @property
-    def _vocabulary(self) -> int:
-        weight: Any = self._engine.module.get_output_embeddings().weight  # type: ignore[operator]
-        return int(getattr(weight, "ds_shape", weight.shape)[0])
 
     # --- hand-over
 
@@ -281,7 +276,7 @@ class RolloutServers:
             temperature=self._context.config.ppo.sampling.temperature,
             end_ids=self._end_ids,
         )
-        return server.draw(request, self._vocabulary)
+        return server.draw(request, self._engine.vocabulary)
 
     def join(self, rows: Sequence[DrawnRow]) -> Completions:
         """Return the completions of one rank as tensors on the device, [B, A]."""

@@ -32,6 +32,7 @@ VALUES: dict[str, Any] = {
     "distill.judge": "trained",
     "distill.model": "trained",
     "distill.teacher": "trained",
+    "distill.teacher_servers": ["http://node07:8653"],
     "ppo.actor": "trained",
     "ppo.critic": "trained",
     "ppo.estimator": "grpo",
@@ -45,6 +46,7 @@ CANDIDATES = (True, False, 0, 1, 2, 3, 64, 0.3, 0.7, [1, 1, 1], [0.8, 0.9], ["no
 _SERVER = {"ppo.rollout.where": ["http://node07:8653"]}
 NEEDS: dict[str, dict[str, Any]] = {
     "distill.keep": {"distill.eval_every": 1, "distill.keep": "best(loss)"},
+    "distill.teacher_timeout": {"distill.teacher_servers": ["http://node07:8653"], "distill.teacher_timeout": 5.0},
     "dpo.keep": {"dpo.eval_every": 1, "dpo.keep": "best(loss)"},
     "ppo.ema_on_host": {"ppo.ema": 0.9},
     "ppo.group_std": {"ppo.estimator": "grpo"},
