@@ -1,15 +1,17 @@
 """The tensors of a generation for one model, shape and sampling, and the step that samples one token for each row.
 
 The step reads and writes the tensors in place, takes its random numbers from a table that was filled before the first
-step, and never waits for the device, so an accelerator can capture it once and replay it. It works on the part of the
-buffers that is in use (`rlhf.generation.kv_cache`): the number of columns grows in windows, each of which is captured
-separately; rows that have ended are dropped if the device runs operators eagerly.
+step, and never waits for the device, so an accelerator can capture it once and replay it. Only where nothing is
+captured does top-p read on the host. The step works on the part of the buffers that is in use
+(`rlhf.generation.kv_cache`): the number of columns grows in windows, each of which is captured separately; rows that
+have ended are dropped if the device runs operators eagerly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +42,10 @@ _MAX_ROW_COUNTS = 16
 
 _CHUNK = 256
 """Tokens of a vocabulary that are summed first: about the square root of its size, so that both sums are short."""
+
+
+_FEWEST_LARGEST, _LARGEST_GROW = 256, 16
+"""Tokens that are sorted first to find the smallest set that reaches top-p, and the factor to the next try."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +121,8 @@ class DecodeState:
             raise CaptureError(
                 f"{self._key(columns)} cannot be replayed: {layers} of transformers counts tokens in Python"
             )
+        if options.eager and options.sampling.top_p < 1:  # which reads on the host
+            capture = None
         self._steps = {width: self._captured_step(capture, width) for width in widths}
 
     def fits(self, model: nn.Module, prompt_ids: Tensor, sampling: SamplingConfig, forced: bool) -> bool:
@@ -241,7 +249,7 @@ class DecodeState:
         finished = self.finished[:rows]
         # Not `index_select`, which an accelerator may record wrongly.
         uniform = self.uniform[:rows].gather(1, self.draw_column.expand(rows, 1)).squeeze(1)
-        choose = score_forced if options.forced else sample
+        choose = score_forced if options.forced else partial(sample, eager=options.eager)
         drawn, log_probs = choose(logits, uniform, options.sampling)
         if options.exact:
             log_probs = token_log_probs(logits, drawn, options.sampling.temperature)
@@ -270,14 +278,15 @@ def plan_windows(prompt_length: int, steps: int, max_windows: int | None = None)
     return [-(-(prompt_length + steps * (index + 1) // count) // ALIGNED) * ALIGNED for index in range(count)]
 
 
-def sample(logits: Tensor, uniform: Tensor, config: SamplingConfig) -> tuple[Tensor, Tensor]:
-    """Sample one token per row, without reading on the host: logits [B, V], uniform [B] in [0, 1) -> token ids [B].
+def sample(logits: Tensor, uniform: Tensor, config: SamplingConfig, eager: bool = False) -> tuple[Tensor, Tensor]:
+    """Sample one token per row: logits [B, V], uniform [B] in [0, 1) -> token ids [B].
 
     The second result is each token's log-probability [B] at this temperature, among all tokens: as training scores it,
     before top-k and top-p. At temperature 0 it is 0, or NaN if a logit is.
 
     One uniform number per token determines it (inverse of the cumulative distribution), so all randomness of a rollout
-    is drawn before its first step and a captured step contains no generator.
+    is drawn before its first step and a captured step contains no generator. Only if it is `eager`, the host reads how
+    many tokens top-p needs; otherwise it sorts all.
     """
     logits = logits.float()
     if config.temperature == 0:
@@ -291,9 +300,11 @@ def sample(logits: Tensor, uniform: Tensor, config: SamplingConfig) -> tuple[Ten
         token = _invert_in_chunks(probabilities, uniform)
         return token.squeeze(-1), probabilities.gather(-1, token).log().squeeze(-1)
     normalizer = logits.logsumexp(-1)
-    count = min(config.top_k, logits.shape[-1]) if config.top_k else logits.shape[-1]
-    logits, order = logits.topk(count, dim=-1)  # sorted
-    probabilities = logits.softmax(-1)
+    if config.top_k:
+        logits, order = logits.topk(min(config.top_k, logits.shape[-1]), dim=-1)  # sorted
+        probabilities = logits.softmax(-1)
+    else:
+        logits, order, probabilities = _take_largest(logits, normalizer, config.top_p if eager else 1.0)
     before = probabilities.cumsum(-1) - probabilities
     # The smallest set that reaches top_p: tokens whose predecessors do not reach it. The first is always in the set.
     probabilities = torch.where(before < config.top_p, probabilities, 0.0)
@@ -302,6 +313,21 @@ def sample(logits: Tensor, uniform: Tensor, config: SamplingConfig) -> tuple[Ten
     # hide the fault: `rlhf accelerators certify` looks for it.
     tokens = order.int().gather(-1, drawn).squeeze(-1).long()
     return tokens, logits.gather(-1, drawn).squeeze(-1) - normalizer
+
+
+def _take_largest(logits: Tensor, normalizer: Tensor, share: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the largest logits of each row, sorted, their tokens, and their probabilities, [B, N] each.
+
+    N is large enough for a sum of probabilities of `share` in every row, or the size of the vocabulary. Sorting a
+    whole vocabulary takes 20 times as long as finding its largest few hundred.
+    """
+    count = logits.shape[-1] if share == 1 else _FEWEST_LARGEST
+    while True:
+        values, order = logits.topk(min(count, logits.shape[-1]), dim=-1)
+        probabilities = (values - normalizer.unsqueeze(-1)).exp()
+        if count >= logits.shape[-1] or bool((probabilities.cumsum(-1)[:, -1] >= share).all()):
+            return values, order, probabilities
+        count *= _LARGEST_GROW
 
 
 def score_forced(logits: Tensor, ids: Tensor, config: SamplingConfig) -> tuple[Tensor, Tensor]:

@@ -78,3 +78,26 @@ def test_log_probability_is_that_among_all_tokens(settings):
     tokens, log_probs = sample(LOGITS.expand(500, -1), torch.rand(500), config)
     expected = (LOGITS.double() / config.temperature).log_softmax(-1)[tokens]
     torch.testing.assert_close(log_probs.double(), expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0, 4.0, 30.0], ids=["flat", "wide", "narrow", "one token"])
+@pytest.mark.parametrize("top_p", [0.1, 0.9, 0.999])
+def test_eager_top_p_draws_the_same_tokens_without_sorting_all(
+    spread: float, top_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The smallest set is that of the definition, in float64."""
+    generator = torch.Generator().manual_seed(0)
+    logits = spread * torch.randn(8, 5000, generator=generator)
+    uniform, config = torch.rand(8, generator=generator), SamplingConfig(top_p=top_p)
+    everything = sample(logits, uniform, config)
+    counts, topk = [], torch.Tensor.topk
+    monkeypatch.setattr(
+        torch.Tensor, "topk", lambda self, k, **options: (counts.append(k), topk(self, k, **options))[1]
+    )
+    drawn, log_probs = sample(logits, uniform, config, eager=True)
+    assert torch.equal(drawn, everything[0]) and torch.equal(log_probs, everything[1])
+    probabilities = logits.double().softmax(-1)
+    larger = (probabilities * (probabilities > probabilities.gather(-1, drawn[:, None]))).sum(-1)
+    assert (larger < top_p + 1e-6).all(), "a token outside of the set"
+    needed = int(((probabilities.sort(descending=True).values.cumsum(-1) < top_p).sum(-1) + 1).max())
+    assert counts[-1] >= min(needed, 5000) and all(count < 16 * max(needed, 256) for count in counts)
