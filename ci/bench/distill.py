@@ -1,7 +1,7 @@
 """Measure how much of its teacher's quality a student of half the width reaches, with a tenth of PPO's samples.
 
     python ci/bench/distill.py                                               the embedded example; three seeds
-    python ci/bench/distill.py --batch 8 --passes 1 --sft-steps 600          one update with each completion
+    python ci/bench/distill.py --batch 8 --updates 1 --sft-steps 600          one update with each completion
     python ci/bench/distill.py --seeds 1 --set sft.max_steps=60 --sft-steps 60 --output /tmp/try.json     a quick try
 
 The teacher is the embedded model after all three stages. The student has half its width, and four times as many steps
@@ -39,7 +39,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="runs, each with another seed (default: 3)")
     parser.add_argument("--batch", type=int, default=64, help="prompts of a step of distillation (default: 64)")
-    parser.add_argument("--passes", type=int, default=32, help="updates on the completions of a step (default: 32)")
+    parser.add_argument("--updates", type=int, default=32, help="updates on the completions of a step (default: 32)")
     parser.add_argument("--sft-steps", type=int, default=2400, help="steps of the student's SFT (default: 2400)")
     parser.add_argument("--steps", type=int, help="steps of distillation (default: a tenth of PPO's completions)")
     parser.add_argument("--rate", type=float, default=1e-3, help="its learning rate (default: 1e-3)")
@@ -59,7 +59,7 @@ def main() -> int:
     for seed, outcome in enumerate(outcomes):
         print(f"seed {seed}:", ", ".join(f"{name} {value:.3g}" for name, value in outcome.items()))
     output = arguments.output or results_file(Path(__file__).parent, f"distill-{arguments.divergence}")
-    names = ("batch", "passes", "rate", "sft_steps", "set")
+    names = ("batch", "updates", "rate", "sft_steps", "set")
     settings = {name: getattr(arguments, name) for name in names}
     facts = {"machine": machine(), "settings": settings, "runs": outcomes, "rows": [row]}
     output.write_text(json.dumps(facts, indent=2) + "\n")
@@ -77,7 +77,7 @@ def compare(arguments: argparse.Namespace, seed: int, folder: Path) -> dict[str,
     own = [f"seed={seed}", *arguments.set, f"model.path={small}"]
     train(("sft",), student, [*own, f"sft.max_steps={arguments.sft_steps}", "sft.epochs=100"])
     keys = [
-        *(*own, f"distill.divergence={arguments.divergence}", f"distill.passes={arguments.passes}"),
+        *(*own, f"distill.divergence={arguments.divergence}", f"distill.updates={arguments.updates}"),
         *(f"distill.batch_size={arguments.batch}", f"distill.max_steps={steps}", f"distill.model={student}/sft/model"),
         *(f"distill.optimizer.learning_rate={arguments.rate}", "distill.epochs=100"),
     ]

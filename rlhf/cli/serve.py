@@ -54,7 +54,12 @@ def serve(
     ] = _DEFAULTS["--batch-size"],
     rollouts: Annotated[
         bool,
-        typer.Option("--rollouts", metavar="", help="Let a trainer hand over weights and draw (ppo.rollout.where)."),
+        typer.Option(
+            "--rollouts",
+            metavar="",
+            help="Let trainers draw by weights that they hand over (ppo.rollout.where), or ask a teacher "
+            "(distill.teacher_servers).",
+        ),
     ] = False,
     engine: Annotated[
         str,
@@ -111,7 +116,7 @@ def serve(
 
     [bold]rlhf serve runs/a --ui --against runs/a/sft --prompts heldout[/]     [dim]# judge in the browser[/]
 
-    [bold]rlhf serve runs/a/sft --rollouts[/]     [dim]# draw for PPO; docs/rollouts.md explains it[/]
+    [bold]rlhf serve runs/a/sft --rollouts[/]     [dim]# draw for PPO, or teach; docs/rollouts.md explains it[/]
 
     [bold]rlhf serve runs/a/sft --rollouts --engine vllm[/]     [dim]# the same by vLLM[/]
 

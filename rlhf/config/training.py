@@ -273,7 +273,7 @@ class DistillConfig(EpochConfig):
         "out what it cannot learn; forward, KL(teacher || student), by which it covers all that the teacher may write",
     )
     batch_size: int = Field(32, ge=1, description="prompts per step, each completed once, over all ranks")
-    passes: int = Field(
+    updates: int = Field(
         1,
         ge=1,
         description="updates on the completions of a step: more learn more from each completion, but from text that "
@@ -316,8 +316,8 @@ class DistillConfig(EpochConfig):
             raise error_at("divergence", f"forward is not possible {why}; set reverse, or name a folder in teacher")
         if self.sampling != SamplingConfig():
             raise error_at("sampling", f"temperature 1 and all tokens are needed {why}; remove this key")
-        if self.passes > 1:
-            raise error_at("passes", f"must be 1 {why}: later updates would be on text of an older student")
+        if self.updates > 1:
+            raise error_at("updates", f"must be 1 {why}: later ones would be on text of an older student")
         return self
 
     def generation_rows(self, world_size: int) -> int:

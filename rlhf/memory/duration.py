@@ -143,7 +143,7 @@ def count_flops(config: Config, stage: Stage, models: Models) -> Flops:
     if stage == "distill":
         settings = config.distill
         tokens = settings.batch_size * config.data.max_length
-        training = settings.passes * _update_flops(model)
+        training = settings.updates * _update_flops(model)
         training += 2 * models["teacher"].parameters if "teacher" in models else 0  # else servers read for it
         return Flops(tokens * 2 * model.parameters, tokens * training)
     if stage != "ppo":

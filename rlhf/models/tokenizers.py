@@ -10,6 +10,7 @@ from rlhf.config.paths import is_path, missing_path_hint
 from rlhf.errors import ModelError
 from rlhf.models.hub import load_error
 from rlhf.roles.model_identity import check_model_files
+from rlhf.utils.manifest import hash_json
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -70,6 +71,11 @@ def load_tokenizer(
             "name one, or a new one, in model.eos_token, e.g. '</s>'"
         )
     return tokenizer, notes + _ensure_pad(tokenizer, path, {before, tokenizer.eos_token_id})
+
+
+def digest_vocabulary(tokenizer: Any) -> str:
+    """Return a digest of a tokenizer's tokens and their numbers."""
+    return hash_json(tokenizer.get_vocab())
 
 
 def find_end_tokens(tokenizer: Any, settings: GenerationConfig | None) -> list[int]:

@@ -32,7 +32,7 @@ _ROUNDING = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
 NO_EFFECT = {
     *("output", "accelerator", "timeout", "disk_wait", "reward_timeout", "nothing", "record_steps"),
     *("log_every", "checkpoint_every", "eval_every", "eval_rows", "keep", "samples_every", "samples", "save_critic"),
-    *("sinks", "sinks_timeout", "save"),
+    *("sinks", "sinks_timeout", "save", "teacher_servers", "teacher_timeout"),
 }
 """Keys that change no number of a step."""
 

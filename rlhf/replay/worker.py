@@ -118,10 +118,19 @@ def _take_recorded(trainer: Trainer, context: StageContext, index: int, record: 
         return
     drawing: PPOTrainer | DistillTrainer = trainer  # type: ignore[assignment]  # no other draws
     drawing.given = own
+    _give_scores(trainer, own)
     try:
         _take_drawn(drawing, context, index, own)
     finally:
         drawing.given = None
+
+
+def _give_scores(trainer: Trainer, own: RankStep) -> None:
+    """Let distillation take what its teacher's servers have said, instead of asking them."""
+    from rlhf.trainers.distill import DistillTrainer
+
+    if isinstance(trainer, DistillTrainer):
+        trainer.scored = own
 
 
 def _take_drawn(
@@ -184,7 +193,7 @@ def _take_with_rewards(trainer: PPOTrainer, context: StageContext, index: int, o
 def _take_last(trainer: Trainer, context: StageContext, job: Job, record: StepRecord) -> dict[str, float]:
     """Take the step of interest, drawing again; return its metrics, or nothing if it was not taken.
 
-    Completions that servers drew are the recorded ones.
+    What servers have drawn or scored is recorded.
     """
     from rlhf.trainers import loop
 
@@ -194,6 +203,7 @@ def _take_last(trainer: Trainer, context: StageContext, job: Job, record: StepRe
         if "ids" in own.arrays:
             drawing: PPOTrainer | DistillTrainer = trainer  # type: ignore[assignment]
             drawing.given = own if job.stage == "ppo" and context.config.ppo.rollout.where else None
+            _give_scores(trainer, own)
             drawing.generate = partial(  # type: ignore[method-assign]
                 _generate_in_columns, drawing, drawing.generate, own.columns
             )

@@ -91,6 +91,7 @@ class RolloutServer:
         count = sum(len(row) - 1 for row in request.rows)
         if len(answer.log_probs) != count:
             raise ServerError(f"it has scored {len(answer.log_probs)} tokens of {count}")
+        _check_log_probs(answer.log_probs)
         return answer.log_probs
 
     def _ask(self, call: str, request: DrawRequest | ScoreRequest, kind: type[M]) -> M:
@@ -169,7 +170,11 @@ def _check_row(row: DrawnRow, request: DrawRequest, vocabulary: int) -> None:
     ends = [token in request.end_ids for token in row.ids]
     if any(ends[:-1]) or (len(row.ids) < request.tokens and not ends[-1]):
         raise ServerError("it has returned a completion that does not end where its end token is")
-    if not (row.log_probs <= 0).all():  # False for NaN too
+    _check_log_probs(row.log_probs)
+
+
+def _check_log_probs(log_probs: np.ndarray) -> None:
+    if not (log_probs <= 0).all():  # False for NaN too
         raise ServerError("it has returned log-probabilities above 0, or that are not numbers")
 
 

@@ -5,7 +5,7 @@
 | GET capabilities | what the server has loaded, and in which precision |
 | PUT weights | a tar of a folder, with an adapter in peft's format or a whole model in Hugging Face's |
 | POST draw | completions of prompts |
-| POST score | log-probabilities of given tokens, also by the weights that the server was started with |
+| POST score | log-probabilities of given tokens, also by the weights of the start |
 
 The answer to weights is a receipt: random text, which requests to draw and score repeat. A server that has received
 other weights since, or was restarted, refuses them with status 409. Random numbers come with the request: a completion
@@ -49,12 +49,16 @@ class Capabilities(Message):
     """A server's model and its device.
 
     Attributes:
+        start: digest of the weights that it was started with, and the receipt of these.
         vocabulary: number of logits.
+        tokenizer: digest of the tokens and their numbers.
         max_length: maximum length of a row in tokens.
     """
 
     model: str
+    start: str
     vocabulary: int
+    tokenizer: str
     max_length: int
     accelerator: str
     precision: str
@@ -105,7 +109,7 @@ class ScoreRequest(Message):
     """Rows whose tokens are scored, each given those before it, at temperature 1.
 
     Attributes:
-        receipt: that of the weights; empty: those that the server was started with.
+        receipt: that of the weights, `Capabilities.start` for those that the server was started with.
     """
 
     receipt: str

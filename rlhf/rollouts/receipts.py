@@ -26,8 +26,8 @@ _SURE = 5.0  # standard errors
 _OFF = 0.2  # a slope that differs less from 1 is no fault
 _MEASURABLE = 0.1  # the largest standard error of a slope that says something
 # The largest share of rounding in the square of the trainer's change. Rounding of the trainer's numbers lowers the
-# slope by as much. That of the server's does not, but moves many tokens together, of which the standard error is unaware:
-# at equal size, slopes of healthy servers were between 0.5 and 1.5.
+# slope by as much. That of the server's does not, but moves many tokens together, of which the standard error is
+# unaware: at equal size, slopes of healthy servers were between 0.5 and 1.5.
 _NOISE, _NOISE_THERE = 0.05, 0.2
 
 

@@ -27,9 +27,11 @@ from rlhf.models.lora import (
     read_adapter_tensors,
     to_plain_name,
 )
+from rlhf.models.tokenizers import digest_vocabulary
 from rlhf.rollouts.protocol import Capabilities, DrawnRow, DrawRequest, ScoreRequest
 from rlhf.serving.engine import Engine
 from rlhf.serving.requests import RequestError
+from rlhf.serving.rollouts import digest_weights
 
 
 class DecoderRollouts:
@@ -44,7 +46,9 @@ class DecoderRollouts:
         self.max_upload = 4 * sum(parameter.numel() for parameter in module.parameters()) + 64 * 2**20
         self.capabilities = Capabilities(
             model=name,
+            start=digest_weights(engine.model.folder),
             vocabulary=module.get_output_embeddings().weight.shape[0],
+            tokenizer=digest_vocabulary(model.tokenizer),
             max_length=model.max_length,
             accelerator=model.device.accelerator.name,
             precision=model.device.precision.name,
@@ -163,4 +167,6 @@ class DecoderRollouts:
         with model.device.forward_context(f"{len(ids)} rows"):
             scores = completion_log_probs(model.module, *batch, ids.shape[1] - 1).log_probs
         numbers: np.ndarray = np.array(scores.tolist(), np.float32)[mask[:, 1:].bool().numpy()]
+        if not np.isfinite(numbers).all():
+            raise model.invalid_number("a log-probability is not finite")
         return numbers

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rlhf.roles.model_identity import fingerprint_model
 from rlhf.rollouts.protocol import Capabilities, Drawn, DrawnRow, DrawRequest, Message, Receipt, Scored, ScoreRequest
 from rlhf.serving.requests import RequestError, read_json
 
@@ -63,12 +64,12 @@ class RolloutService:
     """What a trainer asks of a model, and which weights it has handed over.
 
     Attributes:
-        receipt: names the weights; empty if they are those that the server was started with.
+        receipt: names the weights.
     """
 
     def __init__(self, model: RolloutModel) -> None:
         """Serve a model."""
-        self.receipt = ""
+        self.receipt = model.capabilities.start
         self._model = model
         self._lock = threading.Lock()
         self._is_interrupted = False
@@ -125,15 +126,13 @@ class RolloutService:
 
     def _load(self, folder: Path) -> str:
         with self._one_at_a_time():
-            self.receipt = ""
+            self.receipt = self._model.capabilities.start  # if loading fails
             self._model.load(folder)
             self.receipt = secrets.token_hex(16)
             return self.receipt
 
     def _draw(self, asked: DrawRequest) -> list[DrawnRow]:
         with self._one_at_a_time():
-            if not asked.receipt:
-                raise RequestError("receipt: is empty; hand weights over first", 409)
             self._check_receipt(asked.receipt)
             return self._model.draw(asked)
 
@@ -144,8 +143,7 @@ class RolloutService:
 
     def _check_receipt(self, receipt: str) -> None:
         if receipt != self.receipt:
-            loaded = "other weights are loaded than those of this receipt"
-            raise RequestError(loaded if receipt else "a trainer has replaced the weights of the start", 409)
+            raise RequestError("other weights are loaded than those of this receipt", 409)
 
     def _check_tokens(self, rows: Sequence[Sequence[int]], width: int, tokens: int) -> None:
         context = self._model.capabilities.max_length
@@ -156,6 +154,11 @@ class RolloutService:
         longest = max(map(len, rows))
         if longest > width or max(longest + tokens, width) > context:
             raise RequestError(f"rows of {max(longest + tokens, width)} tokens do not fit into a context of {context}")
+
+
+def digest_weights(model: Path | str) -> str:
+    """Return what identifies the weights in a folder, or of a hub name: equal for equal files, or unlike any other."""
+    return fingerprint_model(str(model)) or secrets.token_hex(16)
 
 
 def _unpack(archive: Path, folder: Path) -> None:

@@ -28,7 +28,9 @@ from typing import Any
 import numpy as np
 
 from rlhf.errors import ModelError, RunError
+from rlhf.models.tokenizers import digest_vocabulary, load_tokenizer
 from rlhf.rollouts.protocol import Capabilities, DrawnRow, DrawRequest, ScoreRequest
+from rlhf.serving.rollouts import digest_weights
 from rlhf.utils.atomic_io import read_json
 
 _START = 1800.0  # seconds until it answers: it may compile first
@@ -76,6 +78,7 @@ class VLLMRollouts:
             raise ModelError(f"{folder}: config.json names no vocab_size; is it a language model?")
         kept = str(text.get("dtype") or text.get("torch_dtype") or "float32")
         names = {dtype: short for short, dtype in _DTYPES.items()}
+        tokenizer = digest_vocabulary(load_tokenizer(str(folder))[0])
         self._base, self._python, self._options, self._say = folder, python, tuple(options), say
         self._dtype = _DTYPES.get(precision or "", kept)
         self._files = tempfile.TemporaryDirectory(prefix="rlhf-vllm-")  # of this user alone
@@ -95,8 +98,10 @@ class VLLMRollouts:
             raise
         self.capabilities = Capabilities(
             model=name,
+            start=digest_weights(folder),
             vocabulary=self.vocabulary,
-            max_length=int(models[0]["max_model_len"]),
+            tokenizer=tokenizer,
+            max_length=int(models[0]["max_model_len"]) - 1,  # scoring a row draws a token after it
             accelerator=f"vLLM {version}",
             precision=names.get(self._dtype, self._dtype),
         )
@@ -142,6 +147,8 @@ class VLLMRollouts:
             "VLLM_NO_USAGE_STATS": "1",
         }
         environment.pop("PYTHONPATH", None)  # of this environment
+        if self._ended.is_set():
+            raise RunError("the server is ending")
         self._socket.unlink(missing_ok=True)
         self._read = 0  # bytes of the log before the last answer
         with self._log.open("wb") as log:
@@ -169,18 +176,19 @@ class VLLMRollouts:
         except (OSError, http.client.HTTPException):
             return False
 
-    def _end_process(self) -> None:
+    def _end_process(self, *, keep_files: bool = False) -> None:
         process, self._process = self._process, None
         if process:
             with contextlib.suppress(OSError):  # it has ended
-                process.communicate(b"end")
+                process.communicate(b"keep" if keep_files else None)
 
     def _failure(self, what: str) -> RunError:
         """Return an error with the first one in vLLM's log since the last call that it has answered.
 
         What follows it there says that a process has ended, and refers to it.
         """
-        lines = self._log.read_bytes()[self._read :].decode(errors="replace").splitlines()
+        content = self._log.read_bytes() if self._log.exists() else b""  # which is deleted as vLLM ends
+        lines = content[self._read :].decode(errors="replace").splitlines()
         named = [line for line in lines if _NAMES_ERROR.search(line) and not _NO_ERROR.search(line)]
         reason = (named or lines[-1:] or ["its log is empty"])[0]
         return RunError(f"{what}: {reason.split('] ')[-1].strip()[:300]}")
@@ -252,7 +260,7 @@ class VLLMRollouts:
             self._call("POST", "/v1/unload_lora_adapter", {"lora_name": before})
 
     def _restart(self) -> None:
-        self._end_process()
+        self._end_process(keep_files=True)
         self._served = _BASE
         self._start()
 

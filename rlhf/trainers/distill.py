@@ -33,7 +33,7 @@ from rlhf.trainers.ppo.experience import MicroBatcher, Rollout, join_rows
 from rlhf.trainers.ppo.memory_choices import choose_by_memory
 from rlhf.trainers.ppo.metrics import length_sums, padding_sums
 from rlhf.trainers.ppo.policy_decoder import PolicyDecoder
-from rlhf.trainers.ppo.recorded_rollout import StepContents
+from rlhf.trainers.ppo.recorded_rollout import TEACHER, StepContents, restore_numbers
 from rlhf.trainers.ppo.reports import report_rollout
 from rlhf.trainers.stage_models import ModelFactory, log_outputs, save_outputs
 from rlhf.trainers.teacher_servers import TeacherServers
@@ -48,6 +48,7 @@ class DistillTrainer:
         teacher: the model that it learns from, frozen; None if `servers` have it.
         policy: draws the student's completions.
         given: a recorded rollout, which steps take instead of drawing one.
+        scored: the same, with what servers have said of it, which steps take instead of asking them.
     """
 
     unit = "tokens"
@@ -66,6 +67,7 @@ class DistillTrainer:
         self.accelerator = context.accelerator
         self.settings = settings = context.config.distill
         self.given: RankStep | None = None
+        self.scored: RankStep | None = None
         self._contents = StepContents([], {})
 
         ranks, limits = context.world.size, context.config.data
@@ -85,12 +87,12 @@ class DistillTrainer:
             "student",
             models.causal_lm,
             settings.optimizer,
-            total_steps=self.total_steps * settings.passes,
+            total_steps=self.total_steps * settings.updates,
             batch_size=settings.batch_size,
             micro_batch_size=micro_rows,
         )
         self.teacher = context.frozen("teacher", models.causal_lm) if "teacher" in context.placements else None
-        self.servers = TeacherServers(context, self.student.vocabulary) if settings.teacher_servers else None
+        self.servers = TeacherServers(context, tokenizer, micro_rows) if settings.teacher_servers else None
         judge = context.frozen("judge", models.scalar_head) if "judge" in context.placements else None
         examples = [example for example in data.heldout if isinstance(example, Prompt)][: settings.eval_rows]
         batches = context.evaluation_batches(data.heldout, collate, settings, rows=rows)
@@ -113,7 +115,7 @@ class DistillTrainer:
         return {"model": self.student}
 
     def step(self, index: int) -> Metrics:
-        """Take step `index`: one rollout, and `distill.passes` updates on it."""
+        """Take step `index`: one rollout, and `distill.updates` updates on it."""
         context = self.context
         (own,) = self.batches.step(index)
         self._contents = StepContents.of(self.batches.own_numbers(index), own, self.decoder.random.get_state())
@@ -124,16 +126,18 @@ class DistillTrainer:
         self._contents.rollout = rollout
         report_rollout(context.observation, rollout, "student")
         with context.phases("scoring"):
-            parts = self.read(rollout)
+            scores = self._ask_servers(rollout, self.scored)
+            parts = self.read(rollout, scores)
+        self._contents.teacher_log_probs = scores
         with context.phases("training"):
             # Of the whole global batch: the loss is a mean over it, however rows are split.
             total = distributed.all_sum(rollout.action_mask.sum()).clamp_min(1)
-            rates = self.student.rates
-            updates = []
-            for update in range(self.settings.passes):
+            self.student.omitted_steps = index * self.settings.updates - self.student.steps
+            rates, loss = self.student.rates, partial(self._loss, total=total)
+            sums = self.student.step(parts, loss)
+            for update in range(1, self.settings.updates):
                 context.observation.update = update
-                updates.append(self.student.step(parts, partial(self._loss, total=total)))
-        sums = updates[0]  # of the student that has drawn
+                self.student.step(parts, loss)
         rows = rollout.row_mask.float()
         sums.add(
             rows=rows.sum(),
@@ -163,19 +167,29 @@ class DistillTrainer:
         """Complete prompts; see `rlhf.data.batches.collate_ppo` for what they consist of."""
         return self.policy.generate(prompts)
 
+    def _ask_servers(self, rollout: Rollout, scored: RankStep | None = None) -> Tensor | None:
+        """Return the log-probabilities of a rollout's tokens by the teacher's servers, if there are any, [B, A].
+
+        Those of a recorded rollout, `scored`, are in its record.
+        """
+        if not self.servers:
+            return None
+        with self.context.phases.running("scoring"):
+            return restore_numbers(scored, TEACHER, self.accelerator) if scored else self.servers.score(rollout)
+
     @torch.no_grad()
-    def read(self, rollout: Rollout) -> list[dict[str, Any]]:
+    def read(self, rollout: Rollout, scores: Tensor | None = None) -> list[dict[str, Any]]:
         """Return the micro-batches of a rollout, each with what the `teacher` says of its completions.
 
-        That is its `Logits`, or from servers its log-probabilities of the drawn tokens, [n, a].
+        That is its `Logits`, or the `scores` of its servers, [n, a] of [B, A].
         """
         tensors = {name: getattr(rollout, name) for name in ("input_ids", "attention_mask", "action_mask")}
         parts: list[dict[str, Any]] = []
         with self.context.phases.running("scoring"), on_device(self.teacher):
             for cut in rollout.micro_batches:
                 part = {name: cut.select(tensor, rollout.completion_length) for name, tensor in tensors.items()}
-                if self.servers:
-                    parts.append(part | {"teacher": self.servers.log_probs(part)})
+                if scores is not None:
+                    parts.append(part | {"teacher": cut.select(scores, rollout.completion_length)})
                     continue
                 logits = self._read_by_teacher(part)
                 # One output layer for all: of a sharded teacher it is a copy.
@@ -215,10 +229,10 @@ class DistillTrainer:
         if context.model_flops is not None:
             student, teacher = context.model_flops["student"], context.model_flops.get("teacher")
             drawn, read = generation_lengths(totals["rows"], prompts, texts), teacher.forward(texts) if teacher else 0
-            flops = student.forward(drawn), read, self.settings.passes * student.update(texts)
+            flops = student.forward(drawn), read, self.settings.updates * student.update(texts)
         context.phases.count_work("generation", tokens=texts.outputs, flops=flops[0])
         context.phases.count_work("scoring", tokens=texts.tokens, flops=flops[1])
-        context.phases.count_work("training", tokens=self.settings.passes * texts.tokens, flops=flops[2])
+        context.phases.count_work("training", tokens=self.settings.updates * texts.tokens, flops=flops[2])
 
     def repeat_scoring(self) -> Iterator[tuple[Any, Callable[[], object]]]:
         """Yield the micro-batches of the last rollout, each with a function by which the teacher reads it again."""
@@ -245,7 +259,7 @@ class DistillTrainer:
         """Return sums for `_average` over a rollout's real rows, and the `divergence` of each row."""
         self.student.engine.eval()
         outputs = []
-        for part in self.read(rollout):
+        for part in self.read(rollout, self._ask_servers(rollout)):
             with self.context.precision.autocast():
                 outputs.append(self._divergences(self.student.engine, part))
             self.accelerator.step_boundary("distill/evaluate")

@@ -47,6 +47,7 @@ from rlhf.trainers.ppo.exact import exact_numbers
 from rlhf.trainers.ppo.trainer import PPOTrainer
 from rlhf.trainers.stage_models import ModelFactory, resolve_stage_bases
 from rlhf.trainers.supervised import RewardTrainer, SFTTrainer
+from rlhf.trainers.teacher_servers import identify_teachers
 from rlhf.trainers.trainer import Trainer
 from rlhf.utils import manifest, signals
 from rlhf.utils.busy_cores import describe_busy_cores
@@ -135,10 +136,10 @@ def record_models(context: StageContext) -> None:
     Raises:
         ModelError, RunError: as `compare_models`.
     """
-    models = compare_models(context)
-    with distributed.on_main("recording the models") as main:
+    models, stage = compare_models(context), context.directory.name
+    with distributed.on_main("recording the models", takes_long=True) as main:
         if main:
-            context.run.record_models(context.directory.name, models)
+            context.run.record_models(stage, {**models, **identify_teachers(context.config, stage)})
 
 
 def compare_models(context: StageContext) -> Mapping[str, StartModel]:

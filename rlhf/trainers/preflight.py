@@ -54,7 +54,7 @@ class StagePlan:
     """The models that a stage starts from, and its rows.
 
     `data` has a sample of the rows, or all rows if they were requested. `parameters` is the number of parameters of the
-    model that the stage trains; None for the embedded one.
+    model that the stage trains; None for the embedded one. `teachers` has a line about each of a teacher's servers.
     """
 
     stage: Stage
@@ -62,6 +62,7 @@ class StagePlan:
     parameters: int | None
     tokenizer: PreTrainedTokenizerBase
     data: StageData
+    teachers: tuple[str, ...] = ()
 
     def steps(self, config: Config) -> int:
         """Return the optimizer steps of the stage, in PPO its rollouts; slightly too many if `data` is a sample."""
@@ -174,6 +175,7 @@ def examine(
     from rlhf.engine import deepspeed_config
     from rlhf.runs.disk_space import StorageNeed, check_disk_space
     from rlhf.trainers.ppo.exact import exact_numbers
+    from rlhf.trainers.teacher_servers import check_teachers, identify_teachers
 
     precision = accelerator.precision(config.precision)
     accelerator.kernels.get("adamw", required=True)
@@ -199,6 +201,10 @@ def examine(
         models.check(stage, bases[stage])
     started_from = {stage: base_sharing.identify_bases(config, stage, bases[stage]) for stage in pending}
     caches = {stage: models.cache(stage, bases[stage][0]) for stage in pending}
+    teachers: dict[Stage, tuple[str, ...]] = {}
+    if "distill" in pending and config.distill.teacher_servers:
+        teachers["distill"] = tuple(check_teachers(config, caches["distill"].tokenizer))
+        started_from["distill"] |= identify_teachers(config, "distill")
     data_of_stages, sources = _read_data(caches, config, whole=whole, show=True)
     documents = pretraining.read_documents(config, show=True) if "ppo" in pending else []
     plans, needs = [], {}
@@ -207,7 +213,7 @@ def examine(
             pretraining.pack_documents(config, documents, cache.tokenizer, max_rows=config.ppo.pretraining_rows)
         outline = models.outline(bases[stage][0])
         parameters = outline.num_parameters() if outline else None
-        plan = StagePlan(stage, bases[stage], parameters, cache.tokenizer, data)
+        plan = StagePlan(stage, bases[stage], parameters, cache.tokenizer, data, teachers.get(stage, ()))
         if not overwrite:
             directory.stage(stage).check_steps(plan.steps(config))
         plans.append(plan)

@@ -391,6 +391,8 @@ def print_stage(plan: StagePlan, config: Config, memory: Sequence[str], console:
     table.add_column(overflow="fold")
     for base in plan.bases:
         table.add_row(base.ref.key, Text(_format_base(base)))
+    for line in plan.teachers:
+        table.add_row("distill.teacher_servers", Text(line))
     if plan.parameters is not None:
         table.add_row("parameters", f"{plan.parameters:,} in {plan.bases[0].ref.key}")
     for report in plan.data.reports:

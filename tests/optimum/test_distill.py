@@ -19,7 +19,7 @@ from accelerators import Accelerator
 from rlhf.data.stage_dataset import StageData
 from rlhf.trainers import distill
 from rlhf.trainers.distill import DistillTrainer
-from rlhf.trainers.loop import fit
+from rlhf.trainers.loop import fit, take_step
 from tests.helpers import llama
 from tests.in_process import GivenModels, stage_context
 from tests.optimum.language import (
@@ -94,7 +94,7 @@ def divergences(policy: Tensor, other: Tensor) -> Tensor:
     return (policy.exp() * (policy - other)).sum(-1)
 
 
-@pytest.mark.parametrize("learns", ["reverse", "forward", "from servers", "in three passes"])
+@pytest.mark.parametrize("learns", ["reverse", "forward", "from servers", "by three updates"])
 def test_student_that_can_becomes_its_teacher(accelerator: Accelerator, tmp_path: Path, learns: str) -> None:
     """Over all completions, in both directions, whichever is trained."""
     student, teacher = llama(len(WORDS), seed=3, **SIZES), teacher_of(4)
@@ -104,7 +104,7 @@ def test_student_that_can_becomes_its_teacher(accelerator: Accelerator, tmp_path
         "reverse": {},
         "forward": {"divergence": "forward"},
         "from servers": {"teacher": None, "teacher_servers": "http://a:1"},
-        "in three passes": {"passes": 3, "epochs": 40},
+        "by three updates": {"updates": 3, "epochs": 40},
     }[learns]
     losses = distilled(accelerator, tmp_path, student, teacher, **changes)
     after = log_probabilities(student)
@@ -157,3 +157,26 @@ def test_student_that_cannot_ends_at_the_known_mean(accelerator: Accelerator, tm
     assert divergences(ended, wanted[divergence]).max() < 5e-3, (ended.exp(), wanted[divergence].exp())
     other = wanted["forward" if divergence == "reverse" else "reverse"]
     assert divergences(ended, other).max() > 0.03
+
+
+def test_learning_rate_follows_the_steps_also_after_one_that_was_left_out(
+    accelerator: Accelerator, tmp_path: Path
+) -> None:
+    """Of three updates a step, the first of step 2 fails, so its others are not made. It alone counts for nothing.
+
+    The rate falls in equal parts from 1, in the first of twelve updates, to 0 in the last.
+    """
+    optimizer = {"learning_rate": 1.0, "schedule": "linear", "warmup": 0, "min_lr_ratio": 0.0}
+    settings = {"batch_size": 2, "eval_rows": 1, "max_steps": 4, "epochs": 4, "updates": 3, "optimizer": optimizer}
+    data = {"max_prompt_length": PROMPT_COLUMNS, "max_completion_length": LENGTH}
+    values = {"data": data, "distill": {"teacher": "given", **settings}, "alarms": {"skip_not_finite": 1}}
+    context = stage_context(accelerator, tmp_path, "distill", values)
+    student, teacher = llama(len(WORDS), seed=3, **SIZES), teacher_of(4)
+    models = GivenModels({"student": student, "teacher": teacher}.__getitem__)
+    trainer = DistillTrainer(context, models, tokenizer(), StageData([PROMPT] * 2, [PROMPT], []))
+    real, rates = trainer._divergences, []
+    for index in range(4):
+        factor = float("nan") if index == 1 else 1.0
+        trainer._divergences = lambda *part, factor=factor: real(*part) * factor  # type: ignore[method-assign,misc]
+        rates.append(take_step(trainer, context, index).get("learning_rate"))
+    assert rates == [pytest.approx(1 - done / 11) if done is not None else None for done in (0, None, 5, 8)]

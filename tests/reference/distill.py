@@ -33,7 +33,7 @@ def step(
     """The updates on a global batch; returns what is recorded of them."""
     reverse = settings.divergence == "reverse"
     numbers: dict[str, float] = {}
-    for _ in range(settings.passes):
+    for _ in range(settings.updates):
         tokens = [token for row in rows for token in divergences(student, teacher, row, reverse=reverse)]
         loss = sum(tokens) / len(tokens)
         numbers = numbers or {"learning_rate": optimizer.rate, "loss": loss.item(), "tokens": float(len(tokens))}

@@ -113,7 +113,7 @@ def reinforced(
 def distilled(config: Config, student: Any, teacher: Any, rollouts: list[Rollout], heldout: list[Sequence]) -> Outcome:
     """What `real.distilled` should leave after these rollouts."""
     settings, network, frozen = config.distill, _network(student, config), Network(teacher)
-    updates = settings.max_steps * settings.passes
+    updates = settings.max_steps * settings.updates
     optimizer = AdamW(network.trained, settings.optimizer, updates, config.lora.learning_rate)
     before = distill.evaluation(network, frozen, settings, heldout, Tokenizer.all_special_ids)
     steps = [distill.step(network, frozen, optimizer, settings, rollout.sequences) for rollout in rollouts]

@@ -15,7 +15,7 @@ SHARDED = {"zero_stage": 3, "zero_persistence_threshold": 0}
 CASES = {
     "reverse, ZeRO 1, the last batch filled up": ("llama", {}),
     "forward": ("llama", {"divergence": "forward"}),
-    "three passes": ("llama", {"passes": 3}),
+    "three updates": ("llama", {"updates": 3}),
     "lengths cut, rows sorted": ("llama", {"engine": {"shapes": "dynamic"}}),
     "ZeRO 0, LoRA": ("llama", {"engine": {"zero_stage": 0}, "lora": cases.LORA}),
     "ZeRO 3, forward": (

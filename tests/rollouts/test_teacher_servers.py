@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+import math
+import shutil
+import subprocess
+import sys
+import tarfile
+import urllib.request
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from rlhf.reporting.step_records import read_steps
-from tests.helpers import assert_same_weights, llama, sets
+from tests.helpers import assert_same_weights, llama, sets, user_environment
 from tests.rollouts.test_runs import CALLS, Proxy
 
 
@@ -86,26 +95,54 @@ def test_loss_is_the_mean_difference_of_the_drawn_tokens_log_probabilities(
     differences = [(p - q)[-length:] for p, q, length in zip(student, of_teacher, lengths)]
     (step,) = steps(tmp_path / "run")
     assert len(drawn) == 4 and step["loss"] == pytest.approx(torch.cat(differences).mean().item(), rel=1e-4)
-    assert f"the teacher is tiny on cpu in fp32, {proxy.address}" in done.stdout
+    assert f"distill: the teacher is tiny on cpu in fp32, {proxy.address}" in done.stdout
 
 
-def test_student_does_not_depend_on_servers_that_fail(serve: Any, teacher: Path, distill: Any, tmp_path: Path) -> None:
-    """One of two fails: the other scores its rows. Both fail: the run ends, and continues when they are back."""
+def test_student_does_not_depend_on_servers_that_fail(
+    serve: Any, teacher: Path, distill: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    """One of two fails: the other scores its rows. Both fail: the run ends, and continues with others."""
     good = serve(model=teacher)
     distill(tmp_path / "whole", good.address)
     calls = Counted(broken=3)  # in the second step, after an evaluation in two calls
     proxy = Proxy(good, calls)
     done = distill(tmp_path / "replaced", proxy.address, good.address)
-    assert f"distill: teacher {proxy.address}: it refuses 'score'" in done.stdout and "the others" in done.stdout
+    assert (
+        f"distill: teacher's server {proxy.address}: it refuses 'score': without a reason (status 500)" in done.stdout
+    )
+    assert calls.rows, "the first has scored nothing"
     calls.left = 3
     keys = ("distill.checkpoint_every=1",)
     done = distill(tmp_path / "resumed", proxy.address, keys=keys, check=False)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert f"distill.teacher_servers: no server is left ({proxy.address}: it refuses 'score'" in done.stderr
-    distill(tmp_path / "resumed", good.address, keys=keys, options=("--resume",))
     proxy.close()
+    other = tmp_path / "other"
+    llama(len(tokenizer) + 40, seed=9).save_pretrained(other)
+    tokenizer.save_pretrained(other)
+    another = serve(model=other).address
+    done = distill(tmp_path / "resumed", another, keys=keys, options=("--resume",), check=False)
+    assert done.returncode == 2 and "(other weights)" in done.stderr, done.stderr
+    distill(tmp_path / "resumed", good.address, keys=keys, options=("--resume",))
     for run in ("replaced", "resumed"):
         assert_same_weights(*(tmp_path / name / "distill" / "model" for name in (run, "whole")), atol=0)
+    good.end()
+    command = [sys.executable, "-m", "rlhf", "replay", str(tmp_path / "resumed"), "--stage", "distill", "--step", "3"]
+    done = subprocess.run(
+        command, env=user_environment() | {"RLHF_ACCELERATOR": "cpu"}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, (done.stdout, done.stderr)
+
+
+def test_server_that_fails_once_is_asked_again(serve: Any, teacher: Path, distill: Any, tmp_path: Path) -> None:
+    failing = iter([True])
+
+    def fail_once(call: str, body: bytes, forward: Any) -> tuple[int, bytes]:
+        return (500, b"") if call == "score" and next(failing, False) else forward(body)
+
+    proxy = Proxy(serve(model=teacher), fail_once)
+    distill(tmp_path / "run", proxy.address, keys=("distill.max_steps=1",))
+    proxy.close()
 
 
 @pytest.mark.slow
@@ -117,39 +154,57 @@ def test_two_ranks_take_the_steps_of_one(serve: Any, teacher: Path, distill: Any
     assert two == pytest.approx(one, rel=1e-4) and len(set(one)) == len(one)
 
 
+@pytest.mark.parametrize("number", [math.nan, 3.0])
+def test_scores_that_are_no_log_probabilities_are_refused(
+    serve: Any, teacher: Path, distill: Any, tmp_path: Path, number: float
+) -> None:
+    def change(call: str, body: bytes, forward: Any) -> tuple[int, bytes]:
+        status, content = forward(body)
+        if call != "score":
+            return status, content
+        answer = json.loads(content)
+        size = len(base64.b64decode(answer["log_probs"])) // 4
+        answer["log_probs"] = base64.b64encode(np.full(size, number, "<f4")).decode()
+        return status, json.dumps(answer).encode()
+
+    proxy = Proxy(serve(model=teacher), change)
+    done = distill(tmp_path / "run", proxy.address, check=False)
+    proxy.close()
+    assert (
+        done.returncode == 2 and f"{proxy.address}: it has returned log-probabilities above 0, or that" in done.stderr
+    )
+
+
 def test_servers_without_this_teacher_are_refused_before_anything_is_trained(
     serve: Any, teacher: Path, distill: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
-    other = tmp_path / "other"
-    llama(len(tokenizer) + 40).save_pretrained(other)
-    tokenizer.save_pretrained(other)
-    wide, server = serve(model=other), serve(model=teacher)
-    renamed = Proxy(server, lambda call, body, forward: rename(*forward(body)))
+    """The tokens count, not the number of logits: sizes of a family have the same tokens, and other numbers."""
+    permuted, wide = tmp_path / "permuted", tmp_path / "wide"
+    shutil.copytree(teacher, permuted)
+    content = json.loads((permuted / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    first, second = list(vocabulary)[20:22]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (permuted / "tokenizer.json").write_text(json.dumps(content))
+    llama(len(tokenizer) + 40, seed=9).save_pretrained(wide)
+    tokenizer.save_pretrained(wide)
+    server = serve(model=teacher)
     for addresses, message in [
-        (
-            ["http://127.0.0.1:9"],
-            "http://127.0.0.1:9: ConnectionRefusedError: Connection refused; start it: rlhf serve",
-        ),
-        ([wide.address], f"its model tiny has {len(tokenizer) + 40} tokens, and the student has {len(tokenizer)}"),
-        ([server.address, renamed.address], "serve the same teacher everywhere"),
+        (["http://127.0.0.1:9"], "http://127.0.0.1:9: ConnectionRefusedError: Connection refused; start it: rlhf"),
+        ([serve(model=permuted).address], "its model tiny has another vocabulary than the student"),
+        ([server.address, serve(model=wide).address], "have different models; serve the same teacher everywhere"),
     ]:
-        done = distill(tmp_path / "run", *addresses, check=False)
-        assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
-    renamed.close()
-    assert not (tmp_path / "run" / "distill" / "model").exists()
-
-
-def rename(status: int, content: bytes) -> tuple[int, bytes]:
-    return status, content.replace(b'"model":"tiny"', b'"model":"another"')
+        for options in ((), ("--dry-run",)):
+            done = distill(tmp_path / "run", *addresses, options=options, check=False)
+            assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+    done = distill(tmp_path / "run", serve(model=wide).address, options=("--dry-run",))
+    assert "distill.teacher_servers  tiny on cpu in fp32" in done.stdout
 
 
 def test_scores_are_refused_once_a_trainer_has_replaced_the_weights(serve: Any, teacher: Path, tmp_path: Path) -> None:
-    import io
-    import tarfile
-    import urllib.request
-
     server = serve(model=teacher)
-    asked = {"receipt": "", "rows": [[2, 3]]}
+    asked = {"receipt": json.loads(server.get(f"{CALLS}/capabilities")[1])["start"], "rows": [[2, 3]]}
     assert server.post(f"{CALLS}/score", asked)[0] == 200
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as tar:
@@ -158,7 +213,7 @@ def test_scores_are_refused_once_a_trainer_has_replaced_the_weights(serve: Any, 
     request = urllib.request.Request(f"{server.address}{CALLS}/weights", archive.getvalue(), method="PUT")
     assert server.send(request)[0] == 200
     status, answer = server.post(f"{CALLS}/score", asked)
-    assert status == 409 and answer["error"]["message"] == "a trainer has replaced the weights of the start"
+    assert status == 409 and "other weights are loaded than those of this receipt" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -167,7 +222,7 @@ def test_scores_are_refused_once_a_trainer_has_replaced_the_weights(serve: Any, 
         (["distill.teacher=x"], "distill.teacher=x: has no effect with distill.teacher_servers"),
         (["distill.divergence=forward"], "distill.divergence=forward: forward is not possible"),
         (["distill.sampling.temperature=0.7"], "distill.sampling: temperature 1 and all tokens are needed"),
-        (["distill.passes=2"], "distill.passes=2: must be 1 with distill.teacher_servers"),
+        (["distill.updates=2"], "distill.updates=2: must be 1 with distill.teacher_servers"),
         (["distill.teacher_servers=[]", "distill.teacher_timeout=3"], "has no effect without distill.teacher_servers"),
         (["roles.teacher.frozen=int8"], "roles.teacher.frozen: the teacher is on distill.teacher_servers"),
     ],

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 parser = argparse.ArgumentParser()
 parser.add_argument("--uds")
 parser.add_argument("--enable-lora", action="store_true")
+CONTEXT = 64
 OPTIONS = parser.parse_known_args()[0]
 CALLS = Path(os.environ["FAKE_VLLM_CALLS"])
 if "FAKE_VLLM_BROKEN" in os.environ:
@@ -42,7 +43,7 @@ class Handler(BaseHTTPRequestHandler):
     def respond(self, body: Any) -> tuple[int, Any]:
         name = body.get("lora_name")
         if self.path == "/v1/models":
-            return 200, {"data": [{"id": "base", "max_model_len": 64}]}
+            return 200, {"data": [{"id": "base", "max_model_len": CONTEXT}]}
         if self.path == "/version":
             return 200, {"version": "0"}
         if self.path == "/v1/load_lora_adapter":
@@ -58,6 +59,8 @@ class Handler(BaseHTTPRequestHandler):
             return 200, {"success": True}
         if self.path != "/v1/completions":
             return 200, {}
+        if len(body["prompt"]) + body["max_tokens"] > CONTEXT:
+            return 400, {"error": {"message": "the prompt is too long"}}
         time.sleep(float(os.environ.get("FAKE_VLLM_SECONDS", 0)))
         value = self.reloaded if body["model"] == "base" else self.adapters[body["model"]]
         if "prompt_logprobs" in body:

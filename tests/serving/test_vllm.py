@@ -85,7 +85,9 @@ def test_each_adapter_has_a_new_name_and_the_last_one_answers(
     start: Callable[[], VLLMRollouts], tmp_path: Path
 ) -> None:
     vllm = start()
-    assert vllm.capabilities.max_length == 64 and vllm.capabilities.precision == "fp32"
+    assert vllm.capabilities.precision == "fp32"
+    longest = [3] * vllm.capabilities.max_length
+    assert len(vllm.score(ScoreRequest(receipt="", rows=[longest]))) == len(longest) - 1 > 50
     for number in (-1.0, -2.0, -3.0):
         vllm.load(weights(tmp_path / "weights", number))
         assert score(vllm) == [number] * 3
@@ -202,7 +204,7 @@ def test_command_serves_rollouts_and_ends_with_its_vllm(
     assert server.get("/v1/models")[0] == 404, "only rollouts"
     os.kill(int(find_stand_in(tmp_path).name), signal.SIGKILL)
     _, errors = server.process.communicate(timeout=60)
-    assert server.process.returncode == 2 and "vLLM has ended" in errors
+    assert server.process.returncode == 2 and "rlhf: error: vLLM has ended: its log is empty" in errors
     done = rlhf("serve", folder, "--engine", python, check=False, recipe=None)
     assert done.returncode == 2 and "serves rollouts only; add --rollouts" in done.stderr
     done = rlhf("serve", folder, "--rollouts", "--engine", python, "--batch-size", 4, check=False, recipe=None)

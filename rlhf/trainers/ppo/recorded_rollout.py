@@ -1,4 +1,4 @@
-"""A PPO step's rollout as `steps.bin` keeps it, and the completions of a kept one."""
+"""A step's rollout as `steps.bin` keeps it, and the completions of a kept one."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from rlhf.trainers.ppo.experience import Rollout, Scores
 if TYPE_CHECKING:
     from accelerators import Accelerator
 
+TEACHER = "teacher_log_probs"
+"""The array with what a teacher's servers have said of the completions."""
+
 
 @dataclass
 class StepContents:
@@ -26,6 +29,7 @@ class StepContents:
 
     Attributes:
         keeps_log_probs: keep drawn log-probabilities as they are: nobody can compute them again.
+        teacher_log_probs: [B, A], what servers have said of the completions; None without servers.
     """
 
     rows: list[int]
@@ -33,6 +37,7 @@ class StepContents:
     rollout: Rollout | None = None
     rewards: dict[str, Tensor] | None = None
     keeps_log_probs: bool = False
+    teacher_log_probs: Tensor | None = None
 
     @classmethod
     def of(
@@ -66,6 +71,9 @@ class StepContents:
             arrays["log_probs"] = encode_log_probs(own)
             if self.keeps_log_probs:
                 arrays["drawn_log_probs"] = own
+        if self.teacher_log_probs is not None:
+            rows = np.array(self.teacher_log_probs.tolist(), np.float32)
+            arrays[TEACHER] = np.concatenate([row[:length] for row, length in zip(rows, lengths)])
         for name, reward in (self.rewards or {}).items():
             arrays[name] = np.array(reward.tolist(), np.float32)
         return RankStep(self.rows, columns, digests, arrays)
@@ -85,10 +93,17 @@ def restore_completions(step: RankStep, pad_token_id: int, accelerator: Accelera
     here = np.arange(step.columns) < lengths[:, None]
     ids = np.full(here.shape, pad_token_id, np.int64)
     ids[here] = step.arrays["ids"]
-    tensors = {"ids": torch.from_numpy(ids), "mask": torch.from_numpy(here.astype(np.int64))}
-    if "drawn_log_probs" in step.arrays:
-        log_probs = np.zeros(here.shape, np.float32)
-        log_probs[here] = step.arrays["drawn_log_probs"]
-        tensors["log_probs"] = torch.from_numpy(log_probs)
-    moved: Batch = accelerator.to_device(tensors)
-    return Completions(**moved)
+    moved: Batch = accelerator.to_device(
+        {"ids": torch.from_numpy(ids), "mask": torch.from_numpy(here.astype(np.int64))}
+    )
+    is_kept = "drawn_log_probs" in step.arrays
+    return Completions(**moved, log_probs=restore_numbers(step, "drawn_log_probs", accelerator) if is_kept else None)
+
+
+def restore_numbers(step: RankStep, name: str, accelerator: Accelerator) -> Tensor:
+    """Return an array of a step with a number for each token of its completions, as [B, A]; 0 after their ends."""
+    here = np.arange(step.columns) < step.arrays["lengths"][:, None]
+    numbers = np.zeros(here.shape, np.float32)
+    numbers[here] = step.arrays[name]
+    moved: Batch = accelerator.to_device({name: torch.from_numpy(numbers)})
+    return moved[name]

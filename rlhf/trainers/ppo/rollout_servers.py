@@ -27,6 +27,7 @@ from rlhf.errors import ConfigError, DivergedError, RunError
 from rlhf.generation.decoder import Completions, Decoder
 from rlhf.models.forward import completion_log_probs
 from rlhf.rollouts.client import RolloutServer, ServerError, ServerTimeout
+from rlhf.rollouts.pool import meet, nobody_left, real_tokens, share_rows
 from rlhf.rollouts.protocol import Capabilities, DrawnRow, DrawRequest, ScoreRequest
 from rlhf.rollouts.receipts import LIMITS, Ledger
 from rlhf.utils.atomic_io import PARTIAL, remove_folder
@@ -34,6 +35,7 @@ from rlhf.utils.atomic_io import PARTIAL, remove_folder
 if TYPE_CHECKING:
     from rlhf.trainers.context import StageContext
 
+_KEY = "ppo.rollout.where"
 _NAME = "rollout-weights"  # of a partial folder and file, which the next start deletes if they are left
 
 Version = tuple[int, str]
@@ -66,7 +68,7 @@ class RolloutServers:
             not settings.weights and bool(engine.placement.lora.rank)
         )
         self._servers = [RolloutServer(url, settings.timeout) for url in settings.where]
-        self._usable = list(range(len(self._servers)))
+        self._usable = list(self._servers)
         self._version: Version | None = None
         self._failures: list[str] = []  # of this rank, since the last hand-over, which rank 0 has not reported
         self._lost: list[str] = []  # all of this rank's since then
@@ -84,22 +86,12 @@ class RolloutServers:
         Raises:
             ConfigError: it has not, or cannot be reached.
         """
-        key, lengths = "ppo.rollout.where", self._context.config.data
-        try:
-            has = server.capabilities()
-        except ServerError as error:
-            raise ConfigError(f"{key}: {server.url}: {error}; start it: rlhf serve MODEL --rollouts") from error
+        has = meet(server, _KEY, self._context.config.data.max_length, "start it: rlhf serve MODEL --rollouts")
         rows = self._engine.vocabulary
         if has.vocabulary != rows:
             raise ConfigError(
-                f"{key}: {server.url}: its model {has.model} has {has.vocabulary} tokens, and the policy has {rows}; "
+                f"{_KEY}: {server.url}: its model {has.model} has {has.vocabulary} tokens, and the policy has {rows}; "
                 "serve the model that this stage starts from"
-            )
-        longest = lengths.max_prompt_length + lengths.max_completion_length
-        if has.max_length < longest:
-            raise ConfigError(
-                f"{key}: {server.url}: its context has {has.max_length} tokens, and rows have up to {longest}; lower "
-                "data.max_prompt_length or data.max_completion_length"
             )
         self._context.say(f"ppo: rollouts by {server.url}: {has.model} on {has.accelerator} in {has.precision}")
         precision = self._context.precision.name
@@ -142,7 +134,7 @@ class RolloutServers:
         confirmed = distributed.all_gather_objects(confirmed)[0]
         for number, receipt in confirmed.items():
             self._servers[number].receipt = receipt
-        self._usable, self._version = list(confirmed), version
+        self._usable, self._version = [self._servers[number] for number in confirmed], version
         self._lost.clear()
 
     def _meet_all(self, *, is_first: bool) -> list[Ledger]:
@@ -196,10 +188,10 @@ class RolloutServers:
             server.receipt = "" if problem else server.receipt
         failed = [f"{server.url}: {problem}" for server, problem in zip(self._servers, problems) if problem]
         if failed and is_first:
-            raise ConfigError(f"ppo.rollout.where: {failed[0]}; nothing was trained")
+            raise ConfigError(f"{_KEY}: {failed[0]}; nothing was trained")
         confirmed = {number: server.receipt for number, server in enumerate(self._servers) if server.receipt}
         if not confirmed:
-            raise self._nobody_left(failed)
+            raise nobody_left(_KEY, failed)
         self._report(failed)
         return confirmed
 
@@ -228,10 +220,9 @@ class RolloutServers:
         Raises:
             RunError: (by the function) every server has failed.
         """
-        ids, mask = prompts["prompt_ids"].tolist(), prompts["prompt_mask"].tolist()
-        rows = [[token for token, here in zip(*row) if here] for row in zip(ids, mask)]
+        rows = real_tokens(prompts["prompt_ids"], prompts["prompt_mask"])
         numbers = np.array(uniform.T.tolist(), np.float32)
-        self._drawing = drawing = self._thread.submit(self._draw, rows, numbers, len(ids[0]))
+        self._drawing = drawing = self._thread.submit(self._draw, rows, numbers, prompts["prompt_ids"].shape[1])
 
         def wait_for_rows() -> list[DrawnRow]:
             drawn, failed = drawing.result()
@@ -242,27 +233,16 @@ class RolloutServers:
 
     def _draw(self, rows: list[list[int]], numbers: np.ndarray, width: int) -> tuple[list[DrawnRow], list[str]]:
         """Return the completions of rows, and which servers have failed; nothing here touches the device."""
-        drawn: list[DrawnRow | None] = [None] * len(rows)
-        failed: list[str] = []
-        while missing := [index for index, row in enumerate(drawn) if row is None]:
-            if not (usable := list(self._usable)):
-                raise self._nobody_left(self._lost)
-            shares = np.array_split(np.array(missing), min(len(usable), len(missing)))
-            with ThreadPoolExecutor(len(shares)) as threads:
-                asked = [
-                    threads.submit(self._draw_share, self._servers[number], share.tolist(), rows, numbers, width)
-                    for number, share in zip(usable, shares)
-                ]
-            for number, share, answer in zip(usable, shares, asked):
-                try:
-                    for index, row in zip(share.tolist(), answer.result()):
-                        drawn[index] = row
-                except ServerError as error:
-                    self._usable.remove(number)  # of this rank, until the next hand-over
-                    self._servers[number].receipt = ""
-                    failed.append(f"{self._servers[number].url}: {error}")
-                    self._lost.append(failed[-1])
-        return [row for row in drawn if row is not None], failed
+
+        def ask(server: RolloutServer, share: list[int]) -> list[DrawnRow]:
+            try:
+                return self._draw_share(server, share, rows, numbers, width)
+            except ServerError:
+                server.receipt = ""
+                raise
+
+        # Those that fail are not used until the next hand-over.
+        return share_rows(_KEY, self._usable, self._lost, len(rows), ask)
 
     def _draw_share(
         self, server: RolloutServer, share: Sequence[int], rows: list[list[int]], numbers: np.ndarray, width: int
@@ -320,12 +300,6 @@ class RolloutServers:
     def _report(self, failed: Sequence[str]) -> None:
         for line in failed:
             self._context.say(f"ppo: rollout server {line}; the others replace it until the next hand-over")
-
-    def _nobody_left(self, failed: Sequence[str]) -> RunError:
-        return RunError(
-            f"ppo.rollout.where: no server is left ({'; '.join(failed)}); the run ends with its last good state: start "
-            "them again, and continue with --resume"
-        )
 
 
 def _coarser(server: Capabilities, trainer: str) -> str:
