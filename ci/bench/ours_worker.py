@@ -99,10 +99,12 @@ def serve(channel: Channel, work: dict[str, Any], config: Any, accelerator: Any)
         if work["stage"] == "ppo":
             answer(facts, time_phases(ppo, context.recorder))
         else:
-            prompts = accelerator.to_device(ppo.prompts(0))
+            copies = work.get("copies", 1)
+            drawn = {name: rows[::copies].repeat_interleave(copies, 0) for name, rows in ppo.prompts(0).items()}
+            prompts = accelerator.to_device(drawn)
 
             def rollout(index: int) -> dict[str, float]:
-                ppo.generate(prompts)
+                ppo.generate(prompts, copies)
                 ppo.decoder.release_if_large()
                 return {}
 

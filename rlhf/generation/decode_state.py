@@ -93,7 +93,7 @@ class DecodeState:
         self.options = options
         self.model: Any = model
         self.shape = prompt_ids.shape
-        self.cache = WindowedStaticCache(model.config, columns, grows=options.eager)
+        self.cache = WindowedStaticCache(model.config, rows, columns, grows=options.eager)
         self.local_attention = GPTNeoLocalAttention(model, columns)
         self.with_positions = accepts_positions(model)
         self.cache_argument = cache_argument(model)
@@ -136,8 +136,9 @@ class DecodeState:
         self._steps.clear()
 
     def start(self, prompts: PromptBatch) -> None:
-        """Reset the buffers, read the prompts and draw the first token."""
+        """Reset the buffers, read the prompts, each once, and draw the first token."""
         rows, prompt_length = prompts.ids.shape
+        copies = prompts.copies if self.cache.can_drop_rows else 1
         self.rows, self.step_count = rows, 0
         self.order.copy_(torch.arange(rows, device=self.order.device))
         self.attention_mask[:, :prompt_length] = prompts.mask
@@ -150,12 +151,16 @@ class DecodeState:
         self.uniform.copy_(prompts.uniform.T)
         self.position.copy_(position_ids(prompts.mask)[:, -1:])
         width = self.prompt_width
-        self.cache.show(rows, width, torch.arange(prompt_length, device=prompts.ids.device), 0)
+        self.cache.show(rows // copies, width, torch.arange(prompt_length, device=prompts.ids.device), 0)
         self.local_attention.set_prompt(prompt_length, width)
-        inputs = model_inputs(self.model, prompts.ids, self.attention_mask[:, :width], self.cache)
+        inputs = model_inputs(self.model, prompts.ids[::copies], self.attention_mask[::copies, :width], self.cache)
         # An index instead of a count: see `completion_log_probs`.
         last = torch.full((1,), prompt_length - 1, device=prompts.ids.device)
-        self._draw(self.model(**inputs, logits_to_keep=last).logits[:, -1])
+        logits = self.model(**inputs, logits_to_keep=last).logits[:, -1]
+        if copies > 1:
+            self.cache.repeat(copies, prompt_length)
+            logits = logits.repeat_interleave(copies, 0)
+        self._draw(logits)
         self.step_count = 1
 
     def step(self) -> None:

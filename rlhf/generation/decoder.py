@@ -109,6 +109,7 @@ class Decoder:
         prompt_ids: Tensor,
         prompt_mask: Tensor,
         sampling: SamplingConfig,
+        copies: int = 1,
     ) -> Completions:
         """Complete each prompt until it ends or has `max_new_tokens` tokens; every rank calls it with as many rows.
 
@@ -117,11 +118,13 @@ class Decoder:
             prompt_ids: [B, P], padded left.
             prompt_mask: [B, P].
             sampling: temperature, top-k and top-p.
+            copies: so many rows after each other have one prompt, which is read once.
 
         Returns:
             A columns: `max_new_tokens` under a static shape policy, fewer under the others if all rows end early.
         """
-        return self.complete(model, PromptBatch(prompt_ids, prompt_mask, self.draw_numbers(len(prompt_ids))), sampling)
+        numbers = self.draw_numbers(len(prompt_ids))
+        return self.complete(model, PromptBatch(prompt_ids, prompt_mask, numbers, copies), sampling)
 
     @torch.no_grad()
     def complete(self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig) -> Completions:

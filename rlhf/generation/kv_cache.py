@@ -25,6 +25,7 @@ class CacheWindow:
     """The part of the cache in use, and the columns of the current tokens; all layers share it.
 
     Attributes:
+        all_rows: number of rows of the buffers.
         rows: number of visible rows; None before the first forward pass.
         columns: number of visible columns.
         grows: the buffers have as many columns as are visible.
@@ -32,7 +33,8 @@ class CacheWindow:
         seen: number of tokens before them, an int or a tensor [].
     """
 
-    def __init__(self, columns: int, grows: bool) -> None:
+    def __init__(self, rows: int, columns: int, grows: bool) -> None:
+        self.all_rows = rows
         self.rows: int | None = None
         self.columns = columns
         self.grows = grows
@@ -57,7 +59,10 @@ class WindowedStaticLayer(StaticLayer):
         """Allocate the buffers at the first update."""
         if self._window.grows:
             self.max_cache_len = self._window.columns
-        super().lazy_initialization(key_states, value_states)
+        states: tuple[Tensor, ...] = (key_states, value_states)
+        if len(key_states) < self._window.all_rows:  # prompts that are read once for several rows
+            states = tuple(part[:1].expand(self._window.all_rows, -1, -1, -1) for part in states)
+        super().lazy_initialization(*states)
         self._buffers = self.keys, self.values
         self.show()
 
@@ -94,6 +99,12 @@ class WindowedStaticLayer(StaticLayer):
         for states in (self.keys, self.values):
             states.index_copy_(0, targets, states.index_select(0, sources))
 
+    def repeat(self, copies: int, columns: int) -> None:
+        """Copy each visible row `copies` times, one after the other, up to a column."""
+        for buffer in self._buffers:
+            rows = buffer[: self._window.rows, :, :columns].repeat_interleave(copies, 0)
+            buffer[: len(rows), :, :columns] = rows
+
     def reset(self) -> None:
         """Fill the buffers with 0."""
         for buffer in self._buffers:
@@ -101,18 +112,18 @@ class WindowedStaticLayer(StaticLayer):
 
 
 class WindowedStaticCache(StaticCache):
-    """transformers' static cache for rows of `length` tokens, with layers that can be partly visible.
+    """transformers' static cache for `rows` of `length` tokens, with layers that can be partly visible.
 
     Layers with other states (recurrent layers, convolutions) are those of transformers, and are always whole.
 
     Attributes:
         can_narrow: columns can be hidden.
-        can_drop_rows: rows can be dropped.
+        can_drop_rows: rows can be dropped, and repeated.
     """
 
-    def __init__(self, config: Any, length: int, *, grows: bool = False) -> None:
+    def __init__(self, config: Any, rows: int, length: int, *, grows: bool = False) -> None:
         super().__init__(config=config, max_cache_len=length)
-        self.window = CacheWindow(length, grows)
+        self.window = CacheWindow(rows, length, grows)
         self._states: list[Tensor] = []
         self.layers: list[Any] = [
             WindowedStaticLayer(length, self.window)
@@ -154,6 +165,11 @@ class WindowedStaticCache(StaticCache):
         """Copy the visible rows `sources` over `targets`; both [N], and no row is in both."""
         for layer in self._windowed_layers():
             layer.move(sources, targets)
+
+    def repeat(self, copies: int, columns: int) -> None:
+        """Copy each visible row `copies` times, one after the other, up to a column; the rest is as it was."""
+        for layer in self._windowed_layers():
+            layer.repeat(copies, columns)
 
     def uncapturable_layers(self) -> list[str]:
         """Return the classes of the layers that count tokens in Python, which a captured step cannot repeat."""

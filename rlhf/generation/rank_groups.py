@@ -19,12 +19,13 @@ from rlhf.engine import distributed
 class PromptBatch(NamedTuple):
     """The input of a rollout, with all of its randomness, so that samples do not depend on how the rows are split.
 
-    ids, mask: [B, P], padded left; uniform: [A, B] in [0, 1).
+    ids, mask: [B, P], padded left; uniform: [A, B] in [0, 1); copies: so many rows after each other have one prompt.
     """
 
     ids: Tensor
     mask: Tensor
     uniform: Tensor
+    copies: int = 1
 
     def split(self, rows: int | None) -> list[PromptBatch]:
         """Split into as few batches of equal size as possible, of at most `rows` rows; None: one batch.
@@ -34,8 +35,9 @@ class PromptBatch(NamedTuple):
         count = -(-len(self.ids) // min(rows or len(self.ids), len(self.ids)))
         size = -(-len(self.ids) // count)
         indices = torch.arange(count * size, device=self.ids.device).clamp_max(len(self.ids) - 1)
+        copies = self.copies if size % self.copies == 0 else 1
         return [
-            PromptBatch(self.ids[part], self.mask[part], self.uniform.index_select(1, part))
+            PromptBatch(self.ids[part], self.mask[part], self.uniform.index_select(1, part), copies)
             for part in indices.split(size)
         ]
 
@@ -106,6 +108,7 @@ class TensorParallelGroup(SingleRank):
             self.all_gather(pad(prompts.ids, missing), 0),
             self.all_gather(pad(prompts.mask, missing), 0),
             self.all_gather(prompts.uniform, 1),
+            prompts.copies,
         )
 
     def select_own(self, rows: Tensor) -> Tensor:

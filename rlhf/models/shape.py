@@ -359,12 +359,15 @@ class ModelFlops:
         return 2 * self.output * texts.outputs
 
 
-def generation_lengths(rows: float, prompts: TextLengths, whole: TextLengths) -> TextLengths:
+def generation_lengths(rows: float, prompts: TextLengths, whole: TextLengths, copies: int = 1) -> TextLengths:
     """Return the sums of generating `rows` texts with a key-value cache, from their prompts until they are `whole`.
 
     A prompt is read in one pass, then each sampled token except a text's last, which attends to itself and all tokens
     before it: queries p + 1 ... t - 1 of a text of t tokens with a prompt of p. Each sampled token needs one output.
+    A prompt is read once for its `copies` texts, and so is the output before their first token.
     """
-    drawn = whole.tokens - prompts.tokens
+    drawn, again = whole.tokens - prompts.tokens, 1 - 1 / copies
     pairs = prompts.pairs + (whole.pairs - whole.tokens - prompts.pairs - prompts.tokens) / 2
-    return TextLengths(whole.tokens - rows, pairs, drawn)
+    return TextLengths(
+        whole.tokens - rows - again * prompts.tokens, pairs - again * prompts.pairs, drawn - again * rows
+    )

@@ -214,14 +214,14 @@ def _take_last(trainer: Trainer, context: StageContext, job: Job, record: StepRe
 
 
 def _generate_in_columns(
-    trainer: PPOTrainer | DistillTrainer, generate: Callable[[Any], Rollout], columns: int, prompts: Any
+    trainer: PPOTrainer | DistillTrainer, generate: Callable[..., Rollout], columns: int, prompts: Any, *copies: int
 ) -> Rollout:
     """Draw, in as many columns as the run had: it may have met the batch's shape before, which adds no padding then."""
     from torch.nn.functional import pad
 
     from rlhf.generation.decoder import Completions
 
-    rollout = generate(prompts)
+    rollout = generate(prompts, *copies)
     own = rollout.completion_length
     mask = rollout.attention_mask[:, -own:]
     if own == columns or int(mask.sum(1).max()) > columns:

@@ -68,9 +68,10 @@ class Viewed:
     """Rlhf's: parts of longer buffers, of which the last row leaves on the way; or buffers that grow by fours."""
 
     def __init__(self, config: Any, length: int, grows: bool) -> None:
-        self.cache, self.grows = WindowedStaticCache(config, 3 * length, grows=grows), grows
+        self.cache, self.grows = WindowedStaticCache(config, 0, 3 * length, grows=grows), grows
 
     def show(self, rows: int, first: int, tokens: int) -> None:
+        self.cache.window.all_rows = self.cache.window.all_rows or rows
         columns = -(-(first + tokens) // 4) * 4
         self.cache.show(rows, columns, torch.arange(first, first + tokens), first)
 

@@ -92,6 +92,36 @@ def test_greedy_tokens_are_those_of_generate(accelerator, name):
     assert (completions.mask == 1).all()
 
 
+@pytest.mark.parametrize("shapes", ["static", "dynamic"])
+@pytest.mark.parametrize("name", NAMES)
+def test_prompt_of_several_completions_is_read_once(accelerator, name, shapes):
+    """Tokens are those of the definition: the first at which the summed probabilities pass the random number.
+
+    They are computed by whole passes without a cache. Rows end early and make room.
+    """
+    copies, length = 4, 10
+    model, (ids, mask) = build(name), prompts()
+    repeated = [tensor.repeat_interleave(copies, 0) for tensor in (ids, mask)]
+    read = []
+    hook = model.get_input_embeddings().register_forward_hook(lambda layer, inputs, _: read.append(inputs[0].shape))
+    decode = decoder(accelerator, eos=range(3, 60, 7), length=length, shapes=shapes)
+    for _ in range(2):  # the second one uses the first one's buffers again, if shapes are static
+        decode.random.manual_seed(5)
+        drawn = decode.generate(model, *repeated, SamplingConfig(), copies)
+    hook.remove()
+    assert [shape[0] for shape in read if shape[1] == 6] == [3, 3]
+    numbers = torch.rand(length, 12, generator=torch.Generator().manual_seed(5))
+    assert len(drawn.mask.sum(1).unique()) > 1, "all rows end together"
+    for row in range(12):
+        text = repeated[0][row][repeated[1][row].bool()].tolist()
+        for place, token in enumerate(drawn.ids[row][drawn.mask[row].bool()].tolist()):
+            with torch.no_grad():
+                sums = model(torch.tensor([text])).logits[0, -1].double().softmax(-1).cumsum(-1)
+            near = (sums - numbers[place, row]).abs().min() < 1e-5
+            assert near or token == torch.searchsorted(sums, numbers[place, row].double(), right=True)
+            text.append(token)
+
+
 def test_row_ends_with_its_end_token_and_padding_follows(accelerator):
     model, (ids, mask) = build("llama"), prompts()
     free = decoder(accelerator).generate(model, ids, mask, GREEDY).ids

@@ -46,8 +46,8 @@ class PlainTeacher:
         self.model = model
 
     @torch.no_grad()
-    def log_probs(self, part: Any) -> Tensor:
-        ids, mask, length = part["input_ids"], part["attention_mask"], part["action_mask"].shape[1]
+    def score(self, rollout: Any) -> Tensor:
+        ids, mask, length = rollout.input_ids, rollout.attention_mask, rollout.completion_length
         positions = (mask.cumsum(-1) - 1).clamp_min(0)
         logits = self.model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
         scores = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)

@@ -75,8 +75,8 @@ def reinforced(
     rollouts: list[Rollout] = []
 
     class Watched(PPOTrainer):
-        def generate(self, prompts: Any) -> Any:
-            completions = super().generate(prompts)
+        def generate(self, prompts: Any, copies: int = 1) -> Any:
+            completions = super().generate(prompts, copies)
             if not heldout:
                 heldout.extend(_sequences(self, completions.input_ids, completions.completion_length, rows.heldout))
             return completions
@@ -163,8 +163,8 @@ def evaluated(
     generated: dict[tuple[int, ...], list[int]] = {}
 
     class Watched(PPOTrainer):
-        def generate(self, prompts: Any) -> Any:
-            completions = super().generate(prompts)
+        def generate(self, prompts: Any, copies: int = 1) -> Any:
+            completions = super().generate(prompts, copies)
             ends, columns = set(self.decoder.eos_ids.tolist()), completions.completion_length
             for row in completions.input_ids.tolist():
                 prompt = tuple(token for token in row[:-columns] if token != Tokenizer.pad_token_id)

@@ -68,6 +68,10 @@ def test_generation_lengths_equal_the_hand_count():
     lengths_read = generation_lengths(rows - 1, TextLengths.of([3, 2], 0), TextLengths.of([7, 3], 0))
     assert lengths_read == (7 + 3 - 2, pairs, 4 + 1)
     assert generation_lengths(rows, prompts, whole).outputs == 5
+    # Two prompts of 3 tokens and 2, each with two texts: 4 and 1, 3 and 2 tokens are drawn.
+    prompts, whole = TextLengths.of([3, 3, 2, 2], 0), TextLengths.of([7, 4, 5, 4], 0)
+    pairs = 9 + 4 + sum(sum(range(p + 1, p + n)) for p, n in [(3, 4), (3, 1), (2, 3), (2, 2)])
+    assert generation_lengths(4, prompts, whole, copies=2) == (3 + 2 + (3 + 0 + 2 + 1), pairs, 10 - 2)
 
 
 @pytest.mark.parametrize("rank", [0, 3])

@@ -57,7 +57,7 @@ def build(accelerator, recipe, tokenizer, tmp_path):
         models = ppo_models(policy(family, len(tokenizer), name), reference, critic, reward)
         ppo = build_ppo(accelerator, tmp_path, values, tokenizer, models, **changes)
         rollouts, generate = [], ppo.generate
-        ppo.generate = lambda prompts: rollouts.append(generate(prompts)) or rollouts[-1]
+        ppo.generate = lambda *given: rollouts.append(generate(*given)) or rollouts[-1]
         return ppo, rollouts
 
     yield build

@@ -454,7 +454,7 @@ def test_evaluation_repeats_itself_and_restores_the_generator(build_ppo, monkeyp
     built = build_ppo()
     seen, generator = [], built.decoder.random
 
-    def generate(decoder, model, prompt_ids, prompt_mask, sampling):
+    def generate(decoder, model, prompt_ids, prompt_mask, sampling, copies):
         seen.append((prompt_ids.tolist(), torch.rand(3, generator=generator).tolist()))
         return Completions(IDS, DRAWN)
 

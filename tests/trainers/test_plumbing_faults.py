@@ -274,8 +274,8 @@ def draw_from_first_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 def draw_at_another_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Decoder.generate
 
-    def generate(self: Any, model: nn.Module, ids: Any, mask: Any, sampling: Any) -> Any:
-        return real(self, model, ids, mask, sampling.model_copy(update={"temperature": 0.7}))
+    def generate(self: Any, model: nn.Module, ids: Any, mask: Any, sampling: Any, copies: int) -> Any:
+        return real(self, model, ids, mask, sampling.model_copy(update={"temperature": 0.7}), copies)
 
     monkeypatch.setattr(Decoder, "generate", generate)
 
@@ -283,8 +283,8 @@ def draw_at_another_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
 def draw_without_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Decoder.generate
 
-    def generate(self: Any, model: nn.Module, ids: Any, mask: Any, sampling: Any) -> Any:
-        return real(self, model, ids, torch.ones_like(mask), sampling)
+    def generate(self: Any, model: nn.Module, ids: Any, mask: Any, sampling: Any, copies: int) -> Any:
+        return real(self, model, ids, torch.ones_like(mask), sampling, copies)
 
     monkeypatch.setattr(Decoder, "generate", generate)
 

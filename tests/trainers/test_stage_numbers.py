@@ -349,7 +349,7 @@ class Echo:
     def __init__(self, backwards: int) -> None:
         self.backwards = backwards
 
-    def __call__(self, model: Any, prompt_ids: Tensor, prompt_mask: Tensor, sampling: Any) -> Completions:
+    def __call__(self, model: Any, prompt_ids: Tensor, prompt_mask: Tensor, sampling: Any, *_: Any) -> Completions:
         ids, mask = prompt_ids.flip(1), prompt_mask.flip(1)  # padded right
         if self.backwards == 0:
             rows = [row[real.bool()] for row, real in zip(prompt_ids, prompt_mask)]

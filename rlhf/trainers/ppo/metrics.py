@@ -222,7 +222,9 @@ def record_arithmetic(
         updated = sum(trained.values()) - (sum(scored[name] for name in trained) if reused else 0)
         prompts = TextLengths(sums["prompt_tokens"], sums["prompt_squares"], 0)
         flops = {
-            "generation": actor.forward(generation_lengths(sums["rows"], prompts, texts)),
+            "generation": actor.forward(
+                generation_lengths(sums["rows"], prompts, texts, copies=settings.method.group_size)
+            ),
             "scoring": sum(scored.values()),
             "training": passes * updated + updates * actor.update(raw_text),
         }

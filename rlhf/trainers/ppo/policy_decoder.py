@@ -71,14 +71,15 @@ class PolicyDecoder:
         self._step_bytes = count_step_bytes(engine, self.decoder.rank_group) if is_known else None
 
     @torch.no_grad()
-    def generate(self, prompts: Batch) -> Rollout:
-        """Complete prompts; see `rlhf.data.batches.collate_ppo` for what they consist of."""
+    def generate(self, prompts: Batch, copies: int = 1) -> Rollout:
+        """Complete prompts, of which `copies` after each other are equal; see `rlhf.data.batches.collate_ppo`."""
         decoder = self.decoder
         with (
             self._context.phases.running("generation"),
             generation_mode(self._engine, decoder.rank_group, layout=self._layout) as model,
         ):
-            completions = decoder.generate(model, prompts["prompt_ids"], prompts["prompt_mask"], self._sampling)
+            ids, mask = prompts["prompt_ids"], prompts["prompt_mask"]
+            completions = decoder.generate(model, ids, mask, self._sampling, copies)
             if self._engine.zero_stage == 3:  # the next gather may use other addresses, which a recorded step cannot
                 decoder.release()
         self._context.accelerator.step_boundary("rollout/end")

@@ -329,10 +329,10 @@ class PPOTrainer:
         return weights
 
     @torch.no_grad()
-    def generate(self, prompts: Batch) -> Rollout:
-        """Complete prompts; see `rlhf.data.batches.collate_ppo` for what they consist of."""
+    def generate(self, prompts: Batch, copies: int = 1) -> Rollout:
+        """Complete prompts, of which `copies` after each other are equal; see `rlhf.data.batches.collate_ppo`."""
         if not self.servers:
-            return self.policy.generate(prompts)
+            return self.policy.generate(prompts, copies)
         with self.context.phases.running("generation"):
             self.servers.hand_over((self.actor.steps, self._weights))
             numbers = self.decoder.draw_numbers(len(prompts["prompt_ids"]))
@@ -351,7 +351,7 @@ class PPOTrainer:
                 self.decoder.skip(len(prompts["prompt_ids"]))
             return self.policy.restore(prompts, self.given)
         if not self.ahead:
-            return self.generate(prompts)
+            return self.generate(prompts, self.settings.method.group_size)
         with self.context.phases.running("generation"):
             rows = self.ahead.take(index, (self.actor.steps, self._weights))
         return self.policy.join(prompts, self.ahead.servers.join(rows))
