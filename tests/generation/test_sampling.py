@@ -85,9 +85,9 @@ def test_log_probability_is_that_among_all_tokens(settings):
 def test_eager_top_p_draws_the_same_tokens_without_sorting_all(
     spread: float, top_p: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The smallest set is that of the definition, in float64."""
+    """The smallest set is that of the definition, in float64. Rows need different numbers of tokens."""
     generator = torch.Generator().manual_seed(0)
-    logits = spread * torch.randn(8, 5000, generator=generator)
+    logits = spread * torch.linspace(0.2, 2, 8).unsqueeze(1) * torch.randn(8, 5000, generator=generator)
     uniform, config = torch.rand(8, generator=generator), SamplingConfig(top_p=top_p)
     everything = sample(logits, uniform, config)
     counts, topk = [], torch.Tensor.topk
