@@ -54,6 +54,10 @@ class DrawnToken(NamedTuple):
     ended: bool
 
 
+class DecodingInterrupted(Exception):
+    """`Decoder.is_interrupted` was set."""
+
+
 class Decoder:
     """Samples completions. The buffers, the cache and the captured steps of each shape are reused by later calls.
 
@@ -61,6 +65,7 @@ class Decoder:
         random: the generator of random numbers, on the host; all ranks must seed it alike.
         forced: the ids to draw in the next calls, [B, A] on the host, instead of sampled ones; None: ids are sampled.
         steps: the decoding steps of the latest call, in all of its batches; each adds a token to every row.
+        is_interrupted: another thread may set it; the call that generates then ends with `DecodingInterrupted`.
     """
 
     def __init__(
@@ -99,6 +104,7 @@ class Decoder:
         self.forced: Tensor | None = None
         self._capture: Capture | None = accelerator.capture if self.rank_group.can_capture else None
         self.steps = 0
+        self.is_interrupted = False
         self._states: list[DecodeState] = []
         self._seen_shapes: set[torch.Size] = set()
 
@@ -254,6 +260,8 @@ class Decoder:
                 state.start(prompts)
                 while state.step_count < self.max_new_tokens:
                     if state.step_count % _STEPS_BETWEEN_STOP_CHECKS == 0:
+                        if self.is_interrupted:
+                            raise DecodingInterrupted
                         finished = state.finished[: state.rows]
                         active = self.rank_group.active_rows(
                             torch.zeros_like(finished) if takes_all_steps else finished

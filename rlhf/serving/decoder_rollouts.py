@@ -15,7 +15,7 @@ from accelerators import ShapePolicy
 from rlhf.config.schema import Config, SamplingConfig
 from rlhf.data.batches import pad_left, pad_right
 from rlhf.evaluation.models import load_language_model
-from rlhf.generation.decoder import Decoder
+from rlhf.generation.decoder import Decoder, DecodingInterrupted
 from rlhf.generation.rank_groups import PromptBatch
 from rlhf.models.forward import completion_log_probs
 from rlhf.models.lora import (
@@ -54,6 +54,7 @@ class DecoderRollouts:
             precision=model.device.precision.name,
         )
         self._decoder: Decoder | None = None
+        self._is_interrupted = False
         self._merged: contextlib.ExitStack | None = None
         self._has_other_base = False
         self._adapter: tuple[int, list[str]] | None = None  # rank and layers of the adapters in the model
@@ -63,7 +64,10 @@ class DecoderRollouts:
         self._engine.call(lambda: self._load(folder)).result()
 
     def interrupt(self) -> None:
-        """Nothing: a batch is drawn to its end."""
+        """End the batch that is being drawn within a few tokens."""
+        self._is_interrupted = True
+        if decoder := self._decoder:
+            decoder.is_interrupted = True
 
     def draw(self, asked: DrawRequest) -> list[DrawnRow]:
         """Return a completion of each prompt."""
@@ -140,7 +144,10 @@ class DecoderRollouts:
         uniform = torch.from_numpy(asked.uniform.reshape(count, asked.tokens).T.copy())
         prompts = PromptBatch(*model.device.accelerator.to_device((ids, mask, uniform)))
         with model.device.forward_context(f"{count} completions"):
-            drawn = decoder.complete(model.module, prompts, SamplingConfig(temperature=asked.temperature))
+            try:
+                drawn = decoder.complete(model.module, prompts, SamplingConfig(temperature=asked.temperature))
+            except DecodingInterrupted as error:
+                raise RequestError("the server is ending", 503) from error
         lengths = drawn.mask.sum(1).tolist()
         assert drawn.log_probs is not None
         log_probs = np.array(drawn.log_probs.tolist(), np.float32)
@@ -156,6 +163,7 @@ class DecoderRollouts:
     def _find_decoder(self, tokens: int, end_ids: Sequence[int]) -> Decoder:
         if self._decoder is None or (self._decoder.max_new_tokens, self._decoder.eos_ids.tolist()) != (tokens, end_ids):
             self._decoder = self._engine.make_decoder(tokens, end_ids)
+            self._decoder.is_interrupted = self._is_interrupted
         return self._decoder
 
     @torch.no_grad()

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhf.config.schema import build_config
 from rlhf.evaluation.models import EvaluationDevice, load_language_model
+from rlhf.generation.decode_state import DecodeState
 from rlhf.rollouts.protocol import Capabilities, Drawn, DrawRequest, Scored, ScoreRequest
 from rlhf.serving.app import ServedModel
 from rlhf.serving.decoder_rollouts import DecoderRollouts
@@ -91,8 +92,9 @@ class Server:
         self.engine, self.thread = engine, threading.Thread(target=engine.run)
         self.thread.start()
         self.receipt = ""
-        service = RolloutService(DecoderRollouts(engine, "tiny", config))
-        self.client = TestClient(ServedModel(engine, "tiny", token=None, hosts=None, rollouts=service).build())
+        self.service = RolloutService(DecoderRollouts(engine, "tiny", config))
+        served = ServedModel(engine, "tiny", token=None, hosts=None, rollouts=self.service)
+        self.client = TestClient(served.build())
 
     def put(self, content: bytes) -> Any:
         response = self.client.put(f"{CALLS}/weights", content=content)
@@ -276,3 +278,21 @@ def test_calls_are_not_served_without_the_option(folders: list[Path], accelerato
     client = TestClient(ServedModel(engine, "tiny", token=None, hosts=None).build())
     assert client.get(f"{CALLS}/capabilities").status_code == 404
     assert client.put(f"{CALLS}/weights", content=b"").status_code == 404
+
+
+def test_interrupt_ends_the_batch_that_is_being_drawn(server: Server, folders: list[Path], monkeypatch: Any) -> None:
+    server.put(pack(folders[1]))
+    steps, step = [], DecodeState.step
+
+    def interrupted(state: Any) -> None:
+        step(state)
+        steps.append(state.step_count)
+        if len(steps) == 2:
+            server.service.interrupt()
+
+    monkeypatch.setattr(DecodeState, "step", interrupted)
+    tokens = 40
+    response = server.draw(tokens=tokens, uniform=np.zeros(len(ROWS) * tokens, np.float32), end_ids=[])
+    assert response.status_code == 503 and "the server is ending" in response.text
+    assert len(steps) < 10
+    assert server.draw().status_code == 503 and len(steps) < 10
