@@ -1,12 +1,12 @@
 """Run every benchmark that has a target, one after the other, and print one table of the results.
 
-    bash ci/bench/setup_trl.sh                    once: create TRL's environment
+    bash ci/bench/setup_trl.sh                    once: create TRL's environments
     python ci/bench/all.py                        all rows of a CPU
     python ci/bench/all.py --seconds 500          stop after 500 seconds; the same command resumes
     python ci/bench/all.py --only rollout 64      only rows whose commands contain all of these words
     python ci/bench/all.py --accelerator cuda     the rows of a GPU
 
-PPO steps and steps of SFT and reward training are compared with TRL's trainers; rollouts are compared with
+PPO steps and steps of SFT, reward training and DPO are compared with TRL's trainers; rollouts are compared with
 transformers' generate() and with the limits of the machine. Rows that were measured with the current code are not
 measured again. The exit code is 0 if all rows are complete, 1 if a row failed, and 3 if time ran out before some rows.
 """
@@ -37,6 +37,7 @@ ROWS = (
     "supervised.py --stage sft --micro-batch 16",
     "supervised.py --stage reward --micro-batch 4",
     "supervised.py --stage reward --micro-batch 16",
+    "supervised.py --stage dpo --micro-batch 4",
     # With autocast TRL takes 19 GiB and our side 13: a machine with 23 GiB cannot run both at once.
     f"ppo_step.py {LONG} --warmup 1 --apart",
 )

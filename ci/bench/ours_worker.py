@@ -22,6 +22,7 @@ from rlhf.config.schema import Stage, build_config
 from rlhf.engine.select import select_accelerator
 from rlhf.runs.directory import RunDirectory
 
+SUPERVISED = ("sft", "reward", "dpo")
 LARGE = 2e9  # parameters; above this, rollouts are those of a policy that LoRA trains
 
 
@@ -41,7 +42,7 @@ def main() -> None:
 def settings(work: dict[str, Any], output: str) -> dict[str, Any]:
     """Return the recipe for the work.
 
-    `work["stage"]` is sft, reward, ppo or rollout. The last is PPO's generation with a policy and no critic.
+    `work["stage"]` is sft, reward, dpo, ppo or rollout. The last is PPO's generation with a policy and no critic.
     """
     values: dict[str, Any] = {
         "output": output,
@@ -51,9 +52,9 @@ def settings(work: dict[str, Any], output: str) -> dict[str, Any]:
         "data": {"max_prompt_length": work["prompt_tokens"], "max_completion_length": work["completion_tokens"]},
     }
     rows = {"batch_size": work["batch_size"], "micro_batch_size": work.get("micro_batch_size")}
-    if work["stage"] in ("sft", "reward"):
+    if work["stage"] in SUPERVISED:
         optimizer = {"learning_rate": work["learning_rate"], "schedule": "constant"}
-        start = {"model": work["model"]} if work["stage"] == "reward" else {}  # else that of a finished sft stage
+        start = {} if work["stage"] == "sft" else {"model": work["model"]}  # else that of a finished sft stage
         return values | {work["stage"]: rows | start | {"optimizer": optimizer, "epochs": 100_000, "dropout": 0.0}}
     ppo = rows | {"ppo_epochs": 1, "steps": 100_000, "actor": work["model"], "reward_model": work["model"]}
     if work.get("generation_exact"):
@@ -92,7 +93,7 @@ def serve(channel: Channel, work: dict[str, Any], config: Any, accelerator: Any)
     stage: Stage = "ppo" if work["stage"] == "rollout" else work["stage"]
     with pipeline.stage_context(stage, config, accelerator, RunDirectory(Path(config.output))) as context:
         answer = partial(_answer_commands, channel, accelerator)
-        if work["stage"] in ("sft", "reward"):
+        if work["stage"] in SUPERVISED:
             train(context, work, lambda step: answer(facts, step))
             return
         ppo = make_ppo(context, work)
@@ -165,17 +166,18 @@ def make_ppo(context: Any, work: dict[str, Any]) -> Any:
 
 
 def train(context: Any, work: dict[str, Any], answer: Callable[[Callable[[int], dict[str, Any]]], None]) -> None:
-    """Build the trainer of stage `sft` or `reward` on the rows of the work, and pass its step to `answer`."""
+    """Build the trainer of a supervised stage on the rows of the work, and pass its step to `answer`."""
     from rlhf.data.examples import Demonstration, Pair
     from rlhf.data.records import Message, Row
     from rlhf.data.stage_dataset import StageData
+    from rlhf.trainers.dpo import DPOTrainer
     from rlhf.trainers.supervised import RewardTrainer, SFTTrainer
 
     tokenizer, models = loaders(context, work)
     row = Row((Message("user", ""),), "", "", "", "", "benchmark")
     kind: Any = Demonstration if work["stage"] == "sft" else Pair
     examples = [kind(*ids, row) for ids in work["rows"]]
-    trainer_class: Any = SFTTrainer if work["stage"] == "sft" else RewardTrainer
+    trainer_class: Any = {"sft": SFTTrainer, "reward": RewardTrainer, "dpo": DPOTrainer}[work["stage"]]
     trainer = trainer_class(context, models, tokenizer, StageData(train=examples, heldout=examples, reports=[]))
 
     def step(index: int) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Measure one PPO step (rollout, scoring, training) against trl's PPOTrainer with bf16 weights and with bf16 autocast.
 
-    bash ci/bench/setup_trl.sh                                       once: create TRL's environment
+    bash ci/bench/setup_trl.sh                                       once: create TRL's environments
     python ci/bench/ppo_step.py                                      135M, batch 16, 16 + 32 tokens
     python ci/bench/ppo_step.py --prompt 128 --completion 128 --apart
     python ci/bench/ppo_step.py --accelerator cuda --shape llama-3.2-1b
@@ -49,7 +49,7 @@ def main() -> None:
         "--against", nargs="+", choices=tuple(SIDES), default=list(SIDES), help="sides of TRL (default: both)"
     )
     arguments = parser.parse_args()
-    turns.require_trl()
+    turns.require_trl("ppo")
 
     size = f"{arguments.prompt}+{arguments.completion}"
     shape = "" if arguments.shape == SHAPE else f"-{arguments.shape}"
@@ -64,7 +64,8 @@ def main() -> None:
         file = turns.write(workload(model, arguments), Path(folder))
         commands = {OURS: turns.ours_command(file)}
         commands |= {
-            f"trl {precision}": turns.trl_command(file, precision) for precision in ("bf16-weights", "bf16-autocast")
+            f"trl {precision}": turns.trl_command("ppo", file, precision)
+            for precision in ("bf16-weights", "bf16-autocast")
         }
         measured.measure(
             {

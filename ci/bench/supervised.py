@@ -1,15 +1,16 @@
-"""Measure a step of SFT or reward training against a step of TRL's SFTTrainer or RewardTrainer.
+"""Measure a step of SFT, reward training or DPO against a step of TRL's trainer.
 
-    bash ci/bench/setup_trl.sh                           once: create TRL's environment
+    bash ci/bench/setup_trl.sh                           once: create TRL's environments
     python ci/bench/supervised.py                        SFT, 16 rows of 16 to 128 tokens, 4 micro-batches
     python ci/bench/supervised.py --stage reward         reward training on 16 pairs
+    python ci/bench/supervised.py --stage dpo            DPO on 16 pairs
     python ci/bench/supervised.py --micro-batch 16       one micro-batch
 
 Every step takes the same 16 rows (or pairs), in the order that each side chooses, so all sides see the same tokens. The
 sides take turns on the whole machine. The target is against TRL's default precision, float32 weights under bf16
 autocast, which is the same as ours: bf16 products with float32 weights. TRL is also timed with bf16 weights and no
-float32 copy. For SFT, TRL has several exact modes of padding and loss: each is tried first, and the fastest takes the
-turns. The results are written to ci/bench/results (of a device, to ci/results).
+float32 copy. For SFT, TRL has several exact modes of padding and loss, for DPO two of the reference: each is tried
+first, and the fastest takes the turns. The results are written to ci/bench/results (of a device, to ci/results).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "padding-free, chunked_nll": {"padding_free": True},
     },
     "reward": {"padded": {}},
+    "dpo": {"reference beside": {}, "reference precomputed": {"precompute_ref_log_probs": True}},
 }
 SETTINGS = {
     "all": "constant learning rate 1e-5, AdamW, gradients clipped at norm 1, no dropout, no gradient checkpointing; "
@@ -51,14 +53,16 @@ SETTINGS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     turns.add_arguments(parser)
-    parser.add_argument("--stage", choices=("sft", "reward"), default="sft", help="default: sft")
+    parser.add_argument("--stage", choices=tuple(OPTIONS), default="sft", help="default: sft")
     parser.add_argument("--batch", type=int, default=16, help="rows or pairs per step (default: 16)")
     parser.add_argument("--micro-batch", type=int, default=4, help="rows or pairs per pass (default: 4)")
     parser.add_argument("--shape", default=SHAPE, help=f"a name in rlhf/models/known.yaml (default: {SHAPE})")
+    parser.add_argument("--layers", type=int, help="layers of the model, for a quick try (default: the shape's)")
     arguments = parser.parse_args()
-    turns.require_trl()
+    turns.require_trl(arguments.stage)
 
     shape = "" if arguments.shape == SHAPE else f"-{arguments.shape}"
+    shape += f"-{arguments.layers}-layers" if arguments.layers else ""
     sizes = f"{arguments.batch} rows of {SHORTEST} to {LONGEST} tokens"
     what = f"one step of {arguments.stage}, {arguments.shape} (random weights), {sizes}"
     settings = {**SETTINGS, "micro_batch": arguments.micro_batch, "batch": arguments.batch}
@@ -67,7 +71,7 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        model = make(folder / "model", arguments.shape)
+        model = make(folder / "model", arguments.shape, layers=arguments.layers)
         work = workload(model, arguments)
         file = turns.write(work, folder)
         sides = {OURS: partial(turns.start_worker, turns.ours_command(file), OURS, folder, arguments.accelerator)}
@@ -77,12 +81,16 @@ def main() -> None:
                 name,
                 {
                     option: partial(
-                        time_one_step, turns.trl_command(file, precision, changes), name, folder, arguments.accelerator
+                        time_one_step,
+                        turns.trl_command(arguments.stage, file, precision, changes),
+                        name,
+                        folder,
+                        arguments.accelerator,
                     )
                     for option, changes in options.items()
                 },
             )
-            command = turns.trl_command(file, precision, options[best])
+            command = turns.trl_command(arguments.stage, file, precision, options[best])
             sides[name] = partial(turns.start_worker, command, name, folder, arguments.accelerator)
         measured.measure(sides)
     measured.finish(rows(measured.sides(), arguments), tokens=count_tokens(work))
@@ -136,7 +144,7 @@ def count_tokens(work: dict[str, Any]) -> int:
 def rows(sides: dict[str, Any], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the rows: time against each precision of TRL, and memory against its default precision."""
     what = f"{arguments.stage}, {arguments.shape}, {arguments.batch} rows by {arguments.micro_batch}"
-    has_target = (arguments.shape, arguments.accelerator, arguments.batch) == (SHAPE, "cpu", 16)
+    has_target = (arguments.shape, arguments.accelerator, arguments.batch, arguments.layers) == (SHAPE, "cpu", 16, None)
     results = [
         report.row(
             f"{what}, against {name}",

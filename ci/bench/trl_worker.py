@@ -29,10 +29,13 @@ def main() -> None:
     arguments = parser.parse_args()
     work = json.loads(arguments.workload.read_text())
     channel = Channel()
-    make_trainer = {"ppo": ppo_trainer, "sft": sft_trainer, "reward": reward_trainer}[work["stage"]]
+    makers = {"ppo": ppo_trainer, "sft": sft_trainer, "reward": reward_trainer, "dpo": dpo_trainer}
+    make_trainer = makers[work["stage"]]
     with tempfile.TemporaryDirectory() as output:
         options = common(work, arguments.precision, output) | arguments.options
-        make_trainer(work, arguments.precision, options, command_callback(channel)).train()
+        generation_seconds = time_generation() if work["stage"] == "ppo" else []
+        callback = command_callback(channel, generation_seconds)
+        make_trainer(work, arguments.precision, options, callback).train()
 
 
 def common(work: dict[str, Any], precision: str, output: str) -> dict[str, Any]:
@@ -146,24 +149,51 @@ def reward_trainer(work: dict[str, Any], precision: str, options: dict[str, Any]
     )
 
 
-def command_callback(channel: Channel) -> Any:
+def dpo_trainer(work: dict[str, Any], precision: str, options: dict[str, Any], callback: Any) -> Any:
+    """Return TRL's DPO trainer on the pairs of the work, which have tokens already."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl import DPOConfig, DPOTrainer
+
+    class TokenizedDPOTrainer(DPOTrainer):
+        def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
+            return dataset
+
+    names = ("prompt_ids", "chosen_ids", "rejected_ids")
+    rows = {name: list(ids) for name, ids in zip(names, zip(*work["rows"]))}
+    schedule = {"num_train_epochs": 100_000, "learning_rate": work["learning_rate"], "lr_scheduler_type": "constant"}
+    return TokenizedDPOTrainer(
+        args=DPOConfig(max_length=None, **schedule, **options),
+        model=causal(work["model"], trained_dtype(precision)),
+        processing_class=AutoTokenizer.from_pretrained(work["model"]),
+        train_dataset=Dataset.from_dict(rows),
+        callbacks=[callback],
+    )
+
+
+def time_generation() -> list[float]:
+    """Return a list to which the PPO trainer adds the seconds of each generation."""
+    from trl.experimental.ppo import ppo_trainer
+
+    seconds: list[float] = []
+    generate = ppo_trainer.batch_generation
+
+    def generate_timed(*args: Any) -> Any:
+        start = time.perf_counter()
+        result = generate(*args)
+        seconds.append(time.perf_counter() - start)
+        return result
+
+    ppo_trainer.batch_generation = generate_timed
+    return seconds
+
+
+def command_callback(channel: Channel, generation_seconds: list[float]) -> Any:
     """Return a callback that waits for a command before each step and replies after it."""
     import torch
     import transformers
     import trl
     from transformers import TrainerCallback
-    from trl.experimental.ppo import ppo_trainer
-
-    generation_seconds: list[float] = []
-    generate = ppo_trainer.batch_generation
-
-    def time_generation(*args: Any) -> Any:
-        start = time.perf_counter()
-        result = generate(*args)
-        generation_seconds.append(time.perf_counter() - start)
-        return result
-
-    ppo_trainer.batch_generation = time_generation
 
     def wait_for_command() -> None:
         if not channel.wait():

@@ -21,7 +21,7 @@ import report
 from channel import Worker
 from machine import HERE, ROOT, describe_limits, device_file, limits, machine, results_file
 
-TRL_PYTHON = HERE / ".trl-venv" / "bin" / "python"
+TRL_ENVIRONMENTS = {"ppo": ".trl-venv"}  # the last releases with a PPOTrainer; the newest for the other stages
 UNFINISHED = 3  # exit code: time ran out, and the same command resumes
 CODE = ("rlhf", "accelerators")  # folders of the code that is measured
 
@@ -42,10 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser, *, rounds: int = 5, warmup: i
     parser.add_argument("--output", type=Path, help="JSON file (default: results/NAME-CHIP.json)")
 
 
-def require_trl() -> None:
+def find_trl(stage: str) -> Path:
+    """Return the interpreter of the environment with the TRL that a stage is compared with."""
+    return HERE / TRL_ENVIRONMENTS.get(stage, ".trl-newest-venv") / "bin" / "python"
+
+
+def require_trl(stage: str) -> None:
     """Exit with a line that says what to do if TRL's environment does not exist."""
-    if not TRL_PYTHON.exists():
-        sys.exit(f"{TRL_PYTHON}: no such environment; run bash ci/bench/setup_trl.sh first")
+    if not find_trl(stage).exists():
+        sys.exit(f"{find_trl(stage)}: no such environment; run bash ci/bench/setup_trl.sh first")
 
 
 def write(work: Mapping[str, Any], folder: Path) -> Path:
@@ -55,9 +60,9 @@ def write(work: Mapping[str, Any], folder: Path) -> Path:
     return file
 
 
-def trl_command(work: Path, precision: str, options: Mapping[str, Any] | None = None) -> list[str]:
+def trl_command(stage: str, work: Path, precision: str, options: Mapping[str, Any] | None = None) -> list[str]:
     """Return the command of the TRL side."""
-    command = [str(TRL_PYTHON), str(HERE / "trl_worker.py"), str(work), "--precision", precision]
+    command = [str(find_trl(stage)), str(HERE / "trl_worker.py"), str(work), "--precision", precision]
     return command + (["--options", json.dumps(options)] if options else [])
 
 
