@@ -133,8 +133,13 @@ def test_rules_that_end_training_are_compared(score: Any) -> None:
 
 def test_page_has_the_tables_of_the_results(capsys: pytest.CaptureFixture[str]) -> None:
     load("score").main()
-    page = (Path(__file__).parents[2] / "docs/diagnosis.md").read_text(encoding="utf-8").splitlines()
-    assert [line for line in capsys.readouterr().out.splitlines() if line and line not in page] == []
+    printed = capsys.readouterr().out.splitlines()
+    servers = load("servers")
+    compared = servers.format_comparison(servers.read_results()).splitlines()
+    assert len(compared) == 2 + len(servers.list_ways())
+    for name, lines in [("diagnosis", printed), ("rollouts", compared)]:
+        page = (Path(__file__).parents[2] / f"docs/{name}.md").read_text(encoding="utf-8").splitlines()
+        assert [line for line in lines if line and line not in page] == []
 
 
 def test_ways_of_drawing_are_compared_by_seed_as_counted_by_hand() -> None:
