@@ -1,7 +1,7 @@
 """Compare this code with an earlier commit: PPO steps, rollouts, or steps of SFT and reward training.
 
     python ci/bench/compare_commits.py v0.1.0                       PPO steps of 16 x (16 + 32) tokens
-    python ci/bench/compare_commits.py HEAD~20 --stage rollout
+    python ci/bench/compare_commits.py HEAD~20 --stage rollout --copies 8
     python ci/bench/compare_commits.py 0c30c27 --stage sft
 
 The commit is checked out and installed into a temporary folder, without its dependencies. Each side runs the
@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=16, help="tokens of a prompt (default: 16)")
     parser.add_argument("--completion", type=int, default=32, help="tokens of a completion (default: 32)")
     parser.add_argument("--batch", type=int, default=16, help="rows of a step (default: 16)")
+    parser.add_argument("--copies", type=int, default=1, help="rows of each prompt of a rollout (default: 1)")
     parser.add_argument("--micro-batch", type=int, default=4, help="rows of a pass of SFT or reward (default: 4)")
     parser.add_argument(
         "--shape", default=ppo_step.SHAPE, help="a name in rlhf/models/known.yaml (default: %(default)s)"
