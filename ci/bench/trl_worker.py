@@ -56,6 +56,11 @@ def common(work: dict[str, Any], precision: str, output: str) -> dict[str, Any]:
     }
 
 
+def schedule(work: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of the supervised trainers: a constant rate, until the benchmark stops."""
+    return {"num_train_epochs": 100_000, "learning_rate": work["learning_rate"], "lr_scheduler_type": "constant"}
+
+
 def causal(path: str, dtype: Any) -> Any:
     """Load a language model."""
     from transformers import AutoModelForCausalLM
@@ -119,9 +124,8 @@ def sft_trainer(work: dict[str, Any], precision: str, options: dict[str, Any], c
         "input_ids": [prompt + completion for prompt, completion in work["rows"]],
         "completion_mask": [[0] * len(prompt) + [1] * len(completion) for prompt, completion in work["rows"]],
     }
-    schedule = {"num_train_epochs": 100_000, "learning_rate": work["learning_rate"], "lr_scheduler_type": "constant"}
     return SFTTrainer(
-        args=SFTConfig(completion_only_loss=True, max_length=None, **schedule, **options),
+        args=SFTConfig(completion_only_loss=True, max_length=None, **schedule(work), **options),
         model=causal(work["model"], trained_dtype(precision)),
         processing_class=AutoTokenizer.from_pretrained(work["model"]),
         train_dataset=Dataset.from_dict(rows),
@@ -139,9 +143,8 @@ def reward_trainer(work: dict[str, Any], precision: str, options: dict[str, Any]
         "chosen_ids": [prompt + chosen for prompt, chosen, _ in work["rows"]],
         "rejected_ids": [prompt + rejected for prompt, _, rejected in work["rows"]],
     }
-    schedule = {"num_train_epochs": 100_000, "learning_rate": work["learning_rate"], "lr_scheduler_type": "constant"}
     return RewardTrainer(
-        args=RewardConfig(max_length=None, **schedule, **options),
+        args=RewardConfig(max_length=None, **schedule(work), **options),
         model=scalar(work["model"], trained_dtype(precision)),
         processing_class=AutoTokenizer.from_pretrained(work["model"]),
         train_dataset=Dataset.from_dict(rows),
@@ -161,9 +164,8 @@ def dpo_trainer(work: dict[str, Any], precision: str, options: dict[str, Any], c
 
     names = ("prompt_ids", "chosen_ids", "rejected_ids")
     rows = {name: list(ids) for name, ids in zip(names, zip(*work["rows"]))}
-    schedule = {"num_train_epochs": 100_000, "learning_rate": work["learning_rate"], "lr_scheduler_type": "constant"}
     return TokenizedDPOTrainer(
-        args=DPOConfig(max_length=None, **schedule, **options),
+        args=DPOConfig(max_length=None, **schedule(work), **options),
         model=causal(work["model"], trained_dtype(precision)),
         processing_class=AutoTokenizer.from_pretrained(work["model"]),
         train_dataset=Dataset.from_dict(rows),

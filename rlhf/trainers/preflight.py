@@ -203,7 +203,7 @@ def examine(
     caches = {stage: models.cache(stage, bases[stage][0]) for stage in pending}
     teachers: dict[Stage, tuple[str, ...]] = {}
     if "distill" in pending and config.distill.teacher_servers:
-        teachers["distill"] = tuple(check_teachers(config, caches["distill"].tokenizer))
+        teachers["distill"] = tuple(check_teachers(config, caches["distill"].tokenizer)[1])
         started_from["distill"] |= identify_teachers(config, "distill")
     data_of_stages, sources = _read_data(caches, config, whole=whole, show=True)
     documents = pretraining.read_documents(config, show=True) if "ppo" in pending else []

@@ -46,20 +46,20 @@ def meet_teachers(config: Config) -> list[tuple[str, Capabilities]]:
     return servers
 
 
-def check_teachers(config: Config, tokenizer: Any) -> list[str]:
-    """Return a line about each server, after a check of its vocabulary against the student's `tokenizer`.
+def check_teachers(config: Config, tokenizer: Any) -> tuple[str, list[str]]:
+    """Return the digest of the teacher's weights, and a line about each server, if it has the student's `tokenizer`.
 
     Raises:
         ConfigError: as `meet_teachers`, or the vocabulary is another.
     """
-    servers = meet_teachers(config)
+    servers, vocabulary = meet_teachers(config), digest_vocabulary(tokenizer)
     for url, has in servers:
-        if has.tokenizer != digest_vocabulary(tokenizer):
+        if has.tokenizer != vocabulary:
             raise ConfigError(
                 f"{_KEY}: {url}: its model {has.model} has another vocabulary than the student; serve a teacher with "
                 "the student's tokenizer"
             )
-    return [f"{has.model} on {has.accelerator} in {has.precision}, {url}" for url, has in servers]
+    return servers[0][1].start, [f"{has.model} on {has.accelerator} in {has.precision}, {url}" for url, has in servers]
 
 
 def identify_teachers(config: Config, stage: Stage) -> dict[str, StartModel]:
@@ -100,9 +100,9 @@ class TeacherServers:
         if not self._teacher:
             with distributed.on_main("meeting the teacher's servers", takes_long=True) as main:
                 if main:
-                    for line in check_teachers(self._context.config, self._tokenizer):
+                    self._teacher, lines = check_teachers(self._context.config, self._tokenizer)
+                    for line in lines:
                         self._context.say(f"distill: the teacher is {line}")
-                    self._teacher = meet_teachers(self._context.config)[0][1].start
             self._teacher = distributed.all_gather_objects(self._teacher)[0]
         mask = rollout.attention_mask * rollout.row_mask.unsqueeze(1)
         rows = real_tokens(rollout.input_ids, mask)
@@ -110,7 +110,7 @@ class TeacherServers:
         scores, failed = self._ask([rows[number] for number in asked])
         for lines in distributed.all_gather_objects(failed):
             for line in lines:
-                self._context.say(f"distill: teacher's server {line}; its rows were scored by others")
+                self._context.say(f"distill: teacher's server {line}; its rows were asked for again")
         here = torch.tensor(mask.tolist(), dtype=torch.bool)
         numbers = torch.zeros(here.shape)
         numbers[here & (here.cumsum(1) > 1)] = torch.from_numpy(np.concatenate([np.empty(0, np.float32), *scores]))
@@ -128,12 +128,10 @@ class TeacherServers:
                 scores += np.split(answer, np.cumsum([len(row) - 1 for row in part])[:-1])
             return scores
 
-        for is_last in (False, True):
-            lost: list[str] = []
-            try:
-                return share_rows(_KEY, list(self._servers), lost, len(rows), score)
-            except RunError:
-                if is_last:
-                    raise
-                time.sleep(_PAUSE)
-        raise AssertionError
+        lost: list[str] = []
+        try:
+            return share_rows(_KEY, list(self._servers), lost, len(rows), score)
+        except RunError:  # all have failed
+            time.sleep(_PAUSE)
+            scores, failed = share_rows(_KEY, list(self._servers), [], len(rows), score)
+            return scores, [*lost, *failed]

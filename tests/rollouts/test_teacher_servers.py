@@ -141,8 +141,9 @@ def test_server_that_fails_once_is_asked_again(serve: Any, teacher: Path, distil
         return (500, b"") if call == "score" and next(failing, False) else forward(body)
 
     proxy = Proxy(serve(model=teacher), fail_once)
-    distill(tmp_path / "run", proxy.address, keys=("distill.max_steps=1",))
+    done = distill(tmp_path / "run", proxy.address, keys=("distill.max_steps=1",))
     proxy.close()
+    assert f"teacher's server {proxy.address}: it refuses 'score'" in done.stdout
 
 
 @pytest.mark.slow
