@@ -17,8 +17,8 @@ from rlhf.errors import ConfigError, RunError
 from rlhf.models.tokenizers import digest_vocabulary
 from rlhf.roles.model_identity import StartModel
 from rlhf.rollouts.client import RolloutServer
-from rlhf.rollouts.pool import meet, real_tokens, share_rows
 from rlhf.rollouts.protocol import Capabilities, ScoreRequest
+from rlhf.rollouts.server_pool import meet, real_tokens, share_rows
 
 if TYPE_CHECKING:
     from rlhf.trainers.context import StageContext

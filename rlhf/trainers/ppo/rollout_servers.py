@@ -27,9 +27,9 @@ from rlhf.errors import ConfigError, DivergedError, RunError
 from rlhf.generation.decoder import Completions, Decoder
 from rlhf.models.forward import completion_log_probs
 from rlhf.rollouts.client import RolloutServer, ServerError, ServerTimeout
-from rlhf.rollouts.pool import meet, nobody_left, real_tokens, share_rows
 from rlhf.rollouts.protocol import Capabilities, DrawnRow, DrawRequest, ScoreRequest
 from rlhf.rollouts.receipts import LIMITS, Ledger
+from rlhf.rollouts.server_pool import meet, nobody_left, real_tokens, share_rows
 from rlhf.utils.atomic_io import PARTIAL, remove_folder
 
 if TYPE_CHECKING:

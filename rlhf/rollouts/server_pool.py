@@ -1,4 +1,4 @@
-"""Several rollout servers of one trainer: meeting one, sharing rows out, and what is said if none is left."""
+"""The rollout servers of one trainer: meet each, share rows out, and end the run if none is left."""
 
 from __future__ import annotations
 
