@@ -33,6 +33,7 @@ IMPORTS = (
     "torch.utils.tensorboard",
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.ops.op_builder.all_ops",
+    "peft",  # for LoRA
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "setuptools",  # DeepSpeed imports it when it is asked for an operator
     "accelerators.backends.cpu.backend",

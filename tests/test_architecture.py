@@ -277,6 +277,15 @@ def test_importing_and_choosing_load_no_heavy_library() -> None:
     assert done.stdout.strip() == "set()"
 
 
+def test_importing_the_stages_loads_no_library_that_few_runs_need() -> None:
+    script = (
+        "import sys, accelerators, rlhf.trainers.pipeline\n"
+        "print({'datasets', 'pandas', 'peft', 'pyarrow', 'scipy', 'torchvision', 'vllm'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
+
+
 def test_the_package_and_its_metadata_agree_on_the_version() -> None:
     import rlhf
     from rlhf.runs.directory import collect_versions

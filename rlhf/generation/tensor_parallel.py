@@ -17,11 +17,10 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from deepspeed.runtime.zero import GatheredParameters
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rlhf.models.lora import compute_adapter_update, compute_merged_weight
+from rlhf.models.lora import compute_adapter_update, compute_merged_weight, is_adapted
 from rlhf.models.quantized import unpack_weight
 
 logger = logging.getLogger(__name__)
@@ -257,7 +256,7 @@ def _fill(
     `parameters` has the parameters made so far, for weights that several modules share; quantized weights become
     `dtype`.
     """
-    has_adapter = isinstance(source, LoraLayer)
+    has_adapter = is_adapted(source)
     base = source.get_base_layer() if has_adapter else source
     module._buffers.update(base._buffers)
     vars(module).update({name: value for name, value in vars(base).items() if isinstance(value, Tensor)})

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig as PeftConfig
-from peft import inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -28,6 +26,9 @@ from rlhf.config.schema import LoraConfig
 from rlhf.errors import ConfigError, ModelError
 from rlhf.models.scalar_head import was_reset
 from rlhf.models.weight_loading import whole_bytes
+
+if TYPE_CHECKING:
+    from peft import LoraConfig as PeftConfig
 
 TRAINED_ADAPTER = "default"
 """peft's name of the adapters that are trained."""
@@ -74,6 +75,8 @@ def build_peft_config(model: Any, config: LoraConfig) -> PeftConfig:
     Raises:
         ConfigError, ModelError: as `add_adapters`.
     """
+    from peft import LoraConfig as PeftConfig
+
     targets = find_adapter_targets(model, config.target_modules)
     return PeftConfig(
         r=config.rank,
@@ -86,6 +89,8 @@ def build_peft_config(model: Any, config: LoraConfig) -> PeftConfig:
 
 def inject_adapters(model: Any, name: str, config: PeftConfig) -> None:
     """Add adapters called `name` to layers of `model`; only those called TRAINED_ADAPTER are trained."""
+    from peft import inject_adapter_in_model
+
     vars(model.base_model).pop("peft_config", None)  # peft 0.21 warns about that of earlier adapters
     inject_adapter_in_model(config, model.base_model, adapter_name=name)
     for layer in find_adapted_layers(model).values():
@@ -165,9 +170,15 @@ def should_merge(model: nn.Module, config: LoraConfig, memory: int) -> tuple[boo
     )
 
 
+def is_adapted(module: nn.Module) -> bool:
+    """Return True if peft has given the layer adapters; it does not import peft, which is slow and seldom needed."""
+    lora = sys.modules.get("peft.tuners.lora")  # without it no layer has any
+    return lora is not None and isinstance(module, lora.LoraLayer)
+
+
 def find_adapted_layers(model: nn.Module) -> dict[str, Any]:
     """Return the layers with adapters, by their paths."""
-    return {path: layer for path, layer in model.named_modules() if isinstance(layer, LoraLayer)}
+    return {path: layer for path, layer in model.named_modules() if is_adapted(layer)}
 
 
 def compute_adapter_update(layer: Any, rows: slice = slice(None)) -> Tensor:
@@ -206,6 +217,8 @@ def list_trained_modules(model: nn.Module) -> list[str]:
 
 def read_adapter_config(path: Path) -> PeftConfig:
     """Return peft's configuration of the adapter at `path`, without the modules that were trained whole."""
+    from peft import LoraConfig as PeftConfig
+
     config = PeftConfig.from_pretrained(str(path))
     config.modules_to_save, config.bias, config.inference_mode = None, "none", False
     return config

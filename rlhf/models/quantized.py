@@ -16,13 +16,12 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from rlhf.models import lazy_tensors
 from rlhf.models.lazy_tensors import InMemory, Source, compute_in_parts
-from rlhf.models.lora import compute_adapter_update
+from rlhf.models.lora import compute_adapter_update, is_adapted
 from rlhf.models.weight_loading import PlaceParameter, get_source, set_source
 
 if TYPE_CHECKING:
@@ -218,7 +217,7 @@ def compute_export_weight(model: Any, path: str, dtype: torch.dtype) -> Tensor:
     def compute_rows(rows: slice) -> Tensor:
         weight = torch.empty(rows.stop - rows.start, width)
         lazy_tensors.copy_source(source, weight, rows.start * width)
-        if isinstance(parent, LoraLayer):
+        if is_adapted(parent):
             weight += compute_adapter_update(parent, rows).detach().to(weight.device)
         return weight
 

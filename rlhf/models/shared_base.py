@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from rlhf.config.schema import ModelConfig
@@ -22,6 +21,7 @@ from rlhf.models.lora import (
     FROZEN_ADAPTER,
     TRAINED_ADAPTER,
     inject_adapters,
+    is_adapted,
     read_adapter_config,
     read_adapter_tensors,
     to_plain_name,
@@ -65,7 +65,7 @@ class SharedBase:
         return {
             _base_name(self.model, f"{path}.").removesuffix("."): module
             for path, module in self.model.named_modules()
-            if ".lora_" not in path and not isinstance(module, LoraLayer)
+            if ".lora_" not in path and not is_adapted(module)
         }
 
 
@@ -103,7 +103,7 @@ def share_tensors(model: Any, base: SharedBase, tensors: Mapping[str, Tensor]) -
     if frozen:  # with the adapter it has all other tensors of that folder
         tensors = {}
     for path, module in list(model.named_modules()):
-        if isinstance(module, LoraLayer):
+        if is_adapted(module):
             continue
         place = _base_name(model, f"{path}.").removesuffix(".")
         theirs = modules.get(place)
