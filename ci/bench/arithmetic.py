@@ -2,8 +2,8 @@
 
 The counts include only the work that no implementation can avoid: reading the weights once per step, in 16 bits;
 reading the keys and values of the tokens so far; two operations per weight and token; and, in attention, four
-operations per query, key, head and dimension of a head. Norms, sampling, the memory traffic of gradients and the
-optimizer are not counted.
+operations per query, key, head and dimension of a head. Norms, sampling and the memory traffic of gradients are not
+counted; that of the optimizer is counted only in `update_bytes`.
 """
 
 from __future__ import annotations
@@ -112,6 +112,14 @@ def decode_bytes(shape: Shape, rows: int, seen: int) -> int:
     """Return the bytes that a decode step reads: all matrices, and the keys and values of `seen` tokens per row."""
     cache = 2 * shape.layers * shape.kv_heads * shape.head_dim * rows * seen
     return BYTES * (shape.body + shape.vocabulary + cache)
+
+
+def update_bytes(weights: int) -> int:
+    """Return the bytes that AdamW reads and writes for `weights` trained weights, with float32 master weights.
+
+    It reads the gradient and writes the weight in 16 bits; it reads and writes the master weight and both moments.
+    """
+    return weights * (2 * BYTES + 2 * 3 * 4)
 
 
 def rollout_limit(shape: Shape, work: Work, *, bytes_per_second: float, flops_per_second: float) -> dict[str, Any]:

@@ -23,9 +23,10 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
     import arithmetic
     import machine
     import report
+    import scaling
     import turns
 
-    return argparse.Namespace(arithmetic=arithmetic, machine=machine, report=report, turns=turns)
+    return argparse.Namespace(arithmetic=arithmetic, machine=machine, report=report, scaling=scaling, turns=turns)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +94,56 @@ def test_ppo_flops_of_135m_step_match_count_by_hand(bench) -> None:
     # three passes of each; only the language models have the output matrix. The sum is 1.6 TFLOP.
     by_hand = {"generation": 0.192, "scoring": 0.192 + 0.163, "training": 3 * (0.192 + 0.163)}
     assert {phase: count / 1e12 for phase, count in flops.items()} == pytest.approx(by_hand, rel=0.03)
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.5, 1.0, 1.7])
+def test_fit_line_returns_the_exponent_of_a_power(bench, exponent: float) -> None:
+    sizes = (4, 8, 16, 32, 64)
+    found, distances = bench.scaling.fit_line(sizes, [0.03 * size**exponent for size in sizes])
+    assert found == pytest.approx(exponent, abs=1e-9)
+    assert distances == pytest.approx([0] * 5, abs=1e-9)
+
+
+def test_fit_line_returns_distances_as_shares_of_the_line(bench) -> None:
+    # Symmetric, so the slope stays 1; the logarithms of 2, 1, 2 have the mean log(4) / 3.
+    exponent, distances = bench.scaling.fit_line((1, 10, 100), (2.0, 10.0, 200.0))
+    assert exponent == pytest.approx(1)
+    assert distances == pytest.approx([2 / 4 ** (1 / 3) - 1, 1 / 4 ** (1 / 3) - 1, 2 / 4 ** (1 / 3) - 1])
+
+
+def test_parts_of_least_time_add_up_to_the_limits_of_its_phases(bench) -> None:
+    shape, work = bench.arithmetic.Shape(**SHAPE), bench.arithmetic.Work(3, 4, 3)
+    flops = bench.arithmetic.ppo_flops(shape, work)
+    update = 2 * 1200 * 28 / 1e6  # policy and critic; 28 bytes: 2 + 2 of 16 bits, 3 x (4 + 4) of 32
+    for flops_per_second in (1e5, 1e9):  # products decide, reads decide
+        speeds = {"bytes_per_second": 1e6, "flops_per_second": flops_per_second}
+        parts = bench.scaling.least_seconds(shape, "ppo", work, **speeds)
+        passes = (flops["scoring"] + flops["training"]) / flops_per_second
+        rollout = bench.arithmetic.rollout_limit(shape, work, **speeds)
+        products = rollout["prefill"]["flops"] / flops_per_second  # of the prefill, reads are not counted here
+        decoding = rollout["decode_steps"]["seconds"]
+        assert sum(parts.values()) == pytest.approx(update + passes + products + decoding, rel=1e-3, abs=1e-4)
+        assert ("reads of the weights" in parts) == (flops_per_second == 1e9)
+    sft = bench.scaling.least_seconds(shape, "sft", work, bytes_per_second=1e6, flops_per_second=1e5)
+    forward = bench.arithmetic.forward_flops(shape, 3, 7, 3)
+    assert sum(sft.values()) == pytest.approx(1200 * 28 / 1e6 + 3 * forward / 1e5)
+
+
+def test_curve_names_the_part_that_takes_a_point_off_its_line(bench) -> None:
+    sizes = (1, 10, 100)
+    parts = [{"products": 0.1 * size, "reads": 1.0} for size in sizes]
+    steps = [{"median_seconds": 2 * sum(point.values())} for point in parts]
+    curve = bench.scaling.describe_curve(sizes, steps, parts)
+    assert curve["exponents"]["step"] == pytest.approx(curve["exponents"]["least time"])
+    marks = [point["mark"] for point in curve["points"]]
+    # Shares of reads: 1 of 1.1, 1 of 2, 1 of 11, on average 0.5.
+    assert marks[0] == "off the line: more reads (91 % of the least time, 50 % on average)"
+    assert "fewer" in marks[1] or marks[1] == ""
+    # The arithmetic has the same steps on a line, or bends the other way.
+    for part in (lambda size: 0.1 * size, lambda size: 1 / (0.1 + 1 / size)):
+        curve = bench.scaling.describe_curve(sizes, steps, [{"products": part(size)} for size in sizes])
+        assert curve["points"][0]["mark"] == "off the line; not in the arithmetic"
+    assert bench.scaling.table("rows", curve).splitlines()[-1].split()[:2] == ["exponent", "0.50"]
 
 
 def test_shape_of_model_counts_its_matrices(bench, tmp_path: Path) -> None:
