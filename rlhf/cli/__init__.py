@@ -30,9 +30,12 @@ def main(*, ends_with_launcher: bool = False) -> None:
 
 def _run_command() -> int:
     """Run the command of `sys.argv`, report how it ended, and return its exit code."""
-    from typer.main import get_command
+    from rlhf.utils.garbage import collect_nothing_imported
 
-    from rlhf.cli.app import app
+    with collect_nothing_imported():
+        from typer.main import get_command
+
+        from rlhf.cli.app import app
     from rlhf.cli.options import split_resume
     from rlhf.launchers.exit_status import INTERRUPTED, ExitStatus
     from rlhf.reporting import verbosity

@@ -38,6 +38,7 @@ from rlhf.trainers import preflight
 from rlhf.trainers.interruption import RunTermination
 from rlhf.utils import file_lock, signals
 from rlhf.utils.full_disk import wait_for_room
+from rlhf.utils.garbage import collect_nothing_imported
 from rlhf.utils.process_info import current_process
 from rlhf.version import __version__
 
@@ -173,15 +174,21 @@ class OpenRun(NamedTuple):
 @contextmanager
 def _open(config: Config, selection: Selection, request: Request, pending: Sequence[Stage]) -> Iterator[OpenRun]:
     """Connect the ranks, check the run, and open its folder."""
-    # They import torch, which needs the environment that `select_accelerator` has set.
-    from rlhf.engine import distributed
-    from rlhf.memory.duration import compare_later_stages
-    from rlhf.memory.environment import detect_environment
+    with ExitStack() as imports, ExitStack() as stack:
+        imports.enter_context(collect_nothing_imported())
+        # They import torch, which needs the environment that `select_accelerator` has set.
+        from rlhf.engine import distributed
+        from rlhf.memory.duration import compare_later_stages
+        from rlhf.memory.environment import detect_environment
 
-    directory = RunDirectory(config.output)
-    later: dict[Stage, float] = {}
-    with distributed.start_process_group(selection, timeout=config.engine.timeout) as accelerator, ExitStack() as stack:
-        from rlhf.checkpoint.training_state import verify_checkpoint  # imports DeepSpeed, which knows the device by now
+        directory = RunDirectory(config.output)
+        later: dict[Stage, float] = {}
+        accelerator = stack.enter_context(distributed.start_process_group(selection, timeout=config.engine.timeout))
+        # They import DeepSpeed, which knows the device by now.
+        from rlhf.checkpoint.training_state import verify_checkpoint
+        from rlhf.trainers import pipeline  # noqa: F401  (all that a stage needs)
+
+        imports.close()
 
         settings = config.model_dump(mode="json")
         if differing := find_first_difference(distributed.all_gather_objects(settings)):
