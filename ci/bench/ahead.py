@@ -31,7 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     turns.add_arguments(parser)
     ppo_step.add_arguments(parser, completion=64)
-    ppo_step.add_variants(parser, precision="bf16")
+    ppo_step.add_precision(parser, "bf16")
     parser.set_defaults(apart=True)
     arguments = parser.parse_args()
 
@@ -47,7 +47,8 @@ def main() -> None:
 
             def start(side: str) -> Worker:
                 work = ppo_step.workload(model, arguments) | {"precision": arguments.precision, "lora": 8}
-                work["rollout"] = {"where": [address], "correction": "tis", "staleness": int(side == AHEAD)}
+                rollout = {"where": [address], "correction": "tis", "staleness": int(side == AHEAD)}
+                work["ppo"] = {"rollout": rollout}
                 (folder / side).mkdir(exist_ok=True)
                 command = turns.ours_command(turns.write(work, folder / side))
                 return Worker(command, errors=folder / side / "log", environment=ONE_THREAD)

@@ -6,7 +6,7 @@
     python ci/bench/all.py --only rollout 64      only rows whose commands contain all of these words
     python ci/bench/all.py --accelerator cuda     the rows of a GPU
 
-PPO steps and steps of SFT, reward training and DPO are compared with TRL's trainers; rollouts are compared with
+Steps of PPO, RLOO, GRPO, SFT, reward training and DPO are compared with TRL's trainers; rollouts are compared with
 transformers' generate() and with the limits of the machine. Rows that were measured with the current code are not
 measured again. The exit code is 0 if all rows are complete, 1 if a row failed, and 3 if time ran out before some rows.
 """
@@ -27,6 +27,7 @@ import report
 import turns
 
 SHORT, LONG = "--prompt 16 --completion 32", "--prompt 128 --completion 128"
+LONGEST = "--prompt 512 --completion 512 --micro-batch 4 --rounds 2 --warmup 1 --apart"
 ROWS = (
     f"ppo_step.py {SHORT}",
     f"rollout.py {SHORT} --batch 16",
@@ -38,8 +39,11 @@ ROWS = (
     "supervised.py --stage reward --micro-batch 4",
     "supervised.py --stage reward --micro-batch 16",
     "supervised.py --stage dpo --micro-batch 4",
+    *(f"ppo_step.py --estimator {estimator} {SHORT}" for estimator in ("rloo", "grpo")),
+    *(f"ppo_step.py --estimator {estimator} {LONG} --warmup 1 --apart" for estimator in ("rloo", "grpo")),
     # With autocast TRL takes 19 GiB and our side 13: a machine with 23 GiB cannot run both at once.
     f"ppo_step.py {LONG} --warmup 1 --apart",
+    *(f"ppo_step.py --estimator {estimator} {LONGEST}" for estimator in ("rloo", "grpo", "gae")),
 )
 ON_GPU = (
     "rollout.py --shape llama-2-7b --prompt 256 --completion 256 --batch 16",

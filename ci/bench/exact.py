@@ -30,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     turns.add_arguments(parser)
     ppo_step.add_arguments(parser)
-    ppo_step.add_variants(parser, precision="fp32")
+    ppo_step.add_precision(parser, "fp32")
     arguments = parser.parse_args()
 
     name, what = ppo_step.describe("exact", arguments)
@@ -44,7 +44,7 @@ def main() -> None:
         for name in (DEFAULT, EXACT):
             (folder / name).mkdir()
             work = ppo_step.workload(model, arguments)
-            work |= {"precision": arguments.precision, "generation_exact": name == EXACT}
+            work |= {"precision": arguments.precision, "ppo": {"generation_exact": name == EXACT}}
             command = turns.ours_command(turns.write(work, folder / name))
             starts[name] = partial(turns.start_worker, command, name, folder / name, arguments.accelerator)
         measured.measure(starts)

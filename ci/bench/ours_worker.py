@@ -42,7 +42,8 @@ def main() -> None:
 def settings(work: dict[str, Any], output: str) -> dict[str, Any]:
     """Return the recipe for the work.
 
-    `work["stage"]` is sft, reward, dpo, ppo or rollout. The last is PPO's generation with a policy and no critic.
+    `work["stage"]` is sft, reward, dpo, ppo or rollout. The last is PPO's generation with a policy and no critic. Of
+    ppo, `work["ppo"]` has further keys.
     """
     values: dict[str, Any] = {
         "output": output,
@@ -57,10 +58,7 @@ def settings(work: dict[str, Any], output: str) -> dict[str, Any]:
         start = {} if work["stage"] == "sft" else {"model": work["model"]}  # else that of a finished sft stage
         return values | {work["stage"]: rows | start | {"optimizer": optimizer, "epochs": 100_000, "dropout": 0.0}}
     ppo = rows | {"ppo_epochs": 1, "steps": 100_000, "actor": work["model"], "reward_model": work["model"]}
-    if work.get("generation_exact"):
-        ppo["generation_exact"] = True
-    if "rollout" in work:
-        ppo["rollout"] = work["rollout"]
+    ppo |= work.get("ppo", {})
     if work.get("lora"):
         values |= {"lora": {"rank": work["lora"]}}
     if work["stage"] == "rollout":
@@ -147,7 +145,8 @@ def time_phases(ppo: Any, recorder: Any) -> Callable[[int], dict[str, float]]:
         start = time.perf_counter()
         recorder.log(index, metrics := ppo.step(index))
         assert not (ppo.settings.generation_exact and metrics["draw_gap"]), "drawn log-probabilities are not exact"
-        return {**seconds, "training": time.perf_counter() - start - sum(seconds.values())}
+        training = time.perf_counter() - start - sum(seconds.values())
+        return {**seconds, "training": training, "tokens": metrics["tokens"]}
 
     return step
 
@@ -162,7 +161,10 @@ def make_ppo(context: Any, work: dict[str, Any]) -> Any:
     tokenizer, models = loaders(context, work)
     row = Row((Message("user", ""),), "", None, None, None, "benchmark")
     prompts = [Prompt(ids, row) for ids in work["prompts"]]
-    return PPOTrainer(context, models, tokenizer, StageData(train=prompts, heldout=prompts, reports=[]))
+    ppo = PPOTrainer(context, models, tokenizer, StageData(train=prompts, heldout=prompts, reports=[]))
+    if not ppo.servers:  # which end completions themselves
+        ppo.decoder.eos_ids.fill_(-1)  # no token ends a completion, as on the other side
+    return ppo
 
 
 def train(context: Any, work: dict[str, Any], answer: Callable[[Callable[[int], dict[str, Any]]], None]) -> None:

@@ -1,20 +1,25 @@
-"""Measure one PPO step (rollout, scoring, training) against trl's PPOTrainer with bf16 weights and with bf16 autocast.
+"""Measure a step of PPO, RLOO or GRPO (rollout, scoring, update) against TRL's, with bf16 weights and with autocast.
 
     bash ci/bench/setup_trl.sh                                       once: create TRL's environments
     python ci/bench/ppo_step.py                                      135M, batch 16, 16 + 32 tokens
+    python ci/bench/ppo_step.py --estimator grpo                     8 completions of each prompt; rloo: 4
     python ci/bench/ppo_step.py --prompt 128 --completion 128 --apart
+    python ci/bench/ppo_step.py --prompt 512 --completion 512 --micro-batch 4 --apart
     python ci/bench/ppo_step.py --accelerator cuda --shape llama-3.2-1b
 
 Each side is a process. All have the same model (random weights), prompts, batch, lengths and number of threads, and
-they take turns on the whole machine. bf16 autocast is TRL's default and, like ours, has float32 master weights, so
-peak memory is compared with it. Longer rows need much memory: with `--apart`, only one process runs at a time. The
-results are written to ci/bench/results (of a device, to ci/results).
+they take turns on the whole machine. No token ends a completion: each step of each side must draw the same number of
+tokens. bf16 autocast is TRL's default and, like ours, has float32 master weights, so peak memory is compared with it.
+For RLOO and GRPO, TRL has several ways to generate and to divide a step: each is tried first, and the fastest takes the
+turns. Longer rows need much memory: with `--apart`, only one process runs at a time. The results are written to
+ci/bench/results (of a device, to ci/results).
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -25,18 +30,32 @@ import turns
 from arithmetic import Shape, Work, ppo_flops, speeds
 from random_models import make
 
+from rlhf.config.estimators import ESTIMATORS
+
 SHAPE = "smollm2-135m"
 OURS, WEIGHTS, AUTOCAST = "ours", "trl bf16-weights", "trl bf16-autocast"
 SETTINGS = {
-    "all": "1 PPO epoch, 1 minibatch, 1 micro-batch; sampling at temperature 1 from the whole vocabulary; "
-    "no gradient checkpointing; separate policy, reference, value and reward models; AdamW",
+    "all": "one update for each rollout; sampling at temperature 1 from the whole vocabulary; no end token; "
+    "no gradient checkpointing; AdamW",
     OURS: "bf16 weights and gradients, float32 master weights and optimizer states; everything else at its default",
-    WEIGHTS: "bf16 weights, gradients and optimizer states, no autocast; "
-    "no stop token, no sample completions, no reports, no checkpoints",
+    WEIGHTS: "bf16 weights, gradients and optimizer states, no autocast; no sample completions, no reports, "
+    "no checkpoints",
     AUTOCAST: "float32 trained weights under bf16 autocast, bf16 frozen models; otherwise the same as bf16 weights",
 }
-# Target speedups over each side of TRL, by tokens of prompt and completion.
-TARGETS = {(16, 32): {WEIGHTS: 1.8, AUTOCAST: 4.0}, (128, 128): {WEIGHTS: 2.0, AUTOCAST: 4.0}}
+MODELS = {
+    "gae": "separate policy, reference, value and reward models of one size",
+    "rloo": "separate policy, reference and reward models of one size; KL coefficient 0.1, in the reward",
+    "grpo": "separate policy, reference and reward models of one size; KL coefficient 0.1, in the loss (k3); "
+    "mean over each completion's tokens, rewards divided by the group's standard deviation",
+}
+TRAINERS = {"gae": "ppo", "rloo": "rloo", "grpo": "grpo"}
+KL_COEF = 0.1  # any value but 0 makes both sides run the reference
+# Settings of TRL's RLOO and GRPO trainers. Several updates for one rollout would be another algorithm. Continuous
+# batching takes ten times as long on a CPU, and half of the memory.
+CACHES: dict[str, dict[str, Any]] = {"dynamic cache": {}, "static cache": {"cache_implementation": "static"}}
+PASSES = (1, 4)  # in which a step is divided, unless --micro-batch says so for all sides
+TARGET = 2.0  # times as fast as each side of TRL
+AUTOCAST_TARGETS = {(16, 32): 4.0, (128, 128): 4.0}  # of PPO with the smallest model, by tokens
 MEMORY = 0.8  # target: our peak memory divided by TRL's
 SIDES = {"weights": WEIGHTS, "autocast": AUTOCAST}
 
@@ -46,42 +65,99 @@ def main() -> None:
     turns.add_arguments(parser)
     add_arguments(parser)
     parser.add_argument(
+        "--estimator", choices=tuple(TRAINERS), default="gae", help="ppo.estimator; gae is PPO (default: gae)"
+    )
+    parser.add_argument("--micro-batch", type=int, help="rows of a pass, when scoring and updating (default: all)")
+    parser.add_argument(
         "--against", nargs="+", choices=tuple(SIDES), default=list(SIDES), help="sides of TRL (default: both)"
     )
     arguments = parser.parse_args()
-    turns.require_trl("ppo")
+    trainer, group = TRAINERS[arguments.estimator], ESTIMATORS[arguments.estimator].group_size
+    if arguments.batch % group:
+        sys.exit(f"--batch: {arguments.estimator} draws {group} completions of each prompt, got {arguments.batch} rows")
+    turns.require_trl(trainer)
 
-    size = f"{arguments.prompt}+{arguments.completion}"
-    shape = "" if arguments.shape == SHAPE else f"-{arguments.shape}"
-    batch = "" if arguments.batch == 16 else f"-x{arguments.batch}"
     against = "" if arguments.against == list(SIDES) else f"-{'-'.join(arguments.against)}"
     names = [OURS, *(SIDES[side] for side in arguments.against)]
-    what = f"one PPO step of {arguments.shape} (random weights), batch {arguments.batch}, {size} tokens"
-    settings = {"batch": arguments.batch, **{key: SETTINGS[key] for key in ("all", *names)}}
-    measured = turns.Turns(f"ppo_step-{size}{shape}{batch}{against}", what, settings, arguments)
-    with tempfile.TemporaryDirectory() as folder:
-        model = make(Path(folder) / "model", arguments.shape)
-        file = turns.write(workload(model, arguments), Path(folder))
-        commands = {OURS: turns.ours_command(file)}
-        commands |= {
-            f"trl {precision}": turns.trl_command("ppo", file, precision)
-            for precision in ("bf16-weights", "bf16-autocast")
+    settings = {"batch": arguments.batch, "micro_batch": arguments.micro_batch, "models": MODELS[arguments.estimator]}
+    settings |= {key: SETTINGS[key] for key in ("all", *names)}
+    measured = turns.Turns(result_name(arguments) + against, describe_step(arguments), settings, arguments)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        model = make(folder / "model", arguments.shape, layers=arguments.layers)
+        file = turns.write(workload(model, arguments) | method(arguments), folder)
+        sides = {OURS: partial(turns.start_worker, turns.ours_command(file), OURS, folder, arguments.accelerator)}
+        sides |= {name: measured.fastest_trl(name, trainer, file, ways(arguments)) for name in names[1:]}
+        measured.measure(sides)
+        shape = Shape.of(model)
+    results = measured.sides()
+    check_tokens(measured.steps, arguments.batch * arguments.completion)
+    details = {}
+    if arguments.estimator == "gae":
+        flops = ppo_flops(shape, Work(arguments.batch, arguments.prompt, arguments.completion))
+        fastest = speeds(measured.limits)["flops_per_second"]
+        limit = round(sum(flops.values()) / fastest, 3)
+        details["arithmetic"] = {"flops": flops, "seconds_at_the_limit": limit}
+    measured.finish(rows(results, arguments), **details)
+    print_phases(results)
+    if details:
+        print(f"{sum(flops.values()) / 1e12:.2f} TFLOP per step: {limit} s at {fastest:.3g} FLOP/s")
+
+
+def ways(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Return the settings of TRL's trainer that are tried; PPOTrainer has none that matter on a CPU."""
+    if arguments.estimator == "gae":
+        return {"default": {}}
+    if arguments.micro_batch:
+        return CACHES
+    return {
+        f"{cache}, {passes} {'pass' if passes == 1 else 'passes'}": {
+            **options,
+            "per_device_train_batch_size": arguments.batch // passes,
+            "gradient_accumulation_steps": passes,
         }
-        measured.measure(
-            {
-                name: partial(turns.start_worker, commands[name], name, Path(folder), arguments.accelerator)
-                for name in names
-            }
-        )
-        flops = ppo_flops(Shape.of(model), Work(arguments.batch, arguments.prompt, arguments.completion))
-    sides, fastest = measured.sides(), speeds(measured.limits)["flops_per_second"]
-    arithmetic = {"flops": flops, "seconds_at_the_limit": round(sum(flops.values()) / fastest, 3)}
-    measured.finish(rows(sides, arguments), arithmetic=arithmetic)
-    for name, side in sides.items():
-        phases = [f"{key[7:]} {value:.2f}" for key, value in side.items() if key.startswith("median_")]
-        print(f"{name}: {', '.join(phases)}; peak {_peak(side):.2f} GiB")
-    limit = arithmetic["seconds_at_the_limit"]
-    print(f"{sum(flops.values()) / 1e12:.2f} TFLOP per step: {limit} s at {fastest:.3g} FLOP/s")
+        for cache, options in CACHES.items()
+        for passes in PASSES
+    }
+
+
+def method(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the part of the work that concerns the estimator and the rows of a pass."""
+    work: dict[str, Any] = {"micro_batch_size": arguments.micro_batch}
+    if arguments.estimator != "gae":
+        group = ESTIMATORS[arguments.estimator].group_size
+        work["ppo"] = {"estimator": arguments.estimator, "completions_per_prompt": group, "kl_coef": KL_COEF}
+    return work
+
+
+def check_tokens(steps: dict[str, list[dict[str, float]]], expected: int) -> None:
+    """Exit with a line about the first side that drew another number of tokens in a step."""
+    for name, side in steps.items():
+        for step in side:
+            if step["tokens"] != expected:
+                sys.exit(f"{name}: {step['tokens']:.0f} tokens were drawn in a step, expected {expected}")
+
+
+def result_name(arguments: argparse.Namespace) -> str:
+    """Return the name of the results, with the sizes that are not at their defaults."""
+    model = name_model(arguments)
+    parts = [f"{arguments.prompt}+{arguments.completion}"]
+    parts += [] if model == SHAPE else [model]
+    parts += [] if arguments.batch == 16 else [f"x{arguments.batch}"]
+    parts += [f"by{arguments.micro_batch}"] if arguments.micro_batch else []
+    return "-".join([f"{TRAINERS[arguments.estimator]}_step", *parts])
+
+
+def describe_step(arguments: argparse.Namespace) -> str:
+    """Return what a step is, for the names of the rows."""
+    sizes = f"{arguments.batch} x ({arguments.prompt} + {arguments.completion})"
+    sizes += f" by {arguments.micro_batch}" if arguments.micro_batch else ""
+    return f"{TRAINERS[arguments.estimator].upper()} step, {name_model(arguments)}, {sizes}"
+
+
+def name_model(arguments: argparse.Namespace) -> str:
+    """Return the shape of the model, with its layers if they are not the shape's."""
+    return f"{arguments.shape}-{arguments.layers}-layers" if arguments.layers else str(arguments.shape)
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, completion: int = 32) -> None:
@@ -92,27 +168,28 @@ def add_arguments(parser: argparse.ArgumentParser, *, completion: int = 32) -> N
     )
     parser.add_argument("--batch", type=int, default=16, help="rows of a step (default: 16)")
     parser.add_argument("--shape", default=SHAPE, help=f"a name in rlhf/models/known.yaml (default: {SHAPE})")
+    parser.add_argument("--layers", type=int, help="layers of the model, for a quick try (default: the shape's)")
 
 
-def add_variants(parser: argparse.ArgumentParser, *, precision: str) -> None:
-    """Add the options for the precision, with this default, and for a model of fewer layers."""
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default=precision, help="default: %(default)s")
-    parser.add_argument("--layers", type=int, help="layers of the model (default: the shape's)")
+def add_precision(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add the option for the precision."""
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default=default, help="default: %(default)s")
 
 
 def describe(bench: str, arguments: argparse.Namespace) -> tuple[str, str]:
-    """Return the name of a benchmark's results, and what its step is, for a parser with both kinds of options."""
-    model = arguments.shape + (f"-{arguments.layers}-layers" if arguments.layers else "")
+    """Return the name of a benchmark's results, and what its step is, for a parser that has the precision."""
+    model = name_model(arguments)
     sizes = f"{arguments.batch} x ({arguments.prompt} + {arguments.completion})"
     name = f"{bench}-{arguments.prompt}+{arguments.completion}-{model}-{arguments.precision}"
     return name, f"PPO step, {model}, {arguments.precision}, {sizes}"
 
 
 def print_phases(sides: dict[str, dict[str, Any]]) -> None:
-    """Print the median seconds of each side's phases."""
+    """Print the median seconds of each side's phases, and its peak memory."""
     for name, side in sides.items():
-        phases = [f"{key[7:]} {value:.2f}" for key, value in side.items() if key.startswith("median_")]
-        print(f"{name}: {', '.join(phases)}")
+        medians = {key.removeprefix("median_"): value for key, value in side.items() if key.startswith("median_")}
+        phases = [f"{phase} {value:.2f}" for phase, value in medians.items() if phase != "tokens"]
+        print(f"{name}: {', '.join(phases)}; peak {_peak(side):.2f} GiB")
 
 
 def workload(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -135,9 +212,12 @@ def workload(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def rows(sides: dict[str, Any], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the rows: time against each side of TRL, and memory against the side with the same numerics."""
-    what = f"PPO step, {arguments.shape}, {arguments.batch} x ({arguments.prompt} + {arguments.completion})"
-    has_target = arguments.shape == SHAPE and arguments.batch == 16 and arguments.accelerator == "cpu"
-    targets = TARGETS.get((arguments.prompt, arguments.completion), {}) if has_target else {}
+    what = describe_step(arguments)
+    targets: dict[str, float] = {}
+    if arguments.batch == 16 and arguments.accelerator == "cpu" and not arguments.layers:
+        targets = {WEIGHTS: TARGET, AUTOCAST: TARGET}
+        if arguments.estimator == "gae" and arguments.shape == SHAPE:
+            targets[AUTOCAST] = AUTOCAST_TARGETS.get((arguments.prompt, arguments.completion), TARGET)
     ours = sides[OURS]
     results = [
         report.row(
@@ -152,7 +232,8 @@ def rows(sides: dict[str, Any], arguments: argparse.Namespace) -> list[dict[str,
     ]
     if AUTOCAST in sides:
         sizes = {"ours": _peak(ours), "baseline": _peak(sides[AUTOCAST])}
-        results.append(report.row(f"{what}, peak memory", **sizes, unit="GiB", goal="at most", target=MEMORY))
+        most = MEMORY if targets and arguments.estimator == "gae" else None
+        results.append(report.row(f"{what}, peak memory", **sizes, unit="GiB", goal="at most", target=most))
     return results
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes the environments of the other sides of the benchmarks, each with the project's torch release: .trl-venv with trl
-# 1.9.2, the last line of TRL releases with a PPOTrainer, and .trl-newest-venv with the newest TRL, for the other stages.
+# 1.9.2, the last line of TRL releases with a PPOTrainer, and .trl-newest-venv with the newest TRL, for all others.
 # A second call upgrades the latter. PYTHON=... names the interpreter they are made with.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"

@@ -28,7 +28,6 @@ from random_models import make
 
 SHAPE = "smollm2-135m"
 OURS, WEIGHTS, AUTOCAST = "ours", "trl bf16-weights", "trl bf16-autocast"
-PRECISIONS = {AUTOCAST: "bf16-autocast", WEIGHTS: "bf16-weights"}
 TARGET = 1.3
 SHORTEST, LONGEST = 16, 128
 # Packing and grouping by length are not tried: both change the rows of a step, and packing may cut rows.
@@ -75,34 +74,10 @@ def main() -> None:
         work = workload(model, arguments)
         file = turns.write(work, folder)
         sides = {OURS: partial(turns.start_worker, turns.ours_command(file), OURS, folder, arguments.accelerator)}
-        for name, precision in PRECISIONS.items():
-            options = OPTIONS[arguments.stage]
-            best = measured.choose_fastest(
-                name,
-                {
-                    option: partial(
-                        time_one_step,
-                        turns.trl_command(arguments.stage, file, precision, changes),
-                        name,
-                        folder,
-                        arguments.accelerator,
-                    )
-                    for option, changes in options.items()
-                },
-            )
-            command = turns.trl_command(arguments.stage, file, precision, options[best])
-            sides[name] = partial(turns.start_worker, command, name, folder, arguments.accelerator)
+        for name in (AUTOCAST, WEIGHTS):
+            sides[name] = measured.fastest_trl(name, arguments.stage, file, OPTIONS[arguments.stage])
         measured.measure(sides)
     measured.finish(rows(measured.sides(), arguments), tokens=count_tokens(work))
-
-
-def time_one_step(*side: Any) -> float:
-    """Start a side's worker and return the seconds of its second step; the first step warms up."""
-    worker = turns.start_worker(*side)
-    worker.step(record=False)
-    worker.step(record=True)
-    worker.stop()
-    return worker.seconds[0]
 
 
 def workload(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -153,7 +128,7 @@ def rows(sides: dict[str, Any], arguments: argparse.Namespace) -> list[dict[str,
             unit="s",
             target=TARGET if has_target and name == AUTOCAST else None,
         )
-        for name in PRECISIONS
+        for name in (AUTOCAST, WEIGHTS)
     ]
     sizes = {key: _peak(sides[name]) for key, name in (("ours", OURS), ("baseline", AUTOCAST))}
     return [*results, report.row(f"{what}, peak memory", **sizes, unit="GiB", goal="at most")]

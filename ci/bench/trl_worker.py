@@ -17,10 +17,12 @@ from typing import Any
 from channel import Channel
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+Phases = dict[str, float]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trainer", choices=tuple(MAKERS), help="trainer of TRL")
     parser.add_argument("workload", type=Path, help="JSON file of the work")
     parser.add_argument("--precision", choices=("bf16-weights", "bf16-autocast"), required=True)
     parser.add_argument(
@@ -29,13 +31,15 @@ def main() -> None:
     arguments = parser.parse_args()
     work = json.loads(arguments.workload.read_text())
     channel = Channel()
-    makers = {"ppo": ppo_trainer, "sft": sft_trainer, "reward": reward_trainer, "dpo": dpo_trainer}
-    make_trainer = makers[work["stage"]]
     with tempfile.TemporaryDirectory() as output:
         options = common(work, arguments.precision, output) | arguments.options
-        generation_seconds = time_generation() if work["stage"] == "ppo" else []
-        callback = command_callback(channel, generation_seconds)
-        make_trainer(work, arguments.precision, options, callback).train()
+        phases: Phases = {}
+        if arguments.trainer == "ppo":
+            time_generation(phases)
+        trainer = MAKERS[arguments.trainer](work, arguments.precision, options, command_callback(channel, phases))
+        if arguments.trainer in ("rloo", "grpo"):
+            time_group_generation(trainer, phases)
+        trainer.train()
 
 
 def common(work: dict[str, Any], precision: str, output: str) -> dict[str, Any]:
@@ -114,6 +118,76 @@ def ppo_trainer(work: dict[str, Any], precision: str, options: dict[str, Any], c
     )
 
 
+def rloo_trainer(work: dict[str, Any], precision: str, options: dict[str, Any], callback: Any) -> Any:
+    """Return TRL's RLOO trainer on the prompts of the work."""
+    from trl import RLOOConfig, RLOOTrainer
+
+    return RLOOTrainer(args=RLOOConfig(**group_options(work, options)), **group_parts(work, precision, callback))
+
+
+def grpo_trainer(work: dict[str, Any], precision: str, options: dict[str, Any], callback: Any) -> Any:
+    """Return TRL's GRPO trainer on the prompts of the work, with the loss of the paper, which is ours."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    loss = {"loss_type": "grpo", "use_bias_correction_kl": False}
+    return GRPOTrainer(
+        args=GRPOConfig(**group_options(work, options), **loss), **group_parts(work, precision, callback)
+    )
+
+
+def group_options(work: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a trainer that compares the completions of a prompt."""
+    return options | {
+        "num_train_epochs": 100_000,
+        "num_generations": work["ppo"]["completions_per_prompt"],
+        "max_completion_length": work["completion_tokens"],
+        "temperature": 1.0,
+        "beta": work["ppo"]["kl_coef"],
+        "model_init_kwargs": {"dtype": "bfloat16"},  # of the reference
+    }
+
+
+def group_parts(work: dict[str, Any], precision: str, callback: Any) -> dict[str, Any]:
+    """Return the models, the reward model's tokenizer and the prompts of such a trainer.
+
+    It takes prompts as texts, and passes texts to the reward model.
+    """
+    import torch
+    from datasets import Dataset
+
+    path = work["model"]
+    policy = causal(path, trained_dtype(precision))
+    policy.generation_config.eos_token_id = None  # that of the tokenizer takes its place
+    tokenizer = number_tokenizer(policy.config.vocab_size)
+    prompts = [tokenizer.decode(ids) + " " for ids in work["prompts"]]
+    both = work["prompts"][0] + work["prompts"][1]
+    if tokenizer(prompts[0] + tokenizer.decode(work["prompts"][1]))["input_ids"] != both:
+        raise SystemExit("the tokens of a text are not those that it was made from")
+    return {
+        "model": policy,
+        "processing_class": tokenizer,
+        "reward_funcs": scalar(path, torch.bfloat16),
+        "reward_processing_classes": tokenizer,
+        "train_dataset": Dataset.from_dict({"prompt": prompts}),
+        "callbacks": [callback],
+    }
+
+
+def number_tokenizer(vocabulary: int) -> Any:
+    """Return a tokenizer whose words are the numbers of its tokens, so that texts keep all tokens.
+
+    Padding and end token come after the vocabulary: no model draws them, so all completions are equally long.
+    """
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    numbers = Tokenizer(WordLevel({str(number): number for number in range(vocabulary)}, unk_token="0"))
+    numbers.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=numbers, pad_token="<pad>", eos_token="<end>")
+
+
 def sft_trainer(work: dict[str, Any], precision: str, options: dict[str, Any], callback: Any) -> Any:
     """Return TRL's SFT trainer on the rows of the work."""
     from datasets import Dataset
@@ -173,24 +247,35 @@ def dpo_trainer(work: dict[str, Any], precision: str, options: dict[str, Any], c
     )
 
 
-def time_generation() -> list[float]:
-    """Return a list to which the PPO trainer adds the seconds of each generation."""
+def time_generation(phases: Phases) -> None:
+    """Let the PPO trainer write the seconds and the tokens of each generation into `phases`."""
     from trl.experimental.ppo import ppo_trainer
 
-    seconds: list[float] = []
     generate = ppo_trainer.batch_generation
 
-    def generate_timed(*args: Any) -> Any:
+    def generate_timed(model: Any, queries: Any, *args: Any) -> Any:
         start = time.perf_counter()
-        result = generate(*args)
-        seconds.append(time.perf_counter() - start)
-        return result
+        rows, logits = generate(model, queries, *args)
+        phases.update(generation=time.perf_counter() - start, tokens=rows.numel() - queries.numel())
+        return rows, logits
 
     ppo_trainer.batch_generation = generate_timed
-    return seconds
 
 
-def command_callback(channel: Channel, generation_seconds: list[float]) -> Any:
+def time_group_generation(trainer: Any, phases: Phases) -> None:
+    """Let an RLOO or GRPO trainer write the seconds and the tokens of each generation into `phases`."""
+    generate = trainer._generate
+
+    def generate_timed(prompts: list[str]) -> Any:
+        start = time.perf_counter()
+        result = generate(prompts)
+        phases.update(generation=time.perf_counter() - start, tokens=sum(map(len, result[1])))
+        return result
+
+    trainer._generate = generate_timed
+
+
+def command_callback(channel: Channel, phases: Phases) -> Any:
     """Return a callback that waits for a command before each step and replies after it."""
     import torch
     import transformers
@@ -210,7 +295,6 @@ def command_callback(channel: Channel, generation_seconds: list[float]) -> Any:
             wait_for_command()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            phases = {"generation": generation_seconds.pop()} if generation_seconds else {}
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
                 phases["device_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
@@ -218,6 +302,16 @@ def command_callback(channel: Channel, generation_seconds: list[float]) -> Any:
             wait_for_command()
 
     return Callback()
+
+
+MAKERS = {
+    "ppo": ppo_trainer,
+    "rloo": rloo_trainer,
+    "grpo": grpo_trainer,
+    "sft": sft_trainer,
+    "reward": reward_trainer,
+    "dpo": dpo_trainer,
+}
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import report
 from channel import Worker
 from machine import HERE, ROOT, describe_limits, device_file, limits, machine, results_file
 
-TRL_ENVIRONMENTS = {"ppo": ".trl-venv"}  # the last releases with a PPOTrainer; the newest for the other stages
+TRL_ENVIRONMENTS = {"ppo": ".trl-venv"}  # the last releases with a PPOTrainer; the newest for the other trainers
 UNFINISHED = 3  # exit code: time ran out, and the same command resumes
 CODE = ("rlhf", "accelerators")  # folders of the code that is measured
 
@@ -42,15 +43,15 @@ def add_arguments(parser: argparse.ArgumentParser, *, rounds: int = 5, warmup: i
     parser.add_argument("--output", type=Path, help="JSON file (default: results/NAME-CHIP.json)")
 
 
-def find_trl(stage: str) -> Path:
-    """Return the interpreter of the environment with the TRL that a stage is compared with."""
-    return HERE / TRL_ENVIRONMENTS.get(stage, ".trl-newest-venv") / "bin" / "python"
+def find_trl(trainer: str) -> Path:
+    """Return the interpreter of the environment with the TRL whose trainer (sft, ppo, grpo, ...) is the other side."""
+    return HERE / TRL_ENVIRONMENTS.get(trainer, ".trl-newest-venv") / "bin" / "python"
 
 
-def require_trl(stage: str) -> None:
+def require_trl(trainer: str) -> None:
     """Exit with a line that says what to do if TRL's environment does not exist."""
-    if not find_trl(stage).exists():
-        sys.exit(f"{find_trl(stage)}: no such environment; run bash ci/bench/setup_trl.sh first")
+    if not find_trl(trainer).exists():
+        sys.exit(f"{find_trl(trainer)}: no such environment; run bash ci/bench/setup_trl.sh first")
 
 
 def write(work: Mapping[str, Any], folder: Path) -> Path:
@@ -60,9 +61,9 @@ def write(work: Mapping[str, Any], folder: Path) -> Path:
     return file
 
 
-def trl_command(stage: str, work: Path, precision: str, options: Mapping[str, Any] | None = None) -> list[str]:
+def trl_command(trainer: str, work: Path, precision: str, options: Mapping[str, Any] | None = None) -> list[str]:
     """Return the command of the TRL side."""
-    command = [str(find_trl(stage)), str(HERE / "trl_worker.py"), str(work), "--precision", precision]
+    command = [str(find_trl(trainer)), str(HERE / "trl_worker.py"), trainer, str(work), "--precision", precision]
     return command + (["--options", json.dumps(options)] if options else [])
 
 
@@ -77,6 +78,15 @@ def start_worker(command: list[str], name: str, folder: Path, accelerator: str) 
     paths = {"PYTHONPATH": str(ROOT)} if command[0] == sys.executable else {"PYTHONPATH": ""}
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if accelerator == "cpu" else {}
     return Worker(command, errors=folder / f"{name.replace(' ', '-')}.log", environment=paths | hidden)
+
+
+def time_one_step(*side: Any) -> float:
+    """Start a side's worker and return the seconds of its second step; the first step warms up."""
+    worker = start_worker(*side)
+    worker.step(record=False)
+    worker.step(record=True)
+    worker.stop()
+    return worker.seconds[0]
 
 
 class Turns:
@@ -124,6 +134,18 @@ class Turns:
                 print(f"{side}, {name}: {tried[name]:.2f} s", flush=True)
                 self._save_progress()
         return min(tried, key=tried.__getitem__) if tried else next(iter(trials))
+
+    def fastest_trl(
+        self, side: str, trainer: str, work: Path, options: Mapping[str, Mapping[str, Any]]
+    ) -> partial[Worker]:
+        """Return the start of a side of TRL, `trl <precision>`, with the fastest of these options for its trainer."""
+
+        def call(function: Callable[..., Any], changes: Mapping[str, Any]) -> partial[Any]:
+            command = trl_command(trainer, work, side.removeprefix("trl "), changes)
+            return partial(function, command, side, work.parent, self.arguments.accelerator)
+
+        trials = {name: call(time_one_step, changes) for name, changes in options.items()}
+        return call(start_worker, options[self.choose_fastest(side, trials)])
 
     def measure(self, sides: Mapping[str, Callable[[], Worker]]) -> None:
         """Let the sides take turns until all rounds are complete; exit with `UNFINISHED` if time runs out before."""

@@ -249,14 +249,80 @@ def test_turns_apart_run_one_side_at_a_time(bench, tmp_path: Path) -> None:
     assert {name: len(steps) for name, steps in turns.steps.items()} == {"a": 3, "b": 3}
 
 
+SIZES = {"shape": "smollm2-135m", "layers": None, "batch": 16, "micro_batch": None, "estimator": "gae"}
+SIZES |= {"prompt": 16, "completion": 32, "accelerator": "cpu", "stage": "sft"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "ppo_step-16+32"),
+        ({"estimator": "grpo", "prompt": 128, "completion": 128}, "grpo_step-128+128"),
+        ({"shape": "smollm2-360m", "batch": 8, "micro_batch": 4}, "ppo_step-16+32-smollm2-360m-x8-by4"),
+        ({"layers": 2}, "ppo_step-16+32-smollm2-135m-2-layers"),
+    ],
+)
+def test_results_of_a_step_are_named_by_its_sizes(bench, changes: dict, name: str) -> None:
+    import ppo_step
+
+    assert ppo_step.result_name(argparse.Namespace(**SIZES | changes)) == name
+
+
+def test_targets_are_two_or_more_times_as_fast_unless_layers_are_few(bench) -> None:
+    import ppo_step
+
+    sides = {name: {"median_seconds": 1.0, "peak_gib": 1.0} for name in ("ours", *ppo_step.SIDES.values())}
+
+    def targets(**changes: object) -> list[float | None]:
+        return [row["target"] for row in ppo_step.rows(sides, argparse.Namespace(**SIZES | changes))]
+
+    assert targets() == [2.0, 4.0, 0.8]
+    assert targets(prompt=512, completion=512) == [2.0, 2.0, 0.8]
+    assert targets(estimator="rloo", shape="smollm2-360m") == [2.0, 2.0, None]
+    assert targets(layers=1) == [None, None, None]
+
+
+def test_side_that_drew_other_tokens_is_an_error(bench) -> None:
+    import ppo_step
+
+    ppo_step.check_tokens({"ours": [{"tokens": 512}], "theirs": [{"tokens": 512}]}, 512)
+    with pytest.raises(SystemExit, match=r"^theirs: 511 tokens were drawn in a step, expected 512$"):
+        ppo_step.check_tokens({"ours": [{"tokens": 512}], "theirs": [{"tokens": 512}, {"tokens": 511}]}, 512)
+
+
+def test_trl_tries_each_cache_in_passes_of_the_whole_batch(bench) -> None:
+    import ppo_step
+
+    assert ppo_step.ways(argparse.Namespace(**SIZES)) == {"default": {}}
+    tried = ppo_step.ways(argparse.Namespace(**SIZES | {"estimator": "grpo"}))
+    passes = ("1 pass", "4 passes")
+    assert set(tried) == {f"{cache} cache, {number}" for cache in ("dynamic", "static") for number in passes}
+    for options in tried.values():
+        assert options["per_device_train_batch_size"] * options["gradient_accumulation_steps"] == 16
+    fixed = ppo_step.ways(argparse.Namespace(**SIZES | {"estimator": "grpo", "micro_batch": 4}))
+    assert fixed == {"dynamic cache": {}, "static cache": {"cache_implementation": "static"}}
+
+
+def test_texts_of_numbers_keep_every_token(bench) -> None:
+    import trl_worker
+
+    tokenizer = trl_worker.number_tokenizer(40)
+    prompt, completion = [7, 0, 39], [1, 2, 0]
+    text = tokenizer.decode(prompt) + " " + tokenizer.batch_decode([completion], skip_special_tokens=True)[0]
+    assert tokenizer(text, add_special_tokens=False)["input_ids"] == prompt + completion
+    assert {tokenizer.pad_token_id, tokenizer.eos_token_id} == {40, 41}  # no model of 40 tokens draws them
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["sft", "reward", "ppo", "rollout"])
+@pytest.mark.parametrize("stage", ["sft", "reward", "ppo", "rollout", "grpo"])
 def test_worker_takes_steps(bench, stage: str, model_folder: Path, tmp_path: Path) -> None:
     """What a benchmark times on our side, with a tiny model."""
     rows = [[[5, 6], [7, 8, 9], [10, 11]][: 2 if stage == "sft" else 3] for _ in range(4)]
     work = {"stage": stage, "accelerator": "cpu", "model": str(model_folder), "batch_size": 4, "learning_rate": 1e-5}
-    work |= {"micro_batch_size": 2, "prompt_tokens": 4, "completion_tokens": 4, "parameters": 0}
+    work |= {"micro_batch_size": 2, "prompt_tokens": 4, "completion_tokens": 64, "parameters": 0}
     work |= {"rows": rows, "prompts": [[5, 6, 7, 8]] * 4}
+    if stage == "grpo":
+        work |= {"stage": "ppo", "ppo": {"estimator": "grpo", "completions_per_prompt": 2, "kl_coef": 0.1}}
     command = bench.turns.ours_command(bench.turns.write(work, tmp_path))
     worker = bench.turns.start_worker(command, stage, tmp_path, "cpu")
     replies = [worker.step(record=True) for _ in range(2)]
@@ -264,3 +330,5 @@ def test_worker_takes_steps(bench, stage: str, model_folder: Path, tmp_path: Pat
     assert len(worker.seconds) == 2 and all(reply["peak_gib"] > 0 for reply in replies)
     if stage in ("sft", "reward"):
         assert all(reply["loss"] > 0 for reply in replies)
+    if stage in ("ppo", "grpo"):
+        assert all(reply["tokens"] == 4 * 64 for reply in replies)  # no token ends a completion
