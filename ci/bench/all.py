@@ -39,6 +39,8 @@ ROWS = (
     "supervised.py --stage reward --micro-batch 4",
     "supervised.py --stage reward --micro-batch 16",
     "supervised.py --stage dpo --micro-batch 4",
+    *(f"supervised.py --stage {stage} {LONG} --warmup 1 --rounds 3" for stage in ("sft", "reward", "dpo")),
+    *(f"supervised.py --stage {stage} {LONGEST}" for stage in ("sft", "reward", "dpo")),
     *(f"ppo_step.py --estimator {estimator} {SHORT}" for estimator in ("rloo", "grpo")),
     *(f"ppo_step.py --estimator {estimator} {LONG} --warmup 1 --apart" for estimator in ("rloo", "grpo")),
     # With autocast TRL takes 19 GiB and our side 13: a machine with 23 GiB cannot run both at once.

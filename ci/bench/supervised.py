@@ -5,6 +5,8 @@
     python ci/bench/supervised.py --stage reward         reward training on 16 pairs
     python ci/bench/supervised.py --stage dpo            DPO on 16 pairs
     python ci/bench/supervised.py --micro-batch 16       one micro-batch
+    python ci/bench/supervised.py --prompt 128 --completion 128          all rows of this length
+    python ci/bench/supervised.py --shape smollm2-360m
 
 Every step takes the same 16 rows (or pairs), in the order that each side chooses, so all sides see the same tokens. The
 sides take turns on the whole machine. The target is against TRL's default precision, float32 weights under bf16
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -28,7 +31,7 @@ from random_models import make
 
 SHAPE = "smollm2-135m"
 OURS, WEIGHTS, AUTOCAST = "ours", "trl bf16-weights", "trl bf16-autocast"
-TARGET = 1.3
+TARGET = 2.0
 SHORTEST, LONGEST = 16, 128
 # Packing and grouping by length are not tried: both change the rows of a step, and packing may cut rows.
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
@@ -55,14 +58,22 @@ def main() -> None:
     parser.add_argument("--stage", choices=tuple(OPTIONS), default="sft", help="default: sft")
     parser.add_argument("--batch", type=int, default=16, help="rows or pairs per step (default: 16)")
     parser.add_argument("--micro-batch", type=int, default=4, help="rows or pairs per pass (default: 4)")
+    parser.add_argument("--prompt", type=int, help="tokens of all prompts (default: a third of a row)")
+    parser.add_argument(
+        "--completion", type=int, help=f"tokens of all replies (default: rows of {SHORTEST} to {LONGEST})"
+    )
     parser.add_argument("--shape", default=SHAPE, help=f"a name in rlhf/models/known.yaml (default: {SHAPE})")
     parser.add_argument("--layers", type=int, help="layers of the model, for a quick try (default: the shape's)")
     arguments = parser.parse_args()
+    if (arguments.prompt is None) != (arguments.completion is None):
+        sys.exit("--prompt and --completion: set both or neither")
     turns.require_trl(arguments.stage)
 
+    lengths = (arguments.prompt, arguments.completion) if arguments.prompt is not None else None
     shape = "" if arguments.shape == SHAPE else f"-{arguments.shape}"
     shape += f"-{arguments.layers}-layers" if arguments.layers else ""
-    sizes = f"{arguments.batch} rows of {SHORTEST} to {LONGEST} tokens"
+    shape += f"-{arguments.prompt}+{arguments.completion}" if lengths else ""
+    sizes = f"{arguments.batch} rows of {describe_lengths(lengths)}"
     what = f"one step of {arguments.stage}, {arguments.shape} (random weights), {sizes}"
     settings = {**SETTINGS, "micro_batch": arguments.micro_batch, "batch": arguments.batch}
     measured = turns.Turns(
@@ -71,20 +82,26 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         model = make(folder / "model", arguments.shape, layers=arguments.layers)
-        work = workload(model, arguments)
+        work = workload(model, arguments, lengths)
         file = turns.write(work, folder)
         sides = {OURS: partial(turns.start_worker, turns.ours_command(file), OURS, folder, arguments.accelerator)}
         for name in (AUTOCAST, WEIGHTS):
             sides[name] = measured.fastest_trl(name, arguments.stage, file, OPTIONS[arguments.stage])
         measured.measure(sides)
-    measured.finish(rows(measured.sides(), arguments), tokens=count_tokens(work))
+    measured.finish(rows(measured.sides(), arguments, lengths), tokens=count_tokens(work))
 
 
-def workload(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def describe_lengths(lengths: tuple[int, int] | None) -> str:
+    """Return the tokens of a row."""
+    return f"{lengths[0]} + {lengths[1]} tokens" if lengths else f"{SHORTEST} to {LONGEST} tokens"
+
+
+def workload(model: Path, arguments: argparse.Namespace, lengths: tuple[int, int] | None = None) -> dict[str, Any]:
     """Return the work of all sides, with rows of random token ids.
 
-    A row is a prompt and a completion, or a prompt and two replies. The length of a prompt with its reply is drawn
-    uniformly from `SHORTEST` to `LONGEST`; the prompt takes a third of it, or of the shorter one.
+    A row is a prompt and a completion, or a prompt and two replies, of these `lengths`. Without them, the length of a
+    prompt with its reply is drawn uniformly from `SHORTEST` to `LONGEST`; the prompt takes a third of it, or of the
+    shorter one.
     """
     from transformers import AutoConfig
 
@@ -95,17 +112,18 @@ def workload(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
     examples = []
     for _ in range(arguments.batch):
-        lengths = [generator.randint(SHORTEST, LONGEST) for _ in range(1 if arguments.stage == "sft" else 2)]
-        prompt = min(lengths) // 3
-        examples.append([ids(prompt), *(ids(length - prompt) for length in lengths)])
+        replies = 1 if arguments.stage == "sft" else 2
+        totals = [sum(lengths) if lengths else generator.randint(SHORTEST, LONGEST) for _ in range(replies)]
+        prompt = lengths[0] if lengths else min(totals) // 3
+        examples.append([ids(prompt), *(ids(total - prompt) for total in totals)])
     return {
         "stage": arguments.stage,
         "accelerator": arguments.accelerator,
         "model": str(model),
         "batch_size": arguments.batch,
         "micro_batch_size": arguments.micro_batch,
-        "prompt_tokens": LONGEST,
-        "completion_tokens": LONGEST,
+        "prompt_tokens": lengths[0] if lengths else LONGEST,
+        "completion_tokens": lengths[1] if lengths else LONGEST,
         "learning_rate": 1e-5,
         "rows": examples,
     }
@@ -116,10 +134,11 @@ def count_tokens(work: dict[str, Any]) -> int:
     return sum(len(prompt) + len(reply) for prompt, *replies in work["rows"] for reply in replies)
 
 
-def rows(sides: dict[str, Any], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def rows(sides: dict[str, Any], arguments: argparse.Namespace, lengths: tuple[int, int] | None) -> list[dict[str, Any]]:
     """Return the rows: time against each precision of TRL, and memory against its default precision."""
     what = f"{arguments.stage}, {arguments.shape}, {arguments.batch} rows by {arguments.micro_batch}"
-    has_target = (arguments.shape, arguments.accelerator, arguments.batch, arguments.layers) == (SHAPE, "cpu", 16, None)
+    what += f", {describe_lengths(lengths)}" if lengths else ""
+    has_target = (arguments.accelerator, arguments.batch, arguments.layers) == ("cpu", 16, None)
     results = [
         report.row(
             f"{what}, against {name}",

@@ -313,6 +313,19 @@ def test_texts_of_numbers_keep_every_token(bench) -> None:
     assert {tokenizer.pad_token_id, tokenizer.eos_token_id} == {40, 41}  # no model of 40 tokens draws them
 
 
+@pytest.mark.parametrize(("stage", "replies"), [("sft", 1), ("dpo", 2)])
+def test_rows_have_the_lengths_that_are_asked_for(bench, model_folder: Path, stage: str, replies: int) -> None:
+    import supervised
+
+    arguments = argparse.Namespace(**SIZES | {"stage": stage, "micro_batch": 4})
+    work = supervised.workload(model_folder, arguments, (3, 5))
+    assert [list(map(len, row)) for row in work["rows"]] == [[3] + [5] * replies] * 16
+    assert supervised.count_tokens(work) == 16 * replies * 8
+    drawn = supervised.workload(model_folder, arguments)["rows"]
+    lengths = {len(prompt) + len(reply) for prompt, *rest in drawn for reply in rest}
+    assert len(lengths) > 4 and lengths <= set(range(16, 129))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["sft", "reward", "ppo", "rollout", "grpo"])
 def test_worker_takes_steps(bench, stage: str, model_folder: Path, tmp_path: Path) -> None:
