@@ -211,7 +211,11 @@ def plan(
     ] = None,
     stage: _Stages = None,
     measured: Annotated[
-        Path | None, typer.Option(help="Predict hours from the speed of this finished run.", metavar="DIR")
+        Path | None,
+        typer.Option(
+            help="Predict hours from the output of rlhf profile --json, or from the speed of a finished run.",
+            metavar="PATH",
+        ),
     ] = None,
     tflops: Annotated[
         float | None,
@@ -240,12 +244,14 @@ def plan(
 
     [bold]rlhf plan --config recipe.yaml --accelerator NAME --measured runs/mine --price 4.13[/]
 
+    [bold]rlhf plan --config recipe.yaml --measured profile.json[/]      [dim]# after rlhf profile --json[/]
+
     Memory is that of one rank, on its device and on the host. Hours and cost are estimates: docs/memory.md compares
     them with published ones. Nothing is loaded or written. Exit code 0: all stages
     fit; 3: a stage does not fit; 2: an error that you can fix.
     """
     from rlhf.memory.environment import describe_environment, describe_machine, detect_environment, parse_machine
-    from rlhf.memory.report import report_stage
+    from rlhf.memory.report import format_hours, report_stage
 
     stages = sort_stages(stage or STAGES, "--stage")
     config = options.load_for(())
@@ -278,6 +284,10 @@ def plan(
     else:
         for report in reports:
             _print_plan(report, config.title(report["stage"]), as_tsv)
+        if len(reports) > 1 and all("hours" in report for report in reports):
+            start = max(report["start_hours"] for report in reports)
+            hours = start + sum(report["hours"] for report in reports)
+            print_line((f"{'all stages':22}", "dim"), f"{format_hours(hours)}, with the start of the run")
     if not all(report["fits"] for report in reports):
         raise typer.Exit(BAD_RESULT)
 

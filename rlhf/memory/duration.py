@@ -1,10 +1,17 @@
-"""Predictions of a stage's duration: from its arithmetic and a device's speed, or from the speed of an earlier run."""
+"""Predictions of a stage's duration: from its arithmetic and a device's speed, or from measurements.
+
+Measurements are those of `rlhf profile`, or of an earlier run.
+"""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from rlhf.config.schema import Config, Stage
 from rlhf.errors import ConfigError
@@ -39,11 +46,40 @@ class Speed(NamedTuple):
 
 
 class Duration(NamedTuple):
-    """Steps of a stage, seconds of each, and the part of them that generation takes."""
+    """Steps of a stage, seconds of each, and the part of them that generation takes.
+
+    Attributes:
+        outside: seconds of the stage outside its steps: set-up, evaluations, checkpoints, and saving the model.
+        start: seconds before the first stage of a run: imports and checks.
+    """
 
     steps: int
     seconds: float
     generation: float = 0.0
+    outside: float = 0.0
+    start: float = 0.0
+
+    @property
+    def hours(self) -> float:
+        """The hours of the stage, without the start of the run."""
+        return (self.steps * self.seconds + self.outside) / 3600
+
+
+class StageProfile(TypedDict):
+    """The entries of a report of `rlhf profile --json` that predictions need."""
+
+    __pydantic_config__ = ConfigDict(extra="ignore")  # type: ignore[misc]
+
+    stage: Stage
+    rows: int
+    start_seconds: float
+    set_up_seconds: float
+    first_step_seconds: float
+    step_seconds: list[float]
+    recording_seconds: float
+    evaluation_seconds: float
+    checkpoint_seconds: float
+    saving_seconds: float
 
 
 def find_speed(environment: Environment, device: KnownDevice | None, tflops: float | None) -> Speed | None:
@@ -68,22 +104,72 @@ def find_speed(environment: Environment, device: KnownDevice | None, tflops: flo
 
 
 def measure_duration(config: Config, stage: Stage, measured: Path, rows: int | None) -> Duration | None:
-    """Return the duration of a stage at the speed of the run in the folder `measured`; None if it lacks the stage.
+    """Return the duration of a stage at the speed of a run or a profile; None if it lacks the stage.
 
     Args:
+        measured: the folder of a run, or a file that `rlhf profile --json` wrote.
         rows: rows of the stage in one epoch; None if they are not known.
 
     Raises:
-        ConfigError: the folder contains no run.
+        ConfigError: the folder contains no run, or the file no profiles.
         RunError: the stage's summary was changed.
     """
+    if measured.is_file():
+        profiles = {profile["stage"]: profile for profile in read_profiles(measured)}
+        return predict_duration(config, profiles[stage], rows) if stage in profiles else None
     if not (measured / "run.json").is_file():
-        raise ConfigError(f"--measured {measured}: holds no run; name a run's folder, the value of its --output")
+        raise ConfigError(
+            f"--measured {measured}: holds no run; name a run's folder, or the output of rlhf profile --json"
+        )
     path = measured / stage / "stage.json"
     summary = read_summary(path) if path.is_file() else {}
     if not (summary.get("steps") and summary.get("seconds")):
         return None
-    return Duration(count_steps(config, stage, rows) or summary["steps"], summary["seconds"] / summary["steps"])
+    set_up = summary.get("set_up_seconds", 0.0)
+    seconds = (summary["seconds"] - set_up) / summary["steps"]
+    return Duration(count_steps(config, stage, rows) or summary["steps"], seconds, outside=set_up)
+
+
+def read_profiles(path: Path) -> list[StageProfile]:
+    """Return the reports in a file that `rlhf profile --json` wrote.
+
+    Raises:
+        ConfigError: it has none, or cannot be read.
+    """
+    try:
+        return TypeAdapter(list[StageProfile]).validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise ConfigError(f"--measured {path}: holds no output of rlhf profile --json; write it again") from error
+
+
+def predict_duration(config: Config, profile: StageProfile, rows: int | None) -> Duration:
+    """Return the duration of a stage from its profile.
+
+    The longer first step, and the evaluations and checkpoints that the settings ask for, are outside the steps. If the
+    best model is kept, each evaluation after training has started counts as the best so far, whose model is saved.
+
+    Args:
+        rows: rows of the stage in one epoch; None for those that were profiled.
+    """
+    stage = profile["stage"]
+    steps = config.total_steps(stage, rows or profile["rows"])
+    section = config.ppo if stage == "ppo" else config.supervised(stage)
+    every = section.eval_every
+    if every == "epoch":
+        every = -(-(rows or profile["rows"]) // section.batch_size)
+    evaluations = 2 + ((steps - 1) // every if every else 0)  # before, after, and in between
+    checkpoints = -(-steps // section.checkpoint_every) if section.checkpoint_every else 1  # one after the last step
+    saved = evaluations - 1 if section.selection_metric else 1
+    computing = statistics.fmean(profile["step_seconds"])
+    outside = (
+        profile["set_up_seconds"]
+        + max(profile["first_step_seconds"] - computing, 0.0)
+        + evaluations * profile["evaluation_seconds"]
+        + checkpoints * profile["checkpoint_seconds"]
+        + saved * profile["saving_seconds"]
+    )
+    seconds = computing + profile["recording_seconds"]
+    return Duration(steps, seconds, outside=outside, start=profile["start_seconds"])
 
 
 def estimate_duration(

@@ -144,13 +144,13 @@ def report_stage(
 
     Args:
         device: the device that the environment was described from; its speed and price are used if no others are given.
-        measured: the folder of a run, for its speed.
+        measured: the folder of a run, or the output of `rlhf profile --json`, for its speed.
         tflops: TFLOP/s of a device.
         price: price of a device for an hour.
         rows: rows of the stage in one epoch.
 
     Raises:
-        ConfigError: as `plan_stages`; or the run would be refused; or `measured` is not a run's folder.
+        ConfigError: as `plan_stages`; or the run would be refused; or `measured` is neither, or of other devices.
     """
     resolved = resolve_auto(config, [stage], environment)
     check_placements(resolved, [stage])
@@ -202,6 +202,11 @@ def format_changes(changes: Sequence[Change]) -> str:
     return f"--set {Change(settings, costs)} ({costs})" if changes else ""
 
 
+def format_hours(hours: float) -> str:
+    """Return `1.50 hours`, or minutes if it is less than one."""
+    return f"{hours:,.2f} hours" if hours >= 1 else f"{60 * hours:,.1f} minutes"
+
+
 def _estimate_times(
     config: Config,
     stage: Stage,
@@ -214,6 +219,11 @@ def _estimate_times(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return a stage's hours, steps and cost, and lines about them; the arguments are those of `report_stage`."""
     duration, source = None, ""
+    if measured and measured.is_file() and environment.ranks > 1:
+        raise ConfigError(
+            f"--measured {measured}: was measured in one process, and the plan has {environment.ranks} devices; give "
+            "the folder of a run on as many"
+        )
     if measured:
         duration, source = measure_duration(config, stage, measured, rows), f"the speed of {measured}"
     elif speed := find_speed(environment, device, tflops):
@@ -224,14 +234,14 @@ def _estimate_times(
         return {}, {}
     if duration is None:
         return {}, {"time": "not known: give the number of rows with --rows, or measure this stage"}
-    hours = duration.steps * duration.seconds / 3600
-    times: dict[str, Any] = {"hours": hours, "steps": duration.steps}
-    length = f"{hours:,.2f} hours" if hours >= 1 else f"{60 * hours:,.1f} minutes"
+    hours = duration.hours
+    times: dict[str, Any] = {"hours": hours, "steps": duration.steps, "start_hours": duration.start / 3600}
     details = f"{format_count(duration.steps, 'steps')} of {duration.seconds:,.2f} s"
+    details += f", and {duration.outside:,.0f} s outside them" if duration.outside else ""
     if device and duration.generation:
         times["generation_share"] = duration.generation
         details += f", {100 * duration.generation:.0f} % of it generation"
-    text = f"{length} ({details})"
+    text = f"{format_hours(hours)} ({details})"
     listed = device.price if device and price is None else None
     price = listed.dollars if listed else price
     if price is not None:

@@ -52,7 +52,7 @@ class SupervisedTrainer:
         It also receives the padding token and the shape policy.
         """
         name = context.directory.name
-        self.context, self.tokenizer, self._data = context, tokenizer, data
+        self.context, self.tokenizer, self.data = context, tokenizer, data
         self.settings: EpochConfig = getattr(context.config, name)
         settings, micro = self.settings, self.settings.micro_batch(context.world.size, section=name)
         sizes = {"batch_size": settings.batch_size, "micro_batch_size": micro}
@@ -194,7 +194,7 @@ class SupervisedTrainer:
     def summarize(self) -> dict[str, Any]:
         """Log what was saved and return the summary's entries about the model and the data."""
         log_outputs(self.context, self.engine)
-        return {"parameters": self.engine.parameter_counts, **self._data.summary}
+        return {"parameters": self.engine.parameter_counts, **self.data.summary}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs in addition to the engine: nothing."""

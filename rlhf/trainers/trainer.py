@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from rlhf.config.schema import TrainingConfig
+from rlhf.data.stage_dataset import StageData
 from rlhf.engine.engine import Metrics, TrainingEngine
 from rlhf.reporting.step_records import RankStep
 
@@ -29,6 +30,9 @@ class Trainer(Protocol):
 
     unit: str
     """The metric that counts a step's tokens or pairs; the recorded rate is this number per second."""
+
+    data: StageData
+    """The stage's examples."""
 
     @property
     def displayed(self) -> tuple[str, ...]:

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch.autograd import DeviceType
 
-from rlhf.cli.profile import ensure_steps
+from rlhf.cli.profile import draw_replies, ensure_steps
 from rlhf.config.schema import Config
 from rlhf.memory.advice import apply_settings
 from rlhf.memory.duration import count_steps
@@ -34,7 +35,8 @@ def profiled(rlhf, tmp_path_factory) -> tuple[dict[str, Any], Path, str]:
     environment = {"TMPDIR": str(folder)}
     done = rlhf.forks.run("profile", "--steps", "2", "--json", *options, *trace, timeout=120, environment=environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout), folder, done.stderr
+    (report,) = json.loads(done.stdout)
+    return report, folder, done.stderr
 
 
 def test_stage_takes_all_steps_and_leaves_only_the_trace(profiled):
@@ -62,7 +64,9 @@ def test_phases_sum_to_the_steps_and_operators_to_the_trace(profiled):
     assert {operator["phase"] for operator in operators if operator["name"] == "aten::bmm"} >= set(PHASES)
     backward = {operator["phase"] for operator in operators if "backward" in operator["name"].lower()}
     assert backward == {"training"}
-    assert report["first_step_seconds"] > 0 and report["set_up_seconds"] > 0 and report["peak_memory"] > 2**26
+    rest = ("start", "first_step", "evaluation", "checkpoint", "saving", "recording")
+    assert all(report[f"{name}_seconds"] > 0 for name in rest)
+    assert report["set_up_seconds"] > 0 and report["peak_memory"] > 2**26
 
 
 def test_trace_has_the_phases_as_ranges(profiled):
@@ -90,12 +94,39 @@ def test_run_gives_settings_and_models_and_is_only_read(rlhf, finished_run, tmp_
     assert json.loads(trace.read_text())["traceEvents"]
 
 
+def test_untrained_policy_draws_the_replies_of_the_data() -> None:
+    """So that completions have their lengths; `forced` are the tokens that a decoder draws next."""
+    drawn: list[torch.Tensor] = []
+    decoder = SimpleNamespace(eos_ids=torch.tensor([1]), pad_id=0, max_new_tokens=4, forced=None)
+    decoder.generate = lambda model, ids: drawn.append(decoder.forced)
+    texts = [("ab", None), (None, "abcde"), ("a", "abc")]  # a demonstration, else the preferred reply
+    examples = [SimpleNamespace(row=SimpleNamespace(response=one, chosen=other)) for one, other in texts]
+
+    def tokenizer(texts: list[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[5] * len(text) for text in texts]}
+
+    draw_replies(SimpleNamespace(decoder=decoder, tokenizer=tokenizer, data=SimpleNamespace(train=examples)))
+    decoder.generate(None, torch.zeros(2, 3))
+    decoder.generate(None, torch.zeros(2, 3))
+    assert drawn[0].tolist() == [[5, 5, 1, 0], [5, 5, 5, 5]], "a longer reply is cut off, without its end"
+    assert drawn[1].tolist() == [[5, 1, 0], [5, 5, 1]]
+
+
+@pytest.mark.slow
+def test_several_stages_are_a_list_and_have_traces(rlhf, tmp_path):
+    options = ["--stage", "ppo", "--stage", "sft", "--steps", "1", "--json", "--output", tmp_path / "run"]
+    done = rlhf("profile", *options, "--trace", tmp_path / "trace.json.gz")
+    assert [report["stage"] for report in json.loads(done.stdout)] == ["sft", "ppo"]
+    assert {path.name for path in tmp_path.iterdir()} == {"sft-trace.json.gz", "ppo-trace.json.gz"}
+
+
 @pytest.mark.slow
 def test_embedded_example_can_be_profiled(forks, tmp_path):
     options = [*sets("data.max_completion_length=8"), "--trace", str(tmp_path / "trace.json.gz")]
     done = forks.run("profile", "--steps", "1", "--json", *options, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert [phase["phase"] for phase in json.loads(done.stdout)["phases"]] == [*PHASES, "other"]
+    (report,) = json.loads(done.stdout)
+    assert [phase["phase"] for phase in report["phases"]] == [*PHASES, "other"]
     assert (tmp_path / "trace.json.gz").is_file()
 
 
@@ -104,7 +135,7 @@ def test_embedded_example_can_be_profiled(forks, tmp_path):
 def test_other_stages_can_be_profiled(rlhf, tmp_path, stage):
     trace = tmp_path / "trace.json.gz"
     options = ["--stage", stage, "--steps", "2", "--trace", trace, "--output", tmp_path / "run", "--json"]
-    report = json.loads(rlhf("profile", *options).stdout)
+    (report,) = json.loads(rlhf("profile", *options).stdout)
     assert [phase["phase"] for phase in report["phases"]] == ["training", "other"]
     assert report["tflops"] > 0
 

@@ -167,6 +167,89 @@ def test_measured_run_gives_its_pace(forks: Forks, tmp_path: Path) -> None:
     assert plan_reports(forks, *measured)[0]["hours"] == pytest.approx(1.0)
 
 
+def test_measured_run_sets_up_once(forks: Forks, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "ppo").mkdir()
+    summary = {"stage": "ppo", "steps": 10, "seconds": 50.0, "set_up_seconds": 20.0}
+    (tmp_path / "ppo" / "stage.json").write_text(json.dumps(summary))
+    measured = ["--memory", "1TB", "--measured", str(tmp_path), "--stage", "ppo", "--set", "ppo.steps=720"]
+    assert plan_reports(forks, *measured)[0]["hours"] == pytest.approx((720 * 3 + 20) / 3600)
+
+
+PROFILE = {
+    "rows": 100,
+    "start_seconds": 36.0,
+    "set_up_seconds": 7.0,
+    "first_step_seconds": 5.0,
+    "step_seconds": [1.0, 2.0],
+    "recording_seconds": 0.5,
+    "evaluation_seconds": 10.0,
+    "checkpoint_seconds": 3.0,
+    "saving_seconds": 4.0,
+}
+
+
+def profiled_plans(forks: Forks, folder: Path, *arguments: str) -> list[dict[str, Any]]:
+    """Return the plan of SFT and PPO after a profile with the numbers of `PROFILE`."""
+    file = folder / "profile.json"
+    file.write_text(json.dumps([{"stage": stage, "phases": [], **PROFILE} for stage in ("sft", "ppo")]))
+    options = ["--memory", "1TB", "--measured", str(file), "--stage", "sft", "--stage", "ppo", *arguments]
+    return plan_reports(forks, *options)
+
+
+def test_profile_predicts_every_part_of_a_stage(forks: Forks, tmp_path: Path) -> None:
+    sft = ["sft.batch_size=32", "sft.epochs=3", "sft.eval_every=epoch", "sft.checkpoint_every=5"]
+    ppo = ["ppo.steps=10", "ppo.eval_every=5", "ppo.keep=best(reward)", "ppo.checkpoint_every=0"]
+    plans = profiled_plans(forks, tmp_path, *(word for setting in sft + ppo for word in ("--set", setting)))
+    # 100 rows are 4 steps of an epoch and 12 in all, of 1.5 + 0.5 s. The first takes 3.5 s more. Four evaluations:
+    # before, after steps 4 and 8, after; three checkpoints: after 5, 10, 12; one model.
+    # PPO: ten steps; evaluations before, after step 5, after; each may be the best, but for the first; one checkpoint.
+    seconds = {"sft": 12 * 2 + 7 + 3.5 + 4 * 10 + 3 * 3 + 4, "ppo": 10 * 2 + 7 + 3.5 + 3 * 10 + 3 + 2 * 4}
+    assert {plan["stage"]: 3600 * plan["hours"] for plan in plans} == pytest.approx(seconds)
+    assert [plan["steps"] for plan in plans] == [12, 10] and plans[0]["start_hours"] == pytest.approx(0.01)
+
+
+def test_given_rows_replace_the_profiled_ones(forks: Forks, tmp_path: Path) -> None:
+    plans = profiled_plans(forks, tmp_path, "--rows", "3200", "--set", "sft.batch_size=32", "--set", "sft.epochs=1")
+    assert plans[0]["steps"] == 100
+
+
+def test_plan_of_several_stages_ends_with_their_sum(forks: Forks, tmp_path: Path) -> None:
+    profiled_plans(forks, tmp_path)
+    options = ["--memory", "1TB", "--measured", str(tmp_path / "profile.json"), "--stage", "sft", "--stage", "ppo"]
+    options += ["--set", "sft.batch_size=100", "--set", "sft.epochs=1", "--set", "ppo.steps=1"]
+    done = forks.run("plan", *SEVEN, *options, timeout=60)
+    # Each stage: one step of 2 s, 7 of set-up, 3.5 more of the first, two evaluations, a checkpoint and a model.
+    total = 36 + 2 * (2 + 7 + 3.5 + 20 + 3 + 4)
+    assert (
+        done.stdout.splitlines()[-1].split()
+        == f"all stages {total / 60:.1f} minutes, with the start of the run".split()
+    )
+
+
+def test_stage_that_was_not_profiled_has_no_hours(forks: Forks, tmp_path: Path) -> None:
+    profiled_plans(forks, tmp_path)
+    (report,) = plan_reports(
+        forks, "--memory", "1TB", "--measured", str(tmp_path / "profile.json"), "--stage", "reward"
+    )
+    assert "hours" not in report and report["advice"]["time"].startswith("not known: ")
+
+
+def test_profile_of_one_process_predicts_no_other_number(forks: Forks, tmp_path: Path) -> None:
+    profiled_plans(forks, tmp_path)
+    options = ["--memory", "1TB", "--devices", "2", "--measured", str(tmp_path / "profile.json")]
+    done = forks.run("plan", *SEVEN, *options, timeout=60)
+    assert done.returncode == 2 and "was measured in one process, and the plan has 2 devices" in done.stderr
+
+
+@pytest.mark.parametrize("text", ["", "{}", '[{"stage": "ppo"}]', "not JSON"])
+def test_file_without_profiles_is_a_one_line_error(forks: Forks, tmp_path: Path, text: str) -> None:
+    (tmp_path / "profile.json").write_text(text)
+    done = forks.run("plan", *SEVEN, "--memory", "1TB", "--measured", str(tmp_path / "profile.json"), timeout=60)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "holds no output of rlhf profile --json" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
