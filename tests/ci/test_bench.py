@@ -55,6 +55,18 @@ def test_script_help_prints_usage_and_commands(bench, name: str, monkeypatch, ca
     assert f"python ci/bench/{name}.py" in help_text
 
 
+def test_start_up_finds_the_step_of_the_started_process(bench, tmp_path: Path) -> None:
+    startup, metrics = importlib.import_module("startup"), tmp_path / "metrics.jsonl"
+    assert startup.find_step(metrics, 3, begin=100.0) is None
+    earlier = {"stage": "ppo", "step": 3, "time": 90.0, "seconds": 2.0}
+    sample = {"stage": "ppo", "step": 3, "time": 110.0, "tag": "heldout_0", "text": "red"}
+    step = earlier | {"time": 111.0}
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in (earlier, sample)) + '{"stage": "pp')
+    assert startup.find_step(metrics, 3, begin=100.0) is None
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in (earlier, sample, step)))
+    assert startup.find_step(metrics, 3, begin=100.0) == step
+
+
 SHAPE = {"body": 1000, "vocabulary": 200, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
 
 
