@@ -28,6 +28,8 @@ import turns
 
 SHORT, LONG = "--prompt 16 --completion 32", "--prompt 128 --completion 128"
 LONGEST = "--prompt 512 --completion 512 --micro-batch 4 --rounds 2 --warmup 1 --apart"
+STAGES = ("sft", "reward", "dpo")
+SHAPES = ("--shape smollm2-360m --apart", "--shape smollm2-1.7b --lora 8 --apart")
 ROWS = (
     f"ppo_step.py {SHORT}",
     f"rollout.py {SHORT} --batch 16",
@@ -39,13 +41,15 @@ ROWS = (
     "supervised.py --stage reward --micro-batch 4",
     "supervised.py --stage reward --micro-batch 16",
     "supervised.py --stage dpo --micro-batch 4",
-    *(f"supervised.py --stage {stage} {LONG} --warmup 1 --rounds 3" for stage in ("sft", "reward", "dpo")),
-    *(f"supervised.py --stage {stage} {LONGEST}" for stage in ("sft", "reward", "dpo")),
+    *(f"supervised.py --stage {stage} {LONG} --warmup 1 --rounds 3" for stage in STAGES),
+    *(f"supervised.py --stage {stage} {LONGEST}" for stage in STAGES),
     *(f"ppo_step.py --estimator {estimator} {SHORT}" for estimator in ("rloo", "grpo")),
     *(f"ppo_step.py --estimator {estimator} {LONG} --warmup 1 --apart" for estimator in ("rloo", "grpo")),
     # With autocast TRL takes 19 GiB and our side 13: a machine with 23 GiB cannot run both at once.
     f"ppo_step.py {LONG} --warmup 1 --apart",
     *(f"ppo_step.py --estimator {estimator} {LONGEST}" for estimator in ("rloo", "grpo", "gae")),
+    *(f"supervised.py --stage {stage} {shape} --warmup 1 --rounds 2" for shape in SHAPES for stage in STAGES),
+    *(f"ppo_step.py --estimator grpo {shape} --warmup 1 --rounds 2" for shape in SHAPES),
 )
 ON_GPU = (
     "rollout.py --shape llama-2-7b --prompt 256 --completion 256 --batch 16",

@@ -52,6 +52,8 @@ def settings(work: dict[str, Any], output: str) -> dict[str, Any]:
         "model": {"path": work["model"]},
         "data": {"max_prompt_length": work["prompt_tokens"], "max_completion_length": work["completion_tokens"]},
     }
+    if work.get("lora"):
+        values |= {"lora": {"rank": work["lora"]}}
     rows = {"batch_size": work["batch_size"], "micro_batch_size": work.get("micro_batch_size")}
     if work["stage"] in SUPERVISED:
         optimizer = {"learning_rate": work["learning_rate"], "schedule": "constant"}
@@ -59,8 +61,6 @@ def settings(work: dict[str, Any], output: str) -> dict[str, Any]:
         return values | {work["stage"]: rows | start | {"optimizer": optimizer, "epochs": 100_000, "dropout": 0.0}}
     ppo = rows | {"ppo_epochs": 1, "steps": 100_000, "actor": work["model"], "reward_model": work["model"]}
     ppo |= work.get("ppo", {})
-    if work.get("lora"):
-        values |= {"lora": {"rank": work["lora"]}}
     if work["stage"] == "rollout":
         ppo["estimator"] = "reinforce++"
         values |= {"lora": {"rank": 8}} if work["parameters"] > LARGE else {}

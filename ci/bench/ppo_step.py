@@ -5,6 +5,7 @@
     python ci/bench/ppo_step.py --estimator grpo                     8 completions of each prompt; rloo: 4
     python ci/bench/ppo_step.py --prompt 128 --completion 128 --apart
     python ci/bench/ppo_step.py --prompt 512 --completion 512 --micro-batch 4 --apart
+    python ci/bench/ppo_step.py --estimator grpo --shape smollm2-1.7b --lora 8 --apart
     python ci/bench/ppo_step.py --accelerator cuda --shape llama-3.2-1b
 
 Each side is a process. All have the same model (random weights), prompts, batch, lengths and number of threads, and
@@ -67,6 +68,7 @@ def main() -> None:
     parser.add_argument(
         "--estimator", choices=tuple(TRAINERS), default="gae", help="ppo.estimator; gae is PPO (default: gae)"
     )
+    turns.add_lora(parser)
     parser.add_argument("--micro-batch", type=int, help="rows of a pass, when scoring and updating (default: all)")
     parser.add_argument(
         "--against", nargs="+", choices=tuple(SIDES), default=list(SIDES), help="sides of TRL (default: both)"
@@ -75,11 +77,18 @@ def main() -> None:
     trainer, group = TRAINERS[arguments.estimator], ESTIMATORS[arguments.estimator].group_size
     if arguments.batch % group:
         sys.exit(f"--batch: {arguments.estimator} draws {group} completions of each prompt, got {arguments.batch} rows")
+    if arguments.lora and arguments.estimator == "gae":
+        sys.exit("--lora: PPOTrainer adapts only the policy, not the critic; choose another --estimator")
     turns.require_trl(trainer)
 
     against = "" if arguments.against == list(SIDES) else f"-{'-'.join(arguments.against)}"
     names = [OURS, *(SIDES[side] for side in arguments.against)]
-    settings = {"batch": arguments.batch, "micro_batch": arguments.micro_batch, "models": MODELS[arguments.estimator]}
+    settings = {
+        "batch": arguments.batch,
+        "micro_batch": arguments.micro_batch,
+        "lora": arguments.lora,
+        "models": MODELS[arguments.estimator],
+    }
     settings |= {key: SETTINGS[key] for key in ("all", *names)}
     measured = turns.Turns(result_name(arguments) + against, describe_step(arguments), settings, arguments)
     with tempfile.TemporaryDirectory() as temporary:
@@ -122,8 +131,8 @@ def ways(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def method(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the part of the work that concerns the estimator and the rows of a pass."""
-    work: dict[str, Any] = {"micro_batch_size": arguments.micro_batch}
+    """Return the part of the work that concerns the estimator, the rows of a pass, and LoRA."""
+    work: dict[str, Any] = {"micro_batch_size": arguments.micro_batch, "lora": arguments.lora}
     if arguments.estimator != "gae":
         group = ESTIMATORS[arguments.estimator].group_size
         work["ppo"] = {"estimator": arguments.estimator, "completions_per_prompt": group, "kl_coef": KL_COEF}
@@ -145,6 +154,7 @@ def result_name(arguments: argparse.Namespace) -> str:
     parts += [] if model == SHAPE else [model]
     parts += [] if arguments.batch == 16 else [f"x{arguments.batch}"]
     parts += [f"by{arguments.micro_batch}"] if arguments.micro_batch else []
+    parts += [f"lora{arguments.lora}"] if arguments.lora else []
     return "-".join([f"{TRAINERS[arguments.estimator]}_step", *parts])
 
 
@@ -152,6 +162,7 @@ def describe_step(arguments: argparse.Namespace) -> str:
     """Return what a step is, for the names of the rows."""
     sizes = f"{arguments.batch} x ({arguments.prompt} + {arguments.completion})"
     sizes += f" by {arguments.micro_batch}" if arguments.micro_batch else ""
+    sizes += f", LoRA of rank {arguments.lora}" if arguments.lora else ""
     return f"{TRAINERS[arguments.estimator].upper()} step, {name_model(arguments)}, {sizes}"
 
 

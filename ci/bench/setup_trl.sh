@@ -13,5 +13,5 @@ make_environment() {
     "$1/bin/python" -c 'import torch, transformers, trl; print("torch", torch.__version__, "transformers", transformers.__version__, "trl", trl.__version__)'
 }
 
-make_environment .trl-venv "trl==1.9.2"
-make_environment .trl-newest-venv trl
+make_environment .trl-venv "trl[peft]==1.9.2"
+make_environment .trl-newest-venv "trl[peft]"

@@ -7,6 +7,7 @@
     python ci/bench/supervised.py --micro-batch 16       one micro-batch
     python ci/bench/supervised.py --prompt 128 --completion 128          all rows of this length
     python ci/bench/supervised.py --shape smollm2-360m
+    python ci/bench/supervised.py --shape smollm2-1.7b --lora 8 --apart
 
 Every step takes the same 16 rows (or pairs), in the order that each side chooses, so all sides see the same tokens. The
 sides take turns on the whole machine. The target is against TRL's default precision, float32 weights under bf16
@@ -62,6 +63,7 @@ def main() -> None:
     parser.add_argument(
         "--completion", type=int, help=f"tokens of all replies (default: rows of {SHORTEST} to {LONGEST})"
     )
+    turns.add_lora(parser)
     parser.add_argument("--shape", default=SHAPE, help=f"a name in rlhf/models/known.yaml (default: {SHAPE})")
     parser.add_argument("--layers", type=int, help="layers of the model, for a quick try (default: the shape's)")
     arguments = parser.parse_args()
@@ -73,16 +75,17 @@ def main() -> None:
     shape = "" if arguments.shape == SHAPE else f"-{arguments.shape}"
     shape += f"-{arguments.layers}-layers" if arguments.layers else ""
     shape += f"-{arguments.prompt}+{arguments.completion}" if lengths else ""
+    shape += f"-lora{arguments.lora}" if arguments.lora else ""
     sizes = f"{arguments.batch} rows of {describe_lengths(lengths)}"
     what = f"one step of {arguments.stage}, {arguments.shape} (random weights), {sizes}"
-    settings = {**SETTINGS, "micro_batch": arguments.micro_batch, "batch": arguments.batch}
+    settings = {**SETTINGS, "micro_batch": arguments.micro_batch, "batch": arguments.batch, "lora": arguments.lora}
     measured = turns.Turns(
         f"{arguments.stage}-{arguments.batch}by{arguments.micro_batch}{shape}", what, settings, arguments
     )
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         model = make(folder / "model", arguments.shape, layers=arguments.layers)
-        work = workload(model, arguments, lengths)
+        work = workload(model, arguments, lengths) | {"lora": arguments.lora}
         file = turns.write(work, folder)
         sides = {OURS: partial(turns.start_worker, turns.ours_command(file), OURS, folder, arguments.accelerator)}
         for name in (AUTOCAST, WEIGHTS):
@@ -138,6 +141,7 @@ def rows(sides: dict[str, Any], arguments: argparse.Namespace, lengths: tuple[in
     """Return the rows: time against each precision of TRL, and memory against its default precision."""
     what = f"{arguments.stage}, {arguments.shape}, {arguments.batch} rows by {arguments.micro_batch}"
     what += f", {describe_lengths(lengths)}" if lengths else ""
+    what += f", LoRA of rank {arguments.lora}" if arguments.lora else ""
     has_target = (arguments.accelerator, arguments.batch, arguments.layers) == ("cpu", 16, None)
     results = [
         report.row(

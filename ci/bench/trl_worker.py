@@ -79,11 +79,22 @@ def scalar(path: str, dtype: Any) -> Any:
     return AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, num_labels=1)
 
 
-def trained_dtype(precision: str) -> Any:
-    """Return the dtype of the trained weights."""
+def trained_dtype(work: dict[str, Any], precision: str) -> Any:
+    """Return the dtype of the weights of a trained model; if only adapters are trained, the others stay in bf16."""
     import torch
 
-    return torch.float32 if precision == "bf16-autocast" else torch.bfloat16
+    return torch.float32 if precision == "bf16-autocast" and not work.get("lora") else torch.bfloat16
+
+
+def adapters(work: dict[str, Any], task: str = "CAUSAL_LM") -> dict[str, Any]:
+    """Return the argument of a trainer for LoRA as in ours: on all linear layers but the last, scaled by 16 / rank."""
+    if not work.get("lora"):
+        return {}
+    from peft import LoraConfig
+
+    return {
+        "peft_config": LoraConfig(r=work["lora"], lora_alpha=16, target_modules="all-linear", task_type=task),
+    }
 
 
 def ppo_trainer(work: dict[str, Any], precision: str, options: dict[str, Any], callback: Any) -> Any:
@@ -95,7 +106,7 @@ def ppo_trainer(work: dict[str, Any], precision: str, options: dict[str, Any], c
 
     path, batch = work["model"], work["batch_size"]
     # With autocast only the trained models need float32 weights.
-    trained, frozen = trained_dtype(precision), torch.bfloat16
+    trained, frozen = trained_dtype(work, precision), torch.bfloat16
     return PPOTrainer(
         args=PPOConfig(
             num_mini_batches=1,
@@ -156,7 +167,7 @@ def group_parts(work: dict[str, Any], precision: str, callback: Any) -> dict[str
     from datasets import Dataset
 
     path = work["model"]
-    policy = causal(path, trained_dtype(precision))
+    policy = causal(path, trained_dtype(work, precision))
     policy.generation_config.eos_token_id = None  # that of the tokenizer takes its place
     tokenizer = number_tokenizer(policy.config.vocab_size)
     prompts = [tokenizer.decode(ids) + " " for ids in work["prompts"]]
@@ -170,6 +181,7 @@ def group_parts(work: dict[str, Any], precision: str, callback: Any) -> dict[str
         "reward_processing_classes": tokenizer,
         "train_dataset": Dataset.from_dict({"prompt": prompts}),
         "callbacks": [callback],
+        **adapters(work),
     }
 
 
@@ -200,10 +212,11 @@ def sft_trainer(work: dict[str, Any], precision: str, options: dict[str, Any], c
     }
     return SFTTrainer(
         args=SFTConfig(completion_only_loss=True, max_length=None, **schedule(work), **options),
-        model=causal(work["model"], trained_dtype(precision)),
+        model=causal(work["model"], trained_dtype(work, precision)),
         processing_class=AutoTokenizer.from_pretrained(work["model"]),
         train_dataset=Dataset.from_dict(rows),
         callbacks=[callback],
+        **adapters(work),
     )
 
 
@@ -219,10 +232,11 @@ def reward_trainer(work: dict[str, Any], precision: str, options: dict[str, Any]
     }
     return RewardTrainer(
         args=RewardConfig(max_length=None, **schedule(work), **options),
-        model=scalar(work["model"], trained_dtype(precision)),
+        model=scalar(work["model"], trained_dtype(work, precision)),
         processing_class=AutoTokenizer.from_pretrained(work["model"]),
         train_dataset=Dataset.from_dict(rows),
         callbacks=[callback],
+        **adapters(work, "SEQ_CLS"),
     )
 
 
@@ -240,10 +254,11 @@ def dpo_trainer(work: dict[str, Any], precision: str, options: dict[str, Any], c
     rows = {name: list(ids) for name, ids in zip(names, zip(*work["rows"]))}
     return TokenizedDPOTrainer(
         args=DPOConfig(max_length=None, **schedule(work), **options),
-        model=causal(work["model"], trained_dtype(precision)),
+        model=causal(work["model"], trained_dtype(work, precision)),
         processing_class=AutoTokenizer.from_pretrained(work["model"]),
         train_dataset=Dataset.from_dict(rows),
         callbacks=[callback],
+        **adapters(work),
     )
 
 

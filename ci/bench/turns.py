@@ -43,6 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser, *, rounds: int = 5, warmup: i
     parser.add_argument("--output", type=Path, help="JSON file (default: results/NAME-CHIP.json)")
 
 
+def add_lora(parser: argparse.ArgumentParser) -> None:
+    """Add the option for LoRA on all sides."""
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank (default: all weights)")
+
+
 def find_trl(trainer: str) -> Path:
     """Return the interpreter of the environment with the TRL whose trainer (sft, ppo, grpo, ...) is the other side."""
     return HERE / TRL_ENVIRONMENTS.get(trainer, ".trl-newest-venv") / "bin" / "python"

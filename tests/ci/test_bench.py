@@ -262,7 +262,7 @@ def test_turns_apart_run_one_side_at_a_time(bench, tmp_path: Path) -> None:
 
 
 SIZES = {"shape": "smollm2-135m", "layers": None, "batch": 16, "micro_batch": None, "estimator": "gae"}
-SIZES |= {"prompt": 16, "completion": 32, "accelerator": "cpu", "stage": "sft"}
+SIZES |= {"prompt": 16, "completion": 32, "accelerator": "cpu", "stage": "sft", "lora": None}
 
 
 @pytest.mark.parametrize(
@@ -272,6 +272,7 @@ SIZES |= {"prompt": 16, "completion": 32, "accelerator": "cpu", "stage": "sft"}
         ({"estimator": "grpo", "prompt": 128, "completion": 128}, "grpo_step-128+128"),
         ({"shape": "smollm2-360m", "batch": 8, "micro_batch": 4}, "ppo_step-16+32-smollm2-360m-x8-by4"),
         ({"layers": 2}, "ppo_step-16+32-smollm2-135m-2-layers"),
+        ({"estimator": "rloo", "lora": 8}, "rloo_step-16+32-lora8"),
     ],
 )
 def test_results_of_a_step_are_named_by_its_sizes(bench, changes: dict, name: str) -> None:
@@ -323,6 +324,31 @@ def test_texts_of_numbers_keep_every_token(bench) -> None:
     text = tokenizer.decode(prompt) + " " + tokenizer.batch_decode([completion], skip_special_tokens=True)[0]
     assert tokenizer(text, add_special_tokens=False)["input_ids"] == prompt + completion
     assert {tokenizer.pad_token_id, tokenizer.eos_token_id} == {40, 41}  # no model of 40 tokens draws them
+
+
+@pytest.mark.parametrize(
+    ("loader", "task"),
+    [("AutoModelForCausalLM", "CAUSAL_LM"), ("AutoModelForSequenceClassification", "SEQ_CLS")],
+)
+def test_trl_adapts_the_layers_that_ours_adapts(bench, model_folder: Path, loader: str, task: str) -> None:
+    import transformers
+    import trl_worker
+    from peft import get_peft_model
+
+    from rlhf.config.schema import LoraConfig
+    from rlhf.models.lora import add_adapters
+
+    def load():
+        return getattr(transformers, loader).from_pretrained(model_folder, num_labels=1)
+
+    def trained_shapes(model) -> list[tuple[int, ...]]:
+        return sorted(tuple(weight.shape) for weight in model.parameters() if weight.requires_grad)
+
+    theirs = get_peft_model(load(), trl_worker.adapters({"lora": 4}, task)["peft_config"])
+    ours = load()
+    add_adapters(ours, LoraConfig(rank=4), seed=0)
+    assert trained_shapes(theirs) == trained_shapes(ours)
+    assert trl_worker.adapters({}, task) == {}
 
 
 @pytest.mark.parametrize(("stage", "replies"), [("sft", 1), ("dpo", 2)])
