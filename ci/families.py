@@ -20,12 +20,14 @@ def table() -> str:
     from accelerators.backends.hpu.kernels import FUSED_SDPA
     from tests.families.table import FAMILIES
 
-    lines = ["| family | in transformers | attention | on `hpu` | what is special |", "|---|---|---|---|---|"]
+    lines = ["| family | in transformers | attention | on `hpu` | rollouts on `cpu` | what is special |"]
+    lines.append("|---|---|---|---|---|---|")
     for family in FAMILIES:
         attention, on_hpu = family.attention(), family.attention(FUSED_SDPA)
         notes = [*filter(None, [family.notes]), *([] if family.has_classifier else ["scalar head by rlhf"])]
         lines.append(
-            f"| {family.name} | `{family.architecture}` | {attention} | {on_hpu} | {'; '.join(notes) or '-'} |"
+            f"| {family.name} | `{family.architecture}` | {attention} | {on_hpu} | "
+            f"{'C' if family.decodes_in_c else 'operators'} | {'; '.join(notes) or '-'} |"
         )
     return "\n".join(lines) + "\n"
 

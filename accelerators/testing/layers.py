@@ -218,7 +218,9 @@ def _cache(config: Any, length: int) -> Any:
     cache: Any = StaticCache(config=config, max_cache_len=length)
     tensors: list[Tensor] = []
 
-    def decode_buffers() -> tuple[list[Tensor], int]:
+    def decode_buffers(groups: int, size: int, dtype: Any) -> tuple[list[Tensor], int] | None:
+        if not cache.layers[0].is_initialized:
+            return None  # prompts make the tensors
         if not tensors:
             tensors.extend(states for layer in cache.layers for states in (layer.keys, layer.values))
         return tensors, int(cache.layers[0].cumulative_length)

@@ -147,19 +147,29 @@ class WindowedStaticCache(StaticCache):
             for layer in self._windowed_layers():
                 layer.show()
 
-    def decode_buffers(self) -> tuple[list[Tensor], int] | None:
+    def decode_buffers(self, groups: int, size: int, dtype: torch.dtype) -> tuple[list[Tensor], int] | None:
         """Return the buffers for a kernel that computes all layers in one call; None if a layer has other states.
+
+        Args:
+            groups: heads of keys and values, for buffers that do not exist yet.
+            size: numbers in a head.
+            dtype: of keys and values.
 
         Returns:
             Keys and values of each layer in turn, the same list until `show` changes the sizes; and the column of the
-            current token, read from the device.
+            first of the current tokens, read from the device.
         """
         if not self._states:
             layers = self._windowed_layers()
-            if len(layers) < len(self.layers) or not all(layer.is_initialized for layer in layers):
+            if len(layers) < len(self.layers):
                 return None
+            rows, device = self.window.rows or self.window.all_rows, self.window.current_columns.device
+            like = torch.empty(1, groups, 1, size, dtype=dtype, device=device).expand(rows, -1, -1, -1)
+            for layer in layers:
+                if not layer.is_initialized:
+                    layer.lazy_initialization(like, like)
             self._states = [states for layer in layers for states in (layer.keys, layer.values)]
-        return self._states, int(self.window.current_columns[-1])
+        return self._states, int(self.window.current_columns[0])
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
         """Copy the visible rows `sources` over `targets`; both [N], and no row is in both."""

@@ -135,19 +135,25 @@ def machine(monkeypatch: pytest.MonkeyPatch):
 @pytest.fixture
 def decode_calls(monkeypatch) -> Counter[str]:
     """How often each function of decode.c was called."""
+    import torch
+
     from accelerators.backends.cpu.kernels import decode
 
     counts: Counter[str] = Counter()
-    functions = decode._functions()
+    known = decode._functions
 
-    def counted(name: str) -> Any:
-        def call(*arguments: Any) -> Any:
-            counts[name] += 1
-            return getattr(functions, name)(*arguments)
+    def counting(dtype: torch.dtype = torch.bfloat16) -> SimpleNamespace:
+        functions = known(dtype)
 
-        return call
+        def counted(name: str) -> Any:
+            def call(*arguments: Any) -> Any:
+                counts[name] += 1
+                return getattr(functions, name)(*arguments)
 
-    counting = SimpleNamespace(**{name: counted(name) for name in ("pack", "linear", "decode")})
-    counting.amx, counting.omp_get_max_threads = functions.amx, functions.omp_get_max_threads
-    monkeypatch.setattr(decode, "_functions", lambda: counting)
+            return call
+
+        calls = {name: counted(name) for name in ("pack", "linear", "decode")}
+        return SimpleNamespace(amx=functions.amx, lanes=functions.lanes, **calls)
+
+    monkeypatch.setattr(decode, "_functions", counting)
     return counts

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,13 @@ from accelerators.backends.cpu import info as cpu_info
 from accelerators.backends.cpu.backend import CPU
 from accelerators.backends.cpu.kernels import compiler, decode, layers, packed
 
-needs_processor = pytest.mark.skipif(compiler.NEEDED not in cpu_info.cpu_flags(), reason=f"no {compiler.NEEDED} here")
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler here")
 
+COUNTING = """
+#include "threads.h"
+static void count(void *to) { if (!threads.number()) *(int *)to = threads.count(); }
+int number(void) { int threads_used = 0; threads.parallel(count, &threads_used, 0, 0); return threads_used; }
+"""
 LOGGED = """#!/bin/sh
 echo "$@" >> {log}
 exec {compiler} "$@"
@@ -182,13 +187,12 @@ def test_folder_that_others_can_write_is_not_used(source, compiled_folder, tmp_p
         compiler.compiled("number.c")
 
 
-@needs_processor
 @needs_compiler
 def test_code_of_this_package_compiles_and_is_right(compiled_folder):
     """Otherwise all tests of it would be skipped."""
     support = decode.supported(None)
     assert support, support.reason
-    assert [path.name.partition("-")[0] for path in compiled_folder.iterdir()] == ["decode"]
+    assert [path.name.partition("-")[0] for path in compiled_folder.iterdir()] == ["decode"] * len(decode.DTYPES)
 
 
 def test_compiler_is_the_named_one_or_the_first_on_the_path(tmp_path, monkeypatch):
@@ -219,7 +223,6 @@ def test_compiler_is_the_named_one_or_the_first_on_the_path(tmp_path, monkeypatc
         ({"XDG_CACHE_HOME": "", "HOME": "none"}, "there is no home folder for compiled files"),
     ],
 )
-@needs_processor
 def test_what_cannot_be_compiled_is_one_line_and_leaves_nothing(
     environment, reason, compiled_folder, tmp_path, monkeypatch
 ):
@@ -245,13 +248,6 @@ def test_what_cannot_be_compiled_is_one_line_and_leaves_nothing(
         assert not compiled_folder.exists() or not list(compiled_folder.iterdir())
 
 
-def test_a_processor_without_the_instructions_compiles_nothing(compiled_folder, monkeypatch):
-    monkeypatch.setattr(cpu_info, "cpu_flags", lambda: frozenset({"avx2"}))
-    support = decode.supported(None)
-    assert (support.ok, support.reason) == (False, "this processor has no avx512_bf16")
-    assert not compiled_folder.exists()
-
-
 @pytest.mark.parametrize("module", [decode, layers])
 def test_being_asked_draws_no_random_numbers(monkeypatch, module):
     monkeypatch.delenv("XDG_CACHE_HOME")  # what is compiled already
@@ -260,28 +256,44 @@ def test_being_asked_draws_no_random_numbers(monkeypatch, module):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@needs_processor
-def test_another_openmp_than_torchs_is_refused(monkeypatch):
-    functions = SimpleNamespace(omp_get_max_threads=lambda: torch.get_num_threads() - 1)
-    monkeypatch.setattr(decode, "_functions", lambda: functions)
-    threads = torch.get_num_threads()
+@needs_compiler
+def test_threads_are_those_of_torch(source):
+    shutil.copy(Path(decode.__file__).with_name("threads.h"), source.parent)
+    source.write_text(COUNTING)
+    functions, threads = compiler.compiled("number.c"), torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            assert functions.number() == count
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_compiler
+def test_torch_without_such_threads_is_refused(monkeypatch):
+    monkeypatch.setattr(compiler, "torch_functions", SimpleNamespace)
+    compiler._threads.cache_clear()
     support = decode.supported(None)
+    compiler._threads.cache_clear()
     assert not support
-    assert support.reason.startswith("the compiler's OpenMP is not that of torch")
-    assert torch.get_num_threads() == threads
+    assert support.reason.startswith("torch's threads cannot be shared (")
+    assert support.reason.endswith("; without its code, generation takes about twice as long")
 
 
-@needs_processor
 @needs_compiler
 def test_wrong_products_are_not_taken(monkeypatch):
-    packing = decode._packed
-    monkeypatch.setattr(decode, "_packed", lambda layer: packing(layer).roll(1, 0))
+    def packed_wrongly(*weights: Any, **options: Any) -> Any:
+        packed = packing(*weights, **options)
+        packed.weight.copy_(packed.weight.roll(1, 1))
+        return packed
+
+    packing = decode._Packed
+    monkeypatch.setattr(decode, "_Packed", packed_wrongly)
     monkeypatch.delenv("XDG_CACHE_HOME")  # the one that is there
     support = decode.supported(None)
-    assert (support.ok, support.reason) == (False, "the compiled products are wrong here")
+    assert (support.ok, support.reason) == (False, "the compiled products of torch.float32 are wrong here")
 
 
-@needs_processor
 def test_the_backend_takes_the_next_best_and_says_so(monkeypatch):
     monkeypatch.setenv("CC", "/no/such/compiler")
     accelerator = CPU()  # not that of other tests: it remembers what it has

@@ -1,14 +1,19 @@
-"""Decoder layers in C: as near to float32 as plain bf16 is, whatever the sizes and the cache; nothing left after."""
+"""Decoder layers in C: as near to float32 as the model's own, whatever the sizes and the cache; nothing left after."""
 
 from __future__ import annotations
 
+import functools
+import platform
+import shutil
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
+from transformers import CONFIG_MAPPING
 
-from accelerators.backends.cpu.kernels import compiler, decode
+from accelerators.backends.cpu import info as cpu_info
+from accelerators.backends.cpu.kernels import compiler, decode, families
 from rlhf.generation.hybrid_engine import generation_mode
 from tests.accelerators.decoding import FAMILIES, STEPS, check, logits_of, model_of, off, prompts, truth
 from tests.accelerators.test_packed import snapshot
@@ -25,13 +30,31 @@ def seed() -> None:
 # against float32
 
 
+@pytest.mark.parametrize("dtype", decode.DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_as_near_to_float32_as_those_of_plain_bf16(family, decode_calls):
-    model = model_of(family)
+def test_logits_are_as_near_to_float32_as_those_of_the_plain_model(family, dtype, decode_calls):
+    """Of prompts and of a token at a time; layers with other windows are another call."""
+    model = model_of(family, dtype)
+    runs = 2 if family.startswith(("gemma2", "gemma3")) else 1
     for number, rows in enumerate((1, 16, 40), 1):
         check(model, prompts(rows))
-        assert decode_calls["decode"] == STEPS * number  # both layers
-        assert decode_calls["linear"] >= (STEPS + 1) * number  # the output layer, and all of the prompts
+        assert decode_calls["decode"] == runs * (STEPS + 1) * number
+        assert decode_calls["linear"] == (STEPS + 1) * number  # the output layer
+
+
+def test_every_family_of_the_table_is_tested():
+    modules = {CONFIG_MAPPING[name].__module__.split(".")[-2] for name in FAMILIES}
+    assert modules == set(families.FAMILIES)
+
+
+@torch.no_grad()
+def test_long_prompts_are_read_some_rows_at_a_time(decode_calls, monkeypatch):
+    monkeypatch.setattr(decode, "MOST", 50)
+    check(model_of(), prompts(9))  # 108 tokens: four rows of 12, and again
+    assert decode_calls["decode"] == 3 + STEPS
+    decode_calls.clear()
+    check(model_of(), prompts(2, 60))  # a row at a time
+    assert decode_calls["decode"] == 2 + STEPS
 
 
 @pytest.mark.parametrize(("size", "groups"), [(32, 1), (64, 6), (96, 2), (128, 1)])
@@ -47,8 +70,7 @@ def test_layers_narrower_or_wider_than_their_heads(inner, hidden):
 @pytest.mark.parametrize("kind", ["viewed", "grown"])
 def test_decoding_into_parts_of_buffers_or_growing_ones(kind, decode_calls):
     check(model_of(), prompts(5), kind)
-    assert decode_calls["decode"] == STEPS
-    assert decode_calls["linear"]
+    assert decode_calls["decode"] == STEPS + 1
 
 
 @pytest.mark.parametrize("columns", [3, 11, 297])
@@ -66,8 +88,7 @@ def test_rows_that_leave_change_nothing_for_the_others(kind):
     assert not shrunk[2:, -1].any()
 
 
-def test_a_row_that_sees_nothing_is_as_before_and_changes_no_other():
-    """What it sees instead, the first column, is no matter of float32's attention (`accelerators.portable`)."""
+def test_a_row_that_sees_nothing_has_numbers_and_changes_no_other():
     model, (ids, mask) = model_of(), prompts(5)
     mask[1] = 0
     exact, plain = logits_of(truth(model), (ids, mask)), logits_of(model, (ids, mask))
@@ -76,7 +97,7 @@ def test_a_row_that_sees_nothing_is_as_before_and_changes_no_other():
     restore()
     others = [0, 2, 3, 4]
     assert off(logits[:, others], exact[:, others]) <= 1.1 * off(plain[:, others], exact[:, others]) < 0.05
-    assert logits.isfinite().all() and off(logits[:, 1], plain[:, 1]) < 0.05
+    assert logits.isfinite().all()
 
 
 @pytest.mark.parametrize("rows", [1, 5, 13, 16, 40])
@@ -85,7 +106,7 @@ def test_products_are_those_of_float64_rounded_once(rows):
     for outputs in (16, 32, 48, 112):  # whole groups of panels, and others
         layer = nn.Linear(96, outputs, dtype=torch.bfloat16)
         inputs = torch.randn(rows, 192, dtype=torch.bfloat16)[:, ::2]
-        products = decode._Linear(layer, decode._packed(layer))(inputs)
+        products = decode._Output(layer)(inputs)
         exact = inputs.double() @ layer.weight.double().T + layer.bias.double()
         assert products.dtype == torch.bfloat16
         assert ((products - exact).abs() <= 2**-8 * exact.abs() + 1e-6).all()
@@ -97,14 +118,42 @@ def test_products_without_amx_are_as_near(monkeypatch):
     known = decode._functions()
     if not known.amx():
         pytest.skip("this processor has no AMX: all tests are without")
-    monkeypatch.setattr(compiler, "FLAGS", (*compiler.FLAGS, "-mno-amx-bf16"))
-    functions = compiler.compiled.__wrapped__("decode.c")
-    for name in ("pack", "linear", "decode"):
-        getattr(functions, name).argtypes = getattr(known, name).argtypes
-    assert not functions.amx()
-    monkeypatch.setattr(decode, "_functions", lambda: functions)
+    use_compiled(monkeypatch, "-mno-amx-bf16")
+    assert not decode._functions().amx()
     for rows in (1, 9, 40):
         check(model_of("qwen2"), prompts(rows))
+
+
+def use_compiled(monkeypatch: pytest.MonkeyPatch, *flags: str) -> None:
+    """Let decode.c be compiled with more flags; the last of a kind counts."""
+    monkeypatch.setattr(compiler, "FLAGS", (*compiler.FLAGS, *flags))
+    monkeypatch.setattr(compiler, "compiled", compiler.compiled.__wrapped__)
+    monkeypatch.setattr(decode, "_functions", functools.cache(decode._functions.__wrapped__))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86")
+@pytest.mark.parametrize("dtype", decode.DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize(
+    ("processor", "lanes"), [("x86-64", 4), ("haswell", 8), ("skylake-avx512", 16)], ids=lambda value: str(value)
+)
+def test_older_processors_compute_the_same(processor, lanes, dtype, monkeypatch):
+    """SSE, AVX2, and AVX512 without bf16, whose registers have other numbers of lanes."""
+    if processor == "skylake-avx512" and "avx512f" not in cpu_info.cpu_flags():
+        pytest.skip("this processor has no AVX512")
+    use_compiled(monkeypatch, f"-march={processor}")
+    assert decode._functions(dtype).lanes() == lanes
+    for family in ("qwen3", "gpt_neox", "gemma2"):
+        for rows in (1, 9, 40):
+            check(model_of(family, dtype), prompts(rows))
+
+
+@pytest.mark.skipif(not shutil.which("clang"), reason="no clang here")
+@pytest.mark.parametrize("dtype", decode.DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def test_clang_compiles_the_same_on_the_same_threads(dtype, monkeypatch):
+    monkeypatch.setenv("CC", "clang")
+    use_compiled(monkeypatch)
+    for rows in (1, 9, 40):
+        check(model_of("gemma2", dtype), prompts(rows))
 
 
 # before and after
@@ -127,15 +176,15 @@ def test_a_model_is_afterwards_what_it_was(decode_calls):
 
 def test_a_failure_on_the_way_leaves_nothing_behind(monkeypatch):
     model = model_of()
-    before, packed, made = snapshot(model), decode._packed, []
+    before, packed, made = snapshot(model), decode._Packed, []
 
-    def failing(*linears: nn.Linear) -> Tensor:
-        made.append(linears)
-        if len(made) == 11:  # of the output layer, when all others have their places
+    def failing(*weights: Any, **options: Any) -> Any:
+        made.append(weights)
+        if len(made) == 9:  # of the output layer, when all others have their places
             raise MemoryError
-        return packed(*linears)
+        return packed(*weights, **options)
 
-    monkeypatch.setattr(decode, "_packed", failing)
+    monkeypatch.setattr(decode, "_Packed", failing)
     with pytest.raises(MemoryError):
         decode.prepare(model, True)
     assert snapshot(model) == before
@@ -180,7 +229,7 @@ def test_training_after_rollouts_is_unchanged_bit_for_bit(accelerator, decode_ca
                 decode_calls.clear()
                 with generation_mode(engine) as module:
                     logits_of(module, prompts(3), "grown")
-                assert decode_calls["decode"] == (STEPS if way == "native" else 0)
+                assert decode_calls["decode"] == (STEPS + 1 if way == "native" else 0)
                 trained = train(engine)
         finally:
             accelerator.kernels.choose("inference_weights", "auto")

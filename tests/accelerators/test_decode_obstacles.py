@@ -9,9 +9,11 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import StaticCache
+from transformers import AttentionInterface, StaticCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from accelerators.backends.cpu.kernels import decode
+from accelerators.backends.cpu.kernels import decode, invariant
 from rlhf.models.transformers_patches import cache_argument
 from tests.accelerators.decoding import STEPS, check, logits_of, model_of, off, prompts, truth
 
@@ -78,7 +80,7 @@ def test_hooks_of_layers_receive_their_outputs(decode_calls):
     actual = outputs()
     assert not decode_calls["decode"]
     logits_of(model, given)
-    assert decode_calls["decode"] == STEPS
+    assert decode_calls["decode"] == STEPS + 1
     restore()
     assert len(actual) == 2 * (STEPS + 1)
     assert all(off(output.double(), plain.double()) < 0.05 for output, plain in zip(actual, expected))
@@ -90,7 +92,7 @@ class OneColumn:
     def __init__(self) -> None:
         self.buffers = list(torch.zeros(2, 3, 2, 1, 32, dtype=torch.bfloat16))
 
-    def decode_buffers(self) -> tuple[list[Tensor], int]:
+    def decode_buffers(self, *of_new: Any) -> tuple[list[Tensor], int]:
         return self.buffers, 0
 
     def update(self, keys: Tensor, values: Tensor, *others: Any, **named: Any) -> tuple[Tensor, Tensor]:
@@ -102,7 +104,7 @@ def test_other_positions_and_masks_are_left_to_the_layers(decode_calls):
     layer = model_of().model.layers[0]
     hidden, added = torch.randn(3, 1, 96, dtype=torch.bfloat16), torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16)
     kinds = [(32, None, 1), (32, added, 1), (32, added.expand(3, -1, -1, -1), 1)]  # one angle, one mask for all rows
-    kinds += [(1, None, 0), (32, added.expand(3, 6, -1, -1), 0), (32, added == 0, 0)]
+    kinds += [(1, None, 0), (32, added.expand(3, 6, -1, -1), 0), (32, added == 0, 1)]
     for width, mask, called in kinds:
         positions = tuple(angle.expand(1, 1, width) for angle in torch.tensor([[[0.6]], [[0.8]]]).bfloat16().split(1))
         named = {cache_argument(layer): OneColumn(), "position_embeddings": positions, "attention_mask": mask}
@@ -136,7 +138,7 @@ def test_caches_that_cannot_be_written_to_are_left_to_the_layers(decode_calls, c
     hidden = torch.randn(3, 1, 96, dtype=torch.bfloat16)
     expected = layer(hidden, **named)
     buffers = change(cache.buffers)
-    cache.decode_buffers = lambda: buffers and (buffers, 0)
+    cache.decode_buffers = lambda *of_new: buffers and (buffers, 0)
     restore = decode.prepare(layer, True)
     decode_calls.clear()
     output = layer(hidden, **named)
@@ -201,26 +203,33 @@ def fewer_key_heads(model: Any) -> None:
         setattr(attention, name, nn.Linear(layer.in_features, layer.out_features // 2, dtype=torch.bfloat16))
 
 
-def windowed(model: Any) -> None:
-    model.model.layers[1].self_attn.sliding_window = 4096
+def other_attention(model: Any) -> None:
+    AttentionInterface.register("theirs", ALL_ATTENTION_FUNCTIONS["sdpa"])
+    AttentionMaskInterface.register("theirs", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    model.set_attn_implementation("theirs")
+
+
+def both_directions(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
 
 
 OBSTACLES: dict[str, tuple[dict[str, Any], Any, str]] = {
-    "attention": ({}, lambda model: model.set_attn_implementation("sdpa"), "attention is sdpa, not cpu_composed"),
-    "gate": ({"hidden_act": "gelu"}, None, "its gate is gelu, not silu"),
+    "attention": ({}, other_attention, "attention is theirs"),
+    "activation": ({"hidden_act": "tanh"}, None, "its activation is tanh"),
+    "needs": ({"family": "opt", "do_layer_norm_before": False}, None, "its do_layer_norm_before is False"),
+    "direction": ({}, both_directions, "its attention looks at later tokens"),
     "hook": ({}, listened, "its parts have hooks"),
-    "bias of the mlp": ({"mlp_bias": True}, None, "a layer has a bias that its family does not have"),
-    "adapters": ({}, adapted, "a Linear has its own product"),
-    "mlp": ({}, other_mlp, "a part is not that of its family"),
-    "forward": ({}, another_forward, "a part is not that of its family"),
+    "adapters": ({}, adapted, "it has a Linear of another library or class"),
+    "mlp": ({}, other_mlp, "it has a MLP of another library or class"),
+    "forward": ({}, another_forward, "its LlamaMLP has another forward pass"),
     "width": ({"intermediate_size": 272}, None, "a size is no multiple of"),
     "heads": ({"head_dim": 16}, None, "a size is no multiple of 32"),
     "order": ({}, turned, "they are not the layers of one model in order"),
     "fewer": ({}, shortened, "the model skips some of them"),
-    "bias of some": ({}, unbiased_keys, "a layer has a bias that its family does not have"),
-    "norm": ({}, other_norm, "its norms are not those of its family in bf16"),
+    "bias of some": ({}, unbiased_keys, "some parts of a product have a bias and others have none"),
+    "norm": ({}, other_norm, "it has a Norm of another library or class"),
     "groups": ({}, fewer_key_heads, "their heads differ"),
-    "windows": ({}, windowed, "their attention windows differ"),
 }
 
 
@@ -241,12 +250,37 @@ def test_output_layer_of_odd_size_is_not_packed(decode_calls):
     assert decode_calls["decode"]
 
 
-def test_float32_model_is_computed_as_before(decode_calls, caplog):
-    model, given = model_of().float(), prompts(3)
+def test_model_in_other_numbers_is_computed_as_before(decode_calls, caplog):
+    model, given = model_of().half(), prompts(3)
     exact = logits_of(truth(model), given)
     with caplog.at_level("DEBUG", "accelerators.backends.cpu.kernels.decode"):
         restore = decode.prepare(model, True)
-    assert off(logits_of(model, given), exact) < 1e-5
+    assert off(logits_of(model, given), exact) < 0.01
     restore()
-    assert "2 layers are not computed by decode.c: its numbers are float32" in caplog.text
+    assert "2 layers are not computed by decode.c: a layer is in torch.float16 on cpu" in caplog.text
+    assert not decode_calls
+
+
+def test_numbers_of_several_dtypes_are_an_obstacle():
+    model = model_of()
+    assert decode.obstacle(model) == ""
+    model.model.layers[1].input_layernorm.float()
+    assert decode.obstacle(model) == "its numbers are of several dtypes"
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_standard_attention_is_computed(implementation, decode_calls):
+    model = model_of()
+    model.set_attn_implementation(implementation)
+    check(model, prompts(5))
+    assert decode_calls["decode"]
+
+
+def test_numbers_that_must_not_depend_on_the_batch_are_not_computed_here(decode_calls):
+    model = model_of(dtype=torch.float32)
+    restore = decode.prepare(model, True)
+    decode_calls.clear()
+    with invariant.batch_invariant():
+        logits_of(model, prompts(5))
+    restore()
     assert not decode_calls

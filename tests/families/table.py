@@ -78,6 +78,16 @@ class Family:
         return "eager" if explain_missing_attention(architecture, "sdpa") or beyond_sdpa(config) else "sdpa"
 
     @property
+    def decodes_in_c(self) -> bool:
+        """Whether the CPU's C code computes its layers, if their sizes suit it."""
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+        from accelerators.backends.cpu.kernels import families
+
+        known, layers = families.find_layers(build(self.configuration(), MODEL_FOR_CAUSAL_LM_MAPPING))
+        return known is not None and not any(isinstance(families.read(known, layer), str) for layer in layers)
+
+    @property
     def has_classifier(self) -> bool:
         """Whether transformers has a sequence classifier of it that scores tokens."""
         from rlhf.models.scalar_head import build_scalar_head_class

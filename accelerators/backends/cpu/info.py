@@ -30,7 +30,7 @@ def cpu_model() -> str:
 
 def cpu_flags() -> frozenset[str]:
     """Return the processor's instruction-set extensions by Linux's names; empty on other systems."""
-    match = re.search(r"^flags\s*:\s*(.+)$", read_text(CPUINFO), re.MULTILINE)
+    match = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", read_text(CPUINFO), re.MULTILINE)  # of x86, of ARM
     return frozenset(match.group(1).split()) if match else frozenset()
 
 

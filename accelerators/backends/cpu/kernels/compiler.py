@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -19,65 +20,88 @@ from pathlib import Path
 from accelerators import host
 from accelerators.backends.cpu import info
 
-NEEDED = "avx512_bf16"
-"""The extension that code for bf16 needs."""
-
 _NOT_PRIVATE = "may hold code of others, because it is a link, another user's, or writable by others"
 
-FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
+FLAGS = ("-O3", "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native", "-shared", "-fPIC")
+
+BF16 = "-DBF16"
+"""The flag of code for numbers in bf16; without it they are float32."""
 
 
 class NotCompiled(Exception):
     """The library cannot be compiled or loaded; the message is one line."""
 
 
-def why_not(load: Callable[[], ctypes.CDLL], without: str, needed: str = NEEDED) -> str:
+def why_not(load: Callable[[], ctypes.CDLL], without: str) -> str:
     """Return why the functions that `load` returns cannot be used; "" if they can.
 
     Args:
         load: loads the library.
         without: the disadvantage if there is no compiler.
-        needed: the extension of the processor that the code needs; "" for none.
     """
-    import torch
-
-    if needed and needed not in info.cpu_flags():
-        return f"this processor has no {needed}"
     try:
-        functions = load()
+        load()
     except NotCompiled as error:
         return f"{error}; without its code, {without}"
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads + 1)
-        shared = functions.omp_get_max_threads() == threads + 1
-    finally:
-        torch.set_num_threads(threads)
-    return "" if shared else "the compiler's OpenMP is not that of torch: threads of both would stall each other"
+    return ""
 
 
 @cache
-def compiled(name: str) -> ctypes.CDLL:
-    """Return the functions in a C file of this package, which share torch's OpenMP and its threads.
+def compiled(name: str, *flags: str) -> ctypes.CDLL:
+    """Return the functions in a C file of this package, which run on torch's threads.
+
+    Args:
+        name: the file's name.
+        *flags: more flags of the compiler, such as `BF16`.
 
     Raises:
-        NotCompiled: there is no compiler, or it refuses the file.
+        NotCompiled: there is no compiler, it refuses the file, or torch's threads cannot be shared.
     """
-    import torch  # noqa: F401  its OpenMP is loaded first: another copy would have separate threads
-
     source = Path(__file__).with_name(name)
     command = find_compiler()
     version = _run([*command, "--version"])
     texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
-    parts = (*texts, version, *command, *FLAGS, *sorted(info.cpu_flags()))
+    command += [*FLAGS, *flags]
+    parts = (*texts, version, *command, *sorted(info.cpu_flags()))
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     place = folder() / f"{source.stem}-{key}"
     try:
         if not host.make_private(place.parent):
             raise NotCompiled(f"{place.parent} {_NOT_PRIVATE}; remove it, or name another cache in XDG_CACHE_HOME")
-        return ctypes.CDLL(str(_find_library(place) or _compile(command, source, place)))
+        functions = ctypes.CDLL(str(_find_library(place) or _compile(command, source, place)))
     except OSError as error:
         raise NotCompiled(f"{place}.so cannot be written or loaded ({error})") from error
+    if hasattr(functions, "use_threads"):
+        functions.use_threads(ctypes.byref(_threads()))
+    return functions
+
+
+class _Threads(ctypes.Structure):
+    """`Threads` of threads.h."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("parallel", "barrier", "number", "count", "most")]
+
+
+@cache
+def _threads() -> _Threads:
+    """Return the functions of the OpenMP that torch runs on: GCC's, or LLVM's or Intel's, which have GCC's functions.
+
+    Raises:
+        NotCompiled: torch has no such functions.
+    """
+    names = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads", "omp_get_max_threads")
+    functions = torch_functions()
+    try:
+        return _Threads(*(ctypes.cast(getattr(functions, name), ctypes.c_void_p).value for name in names))
+    except AttributeError as error:
+        raise NotCompiled(f"torch's threads cannot be shared ({error})") from error
+
+
+def torch_functions() -> ctypes.CDLL:
+    """Return the functions of torch's libraries and of those that they are linked with."""
+    import torch
+
+    return ctypes.CDLL(torch._C.__file__)
 
 
 def folder() -> Path:
@@ -118,7 +142,7 @@ def _compile(command: list[str], source: Path, place: Path) -> Path:
     """Write the library in one step: several ranks of a machine may do so at the same time; return its path."""
     with tempfile.TemporaryDirectory(dir=place.parent) as temporary:
         output = Path(temporary) / f"{place.name}.so"
-        _run([*command, *FLAGS, str(source), "-o", str(output)])
+        _run([*command, str(source), "-o", str(output)])
         output.chmod(0o700)
         return output.replace(_name_by_content(place, output))
 

@@ -1,309 +1,562 @@
-// One more token for each row: the decoder layers of models like Llama, in bf16, on processors with AVX512-BF16.
+// One more token for each row: the decoder layers of many families of models.
 //
 // A step reads every weight once. Weights are therefore stored in the order in which they are read (`pack`), and all
-// layers are one call: code in between would run with caches full of weights. Arrays are bf16 in row-major order; sums
+// layers are one call: code in between would run with caches full of weights. Arrays are numbers in row-major order; sums
 // are float32. `decode.py` is the caller and checks the sizes.
-
-#include <omp.h>
 
 #include "panels.h"
 
 enum { TOGETHER = 4 }; // heads at a time that share their keys
 
-typedef struct {
-    long hidden, heads, groups, size, inner; // sizes: `groups` key-value heads, `size` numbers in each head
-    float epsilon, scale;
-    const bf16 *norm, *qkv, *qkv_bias, *query_norm, *key_norm, *out, *out_bias, *mlp_norm, *gate, *up, *down;
-} Layer; // biases and the norms of queries and keys may be NULL
+typedef struct { // LayerNorm, RMSNorm if `centered` is 0, or nothing if `weight` is NULL
+    const number *weight, *bias; // bias may be NULL
+    float epsilon, shift;        // the factor is weight + shift
+    long centered;
+} Norm;
 
-// products
+typedef struct {
+    const number *packed, *bias; // bias may be NULL
+    long inputs, outputs;
+} Linear;
+
+enum { SILU, GELU_TANH, GELU, RELU }; // activations
+
+typedef struct {
+    const number *weight;         // [experts, hidden]
+    long experts, chosen, scaled; // experts of a layer, 0 if it has one MLP; of a row; scaled: their shares add up to 1
+} Router;
+
+typedef struct {
+    long heads, groups, size, rotary; // `groups` key-value heads; `size` numbers in each head, `rotary` of them rotated
+    long activation, gated;           // gated: panels of `up` are those of the gate and of its factor in turn
+    long parallel;                    // the MLP reads the layer's input, not the attention's result
+    float scale, cap;                 // of scores; cap 0: none
+    Norm before_attention, query, key, after_attention, before_mlp, after_mlp;
+    Linear qkv, out, up, down; // packed weights of experts follow each other
+    Router router;
+} Layer;
+
+typedef struct { // of one call
+    const Layer *layers;
+    long count, rows, tokens;             // rows of numbers: `tokens` of each row of the batch, one after the other
+    const number *hidden, *cosine, *sine; // [rows, hidden]; [rows, rotary]
+    const number *mask;                   // [rows, heads or 1, columns], added to scores, or NULL
+    long mask_heads;
+    number *const *kept;                         // keys and values of each layer in turn, [rows, groups, columns, size]
+    long first, row_stride, group_stride;        // the first row of the batch in kept, and strides of kept
+    long place, columns;                         // the column that is written first
+    number *to, *qkv, *sum;         // [rows, hidden]; room: [rows, heads + 2 groups, size]; [rows, hidden]
+    number *heads, *inner, *inputs; // room for spread rows: of heads * size or hidden, inner, and hidden numbers
+    float *scores;                  // room: [threads, TOGETHER, columns + LANES]
+    float *shares;                  // room: [experts, rows], the shares of experts in rows; 0 for those not chosen
+    long *order;                    // room: [threads, rows]
+} Step;
 
 static inline long smaller(long a, long b) { return a < b ? a : b; }
 
-// Transpose 16 x 16 pairs of numbers: blocks off the diagonal are exchanged, small ones first.
-static inline void transpose(__m512i *rows)
+// packing
+
+// Transpose LANES x LANES words: blocks off the diagonal are exchanged, of WIDTH words.
+#define UPPER(LANE, WIDTH) ((LANE) & (WIDTH) ? LANES + (LANE) - (WIDTH) : (LANE))
+#define LOWER(LANE, WIDTH) ((LANE) & (WIDTH) ? LANES + (LANE) : (LANE) + (WIDTH))
+#define EXCHANGE(ROWS_OF, WIDTH)                                                                                       \
+    for (int row = 0; row < LANES; row++)                                                                              \
+        if (!(row & (WIDTH))) {                                                                                        \
+            const words first = ROWS_OF[row], second = ROWS_OF[row + (WIDTH)];                                         \
+            ROWS_OF[row] = LANES_OF(first, second, EACH(UPPER, WIDTH));                                                \
+            ROWS_OF[row + (WIDTH)] = LANES_OF(first, second, EACH(LOWER, WIDTH));                                      \
+        }
+
+static inline void transpose(words *rows)
 {
-    const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-#pragma GCC unroll 4
-    for (int step = 1; step < 16; step *= 2) {
-        const __m512i width = _mm512_set1_epi32(step), of_second = _mm512_add_epi32(lane, _mm512_set1_epi32(16));
-        const __mmask16 right = _mm512_test_epi32_mask(lane, width);
-        const __m512i upper = _mm512_mask_sub_epi32(lane, right, of_second, width);
-        const __m512i lower = _mm512_mask_mov_epi32(_mm512_add_epi32(lane, width), right, of_second);
-#pragma GCC unroll 16
-        for (int row = 0; row < 16; row++)
-            if (!(row & step)) {
-                const __m512i first = rows[row], second = rows[row + step];
-                rows[row] = _mm512_permutex2var_epi32(first, upper, second);
-                rows[row + step] = _mm512_permutex2var_epi32(first, lower, second);
-            }
-    }
+    EXCHANGE(rows, 1)
+    EXCHANGE(rows, 2)
+#if LANES > 4
+    EXCHANGE(rows, 4)
+#endif
+#if LANES > 8
+    EXCHANGE(rows, 8)
+#endif
 }
 
-// `packed` starts at a multiple of 64 bytes, for stores that bypass the caches.
-void pack(const bf16 *weight, long outputs, long inputs, bf16 *packed)
+static inline void stream(number *to, words numbers) // without reading `to` into the caches
 {
-#pragma omp parallel for schedule(static)
-    for (long output = 0; output < outputs; output += LANES)
-        for (long input = 0; input < inputs; input += 2 * LANES) {
-            __m512i rows[LANES];
+#ifdef __AVX512F__
+    _mm512_stream_si512((void *)to, (__m512i)numbers);
+#else
+    __builtin_memcpy(to, &numbers, sizeof numbers);
+#endif
+}
+
+typedef struct {
+    const number *weight;
+    long outputs, inputs;
+    number *packed;
+    long all, first, step;
+} Packing;
+
+static void pack_share(void *data)
+{
+    const Packing *task = data;
+    const Range panels = share(task->outputs / LANES);
+    for (long index = panels.first; index < panels.end; index++) {
+        const long panel = task->first + index * task->step, pair = panel / PANELS * PANELS;
+        const long together = smaller(PANELS, task->all / LANES - pair);
+        number *to = task->packed + pair * LANES * task->inputs + panel % PANELS * WORDS;
+        for (long input = 0; input < task->inputs; input += WORDS) {
+            words rows[LANES];
             for (int row = 0; row < LANES; row++) {
-                const bf16 *from = weight + (output + row) * inputs + input;
-                _mm_prefetch((const char *)from + 512, _MM_HINT_T0);
-                rows[row] = _mm512_loadu_si512(from);
+                const number *from = task->weight + (index * LANES + row) * task->inputs + input;
+                __builtin_prefetch((const char *)from + 512);
+                rows[row] = words_at(from);
             }
             transpose(rows);
-            bf16 *to = packed + output * inputs + input * LANES;
-            for (int pair = 0; pair < LANES; pair++) _mm512_stream_si512((void *)(to + pair * 2 * LANES), rows[pair]);
+            for (int word = 0; word < LANES; word++) stream(to + (input / PER_WORD + word) * together * WORDS, rows[word]);
         }
-}
-
-// Inside a parallel region: spread rows of `inputs` numbers, `stride` apart. Threads share the inputs, because spread
-// rows are adjacent.
-static void spread_all(const bf16 *from, long rows, long stride, long inputs, bf16 *spreaded)
-{
-#pragma omp for schedule(static)
-    for (long input = 0; input < inputs; input += LANES)
-        for (long row = 0; row < rows; row++)
-            spread(spreaded + row / ROWS * ROWS * inputs, row % ROWS, input, widened(from + row * stride + input));
-}
-
-// Inside a parallel region: to [rows, outputs] = spread rows times a weight, + bias and + `residual` unless NULL.
-static void product(const bf16 *spreaded, long rows, long inputs, const bf16 *packed, long outputs, const bf16 *bias,
-                    const bf16 *residual, bf16 *to)
-{
-#pragma omp for schedule(static)
-    for (long next = 0; next < outputs; next += PANELS * LANES)
-        for (long first = 0; first < rows; first += 2 * ROWS)
-            for (long output = next, end = smaller(next + PANELS * LANES, outputs); output < end; output += 2 * LANES) {
-                const long here = smaller(rows - first, 2 * ROWS), both = output + LANES < end;
-                const bf16 *panel = packed + output * inputs, *other = both ? panel + LANES * inputs : 0;
-                __m512 sums[2][2 * ROWS];
-                multiply(here, spreaded + first * inputs, panel, other, inputs, sums);
-                for (long row = 0; row < here; row++) // one cache line at a time
-                    for (long side = 0; side <= both; side++) {
-                        const long column = output + side * LANES, place = (first + row) * outputs + column;
-                        __m512 sum = sums[side][row];
-                        if (bias) sum = _mm512_add_ps(sum, widened(bias + column));
-                        if (residual) sum = _mm512_add_ps(sum, widened(residual + place));
-                        store(to + place, sum);
-                    }
-            }
-}
-
-void linear(const bf16 *from, long rows, long inputs, const bf16 *packed, long outputs, const bf16 *bias, bf16 *to,
-            bf16 *spreaded)
-{
-#pragma omp parallel
-    {
-        begin_products();
-        spread_all(from, rows, inputs, inputs, spreaded);
-        product(spreaded, rows, inputs, packed, outputs, bias, 0, to);
-        end_products();
     }
 }
 
-// Inside a parallel region. Each thread computes the scales of all rows, which is faster than waiting for the others.
-static void norm(const bf16 *from, long rows, long size, float epsilon, const bf16 *weight, bf16 *spreaded)
+// Pack weight [outputs, inputs] as panels `first`, `first` + `step`, ... of a weight of `all` outputs. `packed` starts at
+// a multiple of 64 bytes, for stores that bypass the caches.
+void pack(const number *weight, long outputs, long inputs, number *packed, long all, long first, long step)
 {
+    Packing task = {weight, outputs, inputs, packed, all, first, step};
+    threads.parallel(pack_share, &task, 0, 0);
+}
+
+// products and norms; each is shared by all threads, which wait for each other at its end
+
+typedef struct { // rows of an array: the first ones, or those in `order`
+    long count;
+    const long *order;
+} Rows;
+
+static inline long place_of(Rows rows, long row) { return rows.order ? rows.order[row] : row; }
+
+static void spread_all(const number *from, Rows rows, long stride, long inputs, number *blocks)
+{
+    const Range chunks = share(inputs / LANES);
+    for (long input = chunks.first * LANES; input < chunks.end * LANES; input += LANES)
+        for (long row = 0; row < rows.count; row++)
+            spread(blocks + row / ROWS * ROWS * inputs, row % ROWS, input,
+                   load(from + place_of(rows, row) * stride + input));
+    threads.barrier();
+}
+
+// to [rows, outputs] = spread rows times a weight, + bias, times the share of each row and + `residual`, unless NULL.
+static void product(const Linear *linear, const number *blocks, Rows rows, const float *shares, const number *residual,
+                    number *to)
+{
+    const long inputs = linear->inputs, outputs = linear->outputs, wide = PANELS * LANES;
+    const Range groups = share((outputs + wide - 1) / wide);
+    for (long output = groups.first * wide; output < smaller(groups.end * wide, outputs); output += wide)
+        for (long first = 0; first < rows.count; first += 2 * ROWS) {
+            const long here = smaller(rows.count - first, 2 * ROWS), panels = smaller(PANELS, (outputs - output) / LANES);
+            vector sums[PANELS][2 * ROWS];
+            multiply(here, blocks + first * inputs, linear->packed + output * inputs, panels, inputs, sums);
+            for (long row = 0; row < here; row++)
+                for (long panel = 0; panel < panels; panel++) {
+                    const long target = place_of(rows, first + row), column = output + panel * LANES;
+                    vector sum = sums[panel][row];
+                    if (linear->bias) sum += load(linear->bias + column);
+                    if (shares) sum *= shares[target];
+                    if (residual) sum += load(residual + target * outputs + column);
+                    store(to + target * outputs + column, sum);
+                }
+        }
+    threads.barrier();
+}
+
+static inline vector activated(long activation, vector x)
+{
+    if (activation == RELU) return larger(x, all(0));
+    if (activation == SILU) return x * sigmoid(x);
+    if (activation == GELU_TANH) return x * sigmoid(1.59576912f * (x + 0.044715f * x * x * x)); // 2 sqrt(2 / pi)
+    // x / 2 (1 + erf(x / sqrt(2))); erf by Abramowitz and Stegun 7.1.26, absolute error below 2e-7
+    const vector size = 0.70710678f * choose(x < 0, -x, x), t = 1.0f / (1.0f + 0.3275911f * size);
+    const float series[] = {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f};
+    vector sum = all(1.061405429f);
+    for (int term = 0; term < 4; term++) sum = sum * t + series[term];
+    const vector tail = 0.5f * sum * t * exponential(-size * size); // half of 1 - erf
+    return x * choose(x < 0, tail, 1.0f - tail);
+}
+
+// inner = the activation of spread rows times `up`, or that of the gate times the other panel; spread.
+static void rise(const Layer *layer, const Linear *up, const number *blocks, long rows, number *inner)
+{
+    const long wide = PANELS * LANES, width = layer->down.inputs, inputs = up->inputs;
+    const Range groups = share((up->outputs + wide - 1) / wide);
+    for (long output = groups.first * wide; output < smaller(groups.end * wide, up->outputs); output += wide)
+        for (long first = 0; first < rows; first += 2 * ROWS) {
+            const long here = smaller(rows - first, 2 * ROWS), panels = smaller(PANELS, (up->outputs - output) / LANES);
+            vector sums[PANELS][2 * ROWS];
+            multiply(here, blocks + first * inputs, up->packed + output * inputs, panels, inputs, sums);
+            for (long row = 0; row < here; row++) {
+                vector numbers[PANELS];
+                for (long panel = 0; panel < panels; panel++) {
+                    numbers[panel] = sums[panel][row];
+                    if (up->bias) numbers[panel] += load(up->bias + output + panel * LANES);
+                }
+                number *block = inner + (first + row) / ROWS * ROWS * width;
+                const vector one = activated(layer->activation, numbers[0]);
+                if (layer->gated)
+                    spread(block, row % ROWS, output / 2, one * numbers[1]);
+                else {
+                    spread(block, row % ROWS, output, one);
+                    if (panels > 1) spread(block, row % ROWS, output + LANES, activated(layer->activation, numbers[1]));
+                }
+            }
+        }
+    threads.barrier();
+}
+
+typedef struct {
+    float mean, scale; // normed = (number - mean) * scale
+} Moments;
+
+static Moments moments_of(const Norm *norm, const number *from, long size)
+{
+    if (!norm->centered) return (Moments){0, inverse_root_mean_square(from, size, norm->epsilon)};
+    vector sum = all(0), squares = all(0);
+    for (long column = 0; column < size; column += LANES) sum += load(from + column);
+    const float mean = sum_of(sum) / size;
+    for (long column = 0; column < size; column += LANES) {
+        const vector numbers = load(from + column) - mean;
+        squares = numbers * numbers + squares;
+    }
+    return (Moments){mean, 1.0f / __builtin_sqrtf(sum_of(squares) / size + norm->epsilon)};
+}
+
+static inline vector normed(const Norm *norm, Moments moments, const number *from, long column)
+{
+    vector numbers = (load(from + column) - moments.mean) * moments.scale * (load(norm->weight + column) + norm->shift);
+    if (norm->bias) numbers += load(norm->bias + column);
+    return numbers;
+}
+
+// Spread the norm of rows. Each thread computes the moments of all rows, which is faster than waiting for the others.
+static void spread_normed(const Norm *norm, const number *from, long rows, long size, number *blocks)
+{
+    const Range chunks = share(size / LANES);
     for (long first = 0; first < rows; first += ROWS) {
         const long here = smaller(rows - first, ROWS);
-        float scales[ROWS];
-        for (long row = 0; row < here; row++)
-            scales[row] = inverse_root_mean_square(from + (first + row) * size, size, epsilon);
-#pragma omp for schedule(static) nowait
-        for (long column = 0; column < size; column += LANES)
+        Moments moments[ROWS];
+        for (long row = 0; row < here; row++) moments[row] = moments_of(norm, from + (first + row) * size, size);
+        for (long column = chunks.first * LANES; column < chunks.end * LANES; column += LANES)
             for (long row = 0; row < here; row++)
-                spread(spreaded + first * size, row, column,
-                       normed(from + (first + row) * size + column, scales[row], weight + column));
+                spread(blocks + first * size, row, column,
+                       normed(norm, moments[row], from + (first + row) * size, column));
     }
-#pragma omp barrier
+    threads.barrier();
+}
+
+// to = residual + the norm of rows.
+static void add_normed(const Norm *norm, const number *from, long rows, long size, const number *residual, number *to)
+{
+    const Range mine = share(rows);
+    for (long row = mine.first; row < mine.end; row++) {
+        const Moments moments = moments_of(norm, from + row * size, size);
+        for (long column = 0; column < size; column += LANES) {
+            const vector numbers = normed(norm, moments, from + row * size, column);
+            store(to + row * size + column, load(residual + row * size + column) + numbers);
+        }
+    }
+    threads.barrier();
 }
 
 // attention
 
 // One head, in place: its norm if it has one, and rotary positions (Su et al. 2021; halves apart, as in transformers).
-static void rotate(bf16 *head, long size, const bf16 *cosine, const bf16 *sine, const bf16 *weight, float epsilon)
+static void rotate(number *head, const Layer *layer, const Norm *norm, const number *cosine, const number *sine)
 {
-    const long half = size / 2;
-    const float scale = weight ? inverse_root_mean_square(head, size, epsilon) : 1.0f;
-    for (long column = 0; column < half; column += LANES) {
-        bf16 *low = head + column, *high = low + half;
-        const __m512 a = weight ? rounded(normed(low, scale, weight + column)) : widened(low);
-        const __m512 b = weight ? rounded(normed(high, scale, weight + half + column)) : widened(high);
-        store(low, _mm512_fmsub_ps(a, widened(cosine + column), _mm512_mul_ps(b, widened(sine + column))));
-        const __m512 turned = _mm512_mul_ps(a, widened(sine + half + column));
-        store(high, _mm512_fmadd_ps(b, widened(cosine + half + column), turned));
+    if (norm->weight) {
+        const Moments moments = moments_of(norm, head, layer->size);
+        for (long column = 0; column < layer->size; column += LANES)
+            store(head + column, normed(norm, moments, head, column));
+    }
+    const long half = layer->rotary / 2, whole = half / LANES * LANES;
+    for (long column = 0; column < whole; column += LANES) {
+        number *low = head + column, *high = low + half;
+        const vector a = load(low), b = load(high);
+        store(low, a * load(cosine + column) - b * load(sine + column));
+        store(high, b * load(cosine + half + column) + a * load(sine + half + column));
+    }
+    for (long column = whole; column < half; column++) {
+        number *low = head + column, *high = low + half;
+        const float a = value(*low), b = value(*high);
+        *low = nearest(a * value(cosine[column]) - b * value(sine[column]));
+        *high = nearest(b * value(cosine[half + column]) + a * value(sine[half + column]));
     }
 }
 
-// The sums of sixteen registers, in their order. Pairs of registers become one register: each lane adds itself and the
-// lane `width` away, of the first register if that bit of the lane is 0, of the second if it is 1.
-static inline __m512 sums_of(__m512 *rows)
+// The sums of LANES registers, in their order. Pairs of registers become one register: each lane adds itself and the lane
+// WIDTH away, of the first register if that bit of the lane is 0, of the second if it is 1.
+#define SAME(LANE, WIDTH) ((LANE) & (WIDTH) ? LANES + (LANE) : (LANE))
+#define OTHER(LANE, WIDTH) ((LANE) & (WIDTH) ? LANES + ((LANE) ^ (WIDTH)) : (LANE) ^ (WIDTH))
+#define FOLD(NUMBERS, WIDTH)                                                                                           \
+    for (int row = 0; row < (WIDTH); row++)                                                                            \
+        NUMBERS[row] = LANES_OF(NUMBERS[row], NUMBERS[row + (WIDTH)], EACH(SAME, WIDTH)) +                             \
+                       LANES_OF(NUMBERS[row], NUMBERS[row + (WIDTH)], EACH(OTHER, WIDTH));
+
+static inline vector sums_of(vector *numbers)
 {
-    const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-#pragma GCC unroll 4
-    for (int width = LANES / 2; width; width /= 2) {
-        const __mmask16 second = _mm512_test_epi32_mask(lane, _mm512_set1_epi32(width));
-        const __m512i away = _mm512_xor_epi32(lane, _mm512_set1_epi32(width));
-        const __m512i other = _mm512_mask_add_epi32(away, second, away, _mm512_set1_epi32(LANES));
-#pragma GCC unroll 8
-        for (int row = 0; row < width; row++)
-            rows[row] = _mm512_add_ps(_mm512_mask_mov_ps(rows[row], second, rows[row + width]),
-                                      _mm512_permutex2var_ps(rows[row], other, rows[row + width]));
-    }
-    return rows[0];
+#if LANES > 8
+    FOLD(numbers, 8)
+#endif
+#if LANES > 4
+    FOLD(numbers, 4)
+#endif
+    FOLD(numbers, 2)
+    FOLD(numbers, 1)
+    return numbers[0];
+}
+
+static inline integers below(long count) // the lanes before `count`
+{
+    integers lane;
+    for (int index = 0; index < LANES; index++) lane[index] = index;
+    return lane < (int32_t)count;
+}
+
+// LANES numbers, or `count` of them and zeros.
+static inline vector load_some(const number *from, long count)
+{
+    if (count >= LANES) return load(from);
+    number read[LANES] = {0};
+    __builtin_memcpy(read, from, count * sizeof(number));
+    return load(read);
 }
 
 // `count` heads of one row that share keys and values: replace each query by the mean of `values`, weighted by the
-// softmax of scale * query keys + mask. `room`: [count, columns rounded up to LANES].
-static inline __attribute__((always_inline)) void attend(const int count, bf16 *queries, const bf16 *keys,
-                                                         const bf16 *values, const bf16 *mask, long columns, long size,
-                                                         float scale, float *room)
+// softmax of the scores + mask. `mask` of a head is `apart` numbers after that of the previous head.
+// `room`: [count, columns rounded up to LANES].
+static inline __attribute__((always_inline)) void attend(const int count, const Layer *layer, number *queries,
+                                                         const number *keys, const number *values, const number *mask,
+                                                         long apart, long columns, float *room)
 {
-    const long width = (columns + LANES - 1) / LANES * LANES;
-    __m512 shares[TOGETHER];
+    const long width = (columns + LANES - 1) / LANES * LANES, size = layer->size;
+    const vector nothing = all(-__builtin_inff());
+    float shares[TOGETHER];
     for (int head = 0; head < count; head++) {
-        const bf16 *query = queries + head * size;
+        const number *query = queries + head * size;
         float *scores = room + head * width;
-        __m512 most = _mm512_set1_ps(-__builtin_inff()), all = _mm512_setzero_ps();
+        vector most = nothing, total = all(0);
         for (long column = 0; column < columns; column += LANES) {
             const long lanes = smaller(columns - column, LANES);
-            const __mmask16 valid = (1u << lanes) - 1;
-            __m512 sums[LANES];
+            vector sums[LANES];
             for (long lane = 0; lane < LANES; lane++) {
-                sums[lane] = _mm512_setzero_ps();
-                for (long number = 0; number < size && lane < lanes; number += 2 * LANES) {
-                    const bf16 *key = keys + (column + lane) * size + number;
-                    if (!head) _mm_prefetch((const char *)(key + 32 * size), _MM_HINT_T0);
-                    if (!head) _mm_prefetch((const char *)(values + (column + lane) * size + number), _MM_HINT_T0);
-                    sums[lane] = _mm512_dpbf16_ps(sums[lane], (__m512bh)_mm512_loadu_si512(query + number),
-                                                  (__m512bh)_mm512_loadu_si512(key));
+                sums[lane] = all(0);
+                for (long place = 0; place < size && lane < lanes; place += WORDS) {
+                    const number *key = keys + (column + lane) * size + place;
+                    if (!head) __builtin_prefetch(key + 32 * size);
+                    if (!head) __builtin_prefetch(values + (column + lane) * size + place);
+                    sums[lane] = dot(sums[lane], words_at(query + place), words_at(key));
                 }
             }
-            const __m512i added = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask ? valid : 0, mask + column));
-            const __m512 numbers = _mm512_fmadd_ps(_mm512_set1_ps(scale), sums_of(sums),
-                                                 _mm512_castsi512_ps(_mm512_slli_epi32(added, 16)));
-            most = _mm512_mask_max_ps(most, valid, most, numbers);
-            _mm512_storeu_ps(scores + column, _mm512_mask_mov_ps(_mm512_set1_ps(-__builtin_inff()), valid, numbers));
+            vector numbers = sums_of(sums) * layer->scale;
+            if (layer->cap) numbers = layer->cap * (2.0f * sigmoid(2.0f / layer->cap * numbers) - 1.0f); // tanh
+            if (mask) numbers += load_some(mask + head * apart + column, lanes);
+            numbers = choose(below(lanes), numbers, nothing);
+            most = larger(most, numbers);
+            put(scores + column, numbers);
         }
-        most = _mm512_set1_ps(_mm512_reduce_max_ps(most));
+        const float found = largest_of(most), largest = found > -__FLT_MAX__ ? found : -__FLT_MAX__;
         for (long column = 0; column < columns; column += LANES) {
-            const __m512 numbers = exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + column), most));
-            _mm512_storeu_ps(scores + column, numbers);
-            all = _mm512_add_ps(all, numbers);
+            const vector numbers = exponential(floats_at(scores + column) - largest);
+            put(scores + column, numbers);
+            total += numbers;
         }
-        shares[head] = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(all));
+        const float sum = sum_of(total);
+        shares[head] = sum == 0 ? 0 : 1.0f / sum; // a query that sees nothing gets 0
     }
-    for (long number = 0; number < size; number += 2 * LANES) {
-        __m512 sums[TOGETHER][2][2]; // of even and of odd columns, because each addition waits for the previous one
+    for (long place = 0; place < size; place += WORDS) {
+        // Of even and of odd columns, because each addition waits for the previous one.
+        vector sums[TOGETHER][2][PER_WORD];
         for (int head = 0; head < count; head++)
-            for (int part = 0; part < 4; part++) sums[head][part / 2][part % 2] = _mm512_setzero_ps();
+            for (int part = 0; part < 2 * PER_WORD; part++) sums[head][part / PER_WORD][part % PER_WORD] = all(0);
         for (long column = 0; column < columns; column += 2)
             for (int odd = 0; odd < (column + 1 < columns ? 2 : 1); odd++)
-                for (int half = 0; half < 2; half++) {
-                    const __m512 value = widened(values + (column + odd) * size + number + half * LANES);
+                for (int part = 0; part < PER_WORD; part++) {
+                    const vector numbers = load(values + (column + odd) * size + place + part * LANES);
                     for (int head = 0; head < count; head++)
-                        sums[head][odd][half] = _mm512_fmadd_ps(_mm512_set1_ps(room[head * width + column + odd]),
-                                                                value, sums[head][odd][half]);
+                        sums[head][odd][part] += room[head * width + column + odd] * numbers;
                 }
         for (int head = 0; head < count; head++)
-            for (int half = 0; half < 2; half++)
-                store(queries + head * size + number + half * LANES,
-                      _mm512_mul_ps(_mm512_add_ps(sums[head][0][half], sums[head][1][half]), shares[head]));
+            for (int part = 0; part < PER_WORD; part++)
+                store(queries + head * size + place + part * LANES,
+                      (sums[head][0][part] + sums[head][1][part]) * shares[head]);
     }
 }
 
 // layers
 
-// Inside a parallel region: hidden [rows, hidden], cosine and sine [rows, size] -> qkv [rows, heads + 2 groups, size],
-// rotated; keys and values are also copied to the cache, [rows, groups, size] with strides of rows and groups.
-static void before_attention(const Layer *layer, const bf16 *hidden, long rows, const bf16 *cosine, const bf16 *sine,
-                             bf16 *qkv, bf16 *keys, bf16 *values, long row_stride, long group_stride, bf16 *spreaded)
+// qkv [rows, heads + 2 groups, size] in place: queries and keys are rotated, keys and values also copied to the cache.
+static void keep(const Layer *layer, const Step *step, number *keys, number *values)
 {
-    const long size = layer->size, rotated = layer->heads + layer->groups, all = rotated + layer->groups;
-    norm(hidden, rows, layer->hidden, layer->epsilon, layer->norm, spreaded);
-    product(spreaded, rows, layer->hidden, layer->qkv, all * size, layer->qkv_bias, 0, qkv);
-#pragma omp for schedule(static)
-    for (long row = 0; row < rows; row++)
-        for (long head = 0; head < all; head++) {
-            bf16 *numbers = qkv + (row * all + head) * size;
-            if (head < rotated)
-                rotate(numbers, size, cosine + row * size, sine + row * size,
-                       head < layer->heads ? layer->query_norm : layer->key_norm, layer->epsilon);
-            if (head < layer->heads) continue;
-            const long group = head - (head < rotated ? layer->heads : rotated);
-            bf16 *kept = (head < rotated ? keys : values) + row * row_stride + group * group_stride;
-            __builtin_memcpy(kept, numbers, size * sizeof *numbers);
-        }
+    const long size = layer->size, rotated = layer->heads + layer->groups, all_heads = rotated + layer->groups;
+    const Range mine = share(step->rows * all_heads);
+    for (long index = mine.first; index < mine.end; index++) {
+        const long row = index / all_heads, head = index % all_heads;
+        number *numbers = step->qkv + index * size;
+        if (head < rotated)
+            rotate(numbers, layer, head < layer->heads ? &layer->query : &layer->key, step->cosine + row * layer->rotary,
+                   step->sine + row * layer->rotary);
+        if (head < layer->heads) continue;
+        const long group = head - (head < rotated ? layer->heads : rotated);
+        const long place = (step->first + row / step->tokens) * step->row_stride + group * step->group_stride;
+        number *kept = (head < rotated ? keys : values) + place + (step->place + row % step->tokens) * size;
+        __builtin_memcpy(kept, numbers, size * sizeof *numbers);
+    }
+    threads.barrier();
 }
 
-// Inside a parallel region: hidden, qkv as above (its queries are overwritten), keys and values
-// [rows, groups, columns, size], mask [rows, columns], added to scores, or NULL -> to [rows, hidden].
-static void after_attention(const Layer *layer, const bf16 *hidden, long rows, bf16 *qkv, const bf16 *keys,
-                            const bf16 *values, long row_stride, long group_stride, long columns, const bf16 *mask,
-                            bf16 *to, bf16 *spreaded, float *room)
+static void attend_all(const Layer *layer, const Step *step, const number *keys, const number *values)
 {
-    const long size = layer->size, heads = layer->heads, width = heads * size, all = heads + 2 * layer->groups;
-    const long shared = heads / layer->groups;
-#pragma omp for schedule(static)
-    for (long pair = 0; pair < rows * layer->groups; pair++) {
-        const long row = pair / layer->groups, group = pair % layer->groups;
-        const long kept = row * row_stride + group * group_stride;
-        for (long head = 0; head < shared; head += TOGETHER) {
-            bf16 *queries = qkv + (row * all + group * shared + head) * size;
-            const bf16 *added = mask ? mask + row * columns : 0;
-            switch (smaller(shared - head, TOGETHER)) {
-            case 1: attend(1, queries, keys + kept, values + kept, added, columns, size, layer->scale, room); break;
-            case 2: attend(2, queries, keys + kept, values + kept, added, columns, size, layer->scale, room); break;
-            case 3: attend(3, queries, keys + kept, values + kept, added, columns, size, layer->scale, room); break;
-            default: attend(TOGETHER, queries, keys + kept, values + kept, added, columns, size, layer->scale, room);
+    const long size = layer->size, shared = layer->heads / layer->groups, apart = step->columns * (step->mask_heads > 1);
+    float *room = step->scores + threads.number() * TOGETHER * (step->columns + LANES);
+    const Range mine = share(step->rows * layer->groups);
+    for (long index = mine.first; index < mine.end; index++) {
+        const long row = index / layer->groups, group = index % layer->groups;
+        const long kept = (step->first + row / step->tokens) * step->row_stride + group * step->group_stride;
+        const long columns = step->place + row % step->tokens + 1; // up to this token's own
+        for (long next = 0; next < shared; next += TOGETHER) {
+            const long head = group * shared + next, all_heads = layer->heads + 2 * layer->groups;
+            number *queries = step->qkv + (row * all_heads + head) * size;
+            const number *mask = step->mask ? step->mask + row * step->mask_heads * step->columns + head * apart : 0;
+            switch (smaller(shared - next, TOGETHER)) {
+            case 1: attend(1, layer, queries, keys + kept, values + kept, mask, apart, columns, room); break;
+            case 2: attend(2, layer, queries, keys + kept, values + kept, mask, apart, columns, room); break;
+            case 3: attend(3, layer, queries, keys + kept, values + kept, mask, apart, columns, room); break;
+            default: attend(TOGETHER, layer, queries, keys + kept, values + kept, mask, apart, columns, room);
             }
         }
     }
-    spread_all(qkv, rows, all * size, width, spreaded);
-    product(spreaded, rows, width, layer->out, layer->hidden, layer->out_bias, hidden, to);
-    norm(to, rows, layer->hidden, layer->epsilon, layer->mlp_norm, spreaded);
-    // The gate and its input are computed together; neither is written to memory.
-    bf16 *gated = spreaded + (rows + ROWS - 1) / ROWS * ROWS * layer->hidden;
-#pragma omp for schedule(static)
-    for (long output = 0; output < layer->inner; output += LANES)
-        for (long first = 0; first < rows; first += 2 * ROWS) {
-            const long here = smaller(rows - first, 2 * ROWS), weight = output * layer->hidden;
-            __m512 sums[2][2 * ROWS];
-            multiply(here, spreaded + first * layer->hidden, layer->gate + weight, layer->up + weight, layer->hidden,
-                     sums);
-            for (long row = 0; row < here; row++) {
-                const __m512 gate = sums[0][row], silu = _mm512_mul_ps(gate, sigmoid(gate));
-                spread(gated + (first + row / ROWS * ROWS) * layer->inner, row % ROWS, output,
-                       _mm512_mul_ps(silu, sums[1][row]));
-            }
-        }
-    product(gated, rows, layer->inner, layer->down, layer->hidden, 0, to, to);
+    threads.barrier();
 }
 
-// `count` layers in turn: hidden [rows, hidden], cosine and sine [rows, size], mask [rows, columns] or NULL
-// -> to [rows, hidden]. `kept`: keys and values of each layer in turn, [rows, groups, columns, size] with strides of
-// rows and groups; column `place` is written first.
-// Temporary memory: qkv [rows, heads + 2 groups, size]; `spreaded`: rows, rounded up to ROWS, of
-// the larger of heads * size and hidden + inner numbers; `rooms` [threads, TOGETHER, columns + LANES].
-void decode(const Layer *layers, long count, const bf16 *hidden, long rows, const bf16 *cosine, const bf16 *sine,
-            const bf16 *mask, bf16 *const *kept, long row_stride, long group_stride, long place, long columns, bf16 *to,
-            bf16 *qkv, bf16 *spreaded, float *rooms)
+// to = residual + the product, or the norm of the product if there is one.
+static void add_product(const Linear *linear, const Norm *norm, const Step *step, const number *blocks,
+                        const number *residual)
 {
-#pragma omp parallel
-    {
-        begin_products();
-        for (long number = 0; number < count; number++) {
-            const Layer *layer = layers + number;
-            const bf16 *from = number ? to : hidden;
-            bf16 *keys = kept[2 * number], *values = kept[2 * number + 1];
-            const long at = place * layer->size;
-            before_attention(layer, from, rows, cosine, sine, qkv, keys + at, values + at, row_stride, group_stride,
-                             spreaded);
-            after_attention(layer, from, rows, qkv, keys, values, row_stride, group_stride, columns, mask, to, spreaded,
-                            rooms + omp_get_thread_num() * TOGETHER * (columns + LANES));
+    const Rows rows = {step->rows, 0};
+    product(linear, blocks, rows, 0, norm->weight ? 0 : residual, norm->weight ? step->sum : step->to);
+    if (norm->weight) add_normed(norm, step->sum, step->rows, linear->outputs, residual, step->to);
+}
+
+// The shares of experts in each row: the largest of the softmax of router products. `sum` becomes the norm of rows.
+static void choose_experts(const Layer *layer, const Step *step)
+{
+    const Router *router = &layer->router;
+    const long size = layer->qkv.inputs, rows = step->rows;
+    const Range mine = share(rows);
+    for (long row = mine.first; row < mine.end; row++) {
+        const Moments moments = moments_of(&layer->before_mlp, step->to + row * size, size);
+        number *inputs = step->sum + row * size;
+        float *shares = step->shares + row, largest = -__FLT_MAX__, total = 0, taken = 0;
+        for (long column = 0; column < size; column += LANES)
+            store(inputs + column, normed(&layer->before_mlp, moments, step->to + row * size, column));
+        for (long expert = 0; expert < router->experts; expert++) {
+            vector sum = all(0);
+            for (long column = 0; column < size; column += WORDS)
+                sum = dot(sum, words_at(inputs + column), words_at(router->weight + expert * size + column));
+            const float score = value(nearest(sum_of(sum)));
+            shares[expert * rows] = score;
+            if (score > largest) largest = score;
         }
-        end_products();
+        for (long expert = 0; expert < router->experts; expert++) {
+            shares[expert * rows] = exponential(all(shares[expert * rows] - largest))[0];
+            total += shares[expert * rows];
+        }
+        for (long rank = 0; rank < router->chosen; rank++) { // chosen shares are negative until all are known
+            long best = 0;
+            for (long expert = 1; expert < router->experts; expert++)
+                if (shares[expert * rows] > shares[best * rows]) best = expert;
+            taken += shares[best * rows];
+            shares[best * rows] = -shares[best * rows];
+        }
+        for (long expert = 0; expert < router->experts; expert++) {
+            const float chosen = shares[expert * rows] < 0 ? -shares[expert * rows] : 0;
+            shares[expert * rows] = value(nearest(chosen / (router->scaled ? taken : total)));
+        }
+    }
+    threads.barrier();
+}
+
+// to += each expert's MLP of the rows that chose it, times its share.
+static void add_experts(const Layer *layer, const Step *step)
+{
+    long *order = step->order + threads.number() * step->rows;
+    choose_experts(layer, step);
+    for (long expert = 0; expert < layer->router.experts; expert++) {
+        const float *shares = step->shares + expert * step->rows;
+        Rows rows = {0, order};
+        for (long row = 0; row < step->rows; row++)
+            if (shares[row]) order[rows.count++] = row;
+        if (!rows.count) continue;
+        Linear up = layer->up, down = layer->down;
+        up.packed += expert * up.outputs * up.inputs;
+        down.packed += expert * down.outputs * down.inputs;
+        spread_all(step->sum, rows, up.inputs, up.inputs, step->inputs);
+        rise(layer, &up, step->inputs, rows.count, step->inner);
+        product(&down, step->inner, rows, shares, step->to, step->to);
     }
 }
+
+static void compute(const Layer *layer, const Step *step, const number *hidden, number *keys, number *values)
+{
+    const Rows all_rows = {step->rows, 0};
+    const long rows = step->rows, size = layer->qkv.inputs, width = layer->heads * layer->size;
+    spread_normed(&layer->before_attention, hidden, rows, size, step->heads);
+    if (layer->parallel) spread_normed(&layer->before_mlp, hidden, rows, size, step->inputs); // `to` may be `hidden`
+    product(&layer->qkv, step->heads, all_rows, 0, 0, step->qkv);
+    keep(layer, step, keys, values);
+    attend_all(layer, step, keys, values);
+    spread_all(step->qkv, all_rows, width + 2 * layer->groups * layer->size, width, step->heads);
+    add_product(&layer->out, &layer->after_attention, step, step->heads, hidden);
+    if (layer->router.experts) {
+        add_experts(layer, step);
+        return;
+    }
+    if (!layer->parallel) spread_normed(&layer->before_mlp, step->to, rows, size, step->inputs);
+    rise(layer, &layer->up, step->inputs, rows, step->inner);
+    add_product(&layer->down, &layer->after_mlp, step, step->inner, step->to);
+}
+
+static void decode_share(void *data)
+{
+    const Step *step = data;
+    begin_products();
+    for (long index = 0; index < step->count; index++)
+        compute(step->layers + index, step, index ? step->to : step->hidden, step->kept[2 * index],
+                step->kept[2 * index + 1]);
+    end_products();
+}
+
+// `count` layers in turn.
+void decode(const Step *step) { threads.parallel(decode_share, (void *)step, 0, 0); }
+
+typedef struct {
+    const Linear *linear;
+    const number *from;
+    long rows;
+    number *to, *blocks;
+} Product;
+
+static void linear_share(void *data)
+{
+    const Product *task = data;
+    begin_products();
+    const Rows rows = {task->rows, 0};
+    spread_all(task->from, rows, task->linear->inputs, task->linear->inputs, task->blocks);
+    product(task->linear, task->blocks, rows, 0, 0, task->to);
+    end_products();
+}
+
+// to [rows, outputs] = from [rows, inputs] times a weight + bias. Room: blocks, of rows rounded up to ROWS.
+void linear(const Linear *linear, const number *from, long rows, number *to, number *blocks)
+{
+    Product task = {linear, from, rows, to, blocks};
+    threads.parallel(linear_share, &task, 0, 0);
+}
+
+int lanes(void) { return LANES; }

@@ -1,38 +1,39 @@
-"""A step of generation on a CPU: the decoder layers of models like Llama, as one call of C code.
+"""Decoder layers on a CPU as one call of C code: a step of generation, and the prompts before it.
 
 Generation reads all weights for one token of each row. oneDNN's products then use half of the memory's bandwidth, and
-the 25 small operators of a layer take as long as its products. `decode.c` computes both; everything else (prompts,
-other models, other dtypes, gradients) is packed for oneDNN (`packed.py`) or computed as before.
+the 25 small operators of a layer take as long as its products. `decode.c` computes both, in float32 and bf16, for the
+families of `families.py`. Everything else (other models, other dtypes, gradients, calls without a cache) is packed for
+oneDNN (`packed.py`) or computed as before.
 
 `decode.c` also writes keys and values into caches that say where. Such a cache has a method
-    decode_buffers() -> (states, column) or None
-`states` is the list of keys and values of each layer in turn, [rows, groups, columns, head size] with equal strides; it
-is the same list as long as it contains the same tensors. `column` is the column of the current token.
+    decode_buffers(groups, size, dtype) -> (states, column) or None
+`states` is the list of keys and values of each layer in turn, [rows, groups, columns, size] with equal strides; it is
+the same list as long as it contains the same tensors. `column` is the column of the first of the current tokens.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from accelerators.backends.cpu.attention import ATTENTION
-from accelerators.backends.cpu.kernels import compiler, packed
-from accelerators.backends.cpu.kernels.layers import SILU, part, replaced
+from accelerators.backends.cpu.kernels import compiler, families, invariant, packed
+from accelerators.backends.cpu.kernels.families import Family, Parts
 from accelerators.types import KernelImpl, Support
 
-NUMBERS = 32
-"""Sizes are multiples of this number of bf16 numbers in a register."""
+DTYPES = {torch.float32: (), torch.bfloat16: (compiler.BF16,)}
+"""Numbers that decode.c is compiled for, with the compiler's flags."""
 
-ROWS, LANES, TOGETHER = 16, 16, 4
-"""Rows multiplied at a time, float32 numbers of a register, and heads computed at a time; as in decode.c."""
+ROWS, TOGETHER = 16, 4
+"""Rows multiplied at a time, and heads computed at a time; as in decode.c."""
 
 MOST = 512
 """Largest number of rows for products of `decode.c`. Time of a weight [3072, 576] that is in no cache, on two cores of
@@ -40,245 +41,382 @@ an AMD EPYC, in us (decode.c, oneDNN with packed weights, oneDNN): 81, 143 and 1
 1,050, 1,030 and 1,112 for 256, 8,600, 7,670 and 8,210 for 2,048. On an Intel Xeon with AMX: 136, 175 and 281 for 16,
 229, 241 and 395 for 64, 511, 382 and 594 for 256, 884, 669 and 891 for 512."""
 
+_CACHES = ("cache", "past_key_values", "layer_past")
+"""Names of a layer's cache: since transformers 5.24, before, and in some families."""
+
+_UNUSUAL = ("encoder_hidden_states", "output_attentions")
+"""Arguments of layers that decode.c knows nothing of, if they are given."""
+
 logger = logging.getLogger(__name__)
 
 Restore = Callable[[], None]
-_pointer, _long = ctypes.c_void_p, ctypes.c_long
+_pointer, _long, _float = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
+
+
+class _Norm(ctypes.Structure):
+    """`Norm` of decode.c."""
+
+    _fields_ = [("weight", _pointer), ("bias", _pointer), ("epsilon", _float), ("shift", _float), ("centered", _long)]
+
+
+class _Linear(ctypes.Structure):
+    """`Linear` of decode.c."""
+
+    _fields_ = [("packed", _pointer), ("bias", _pointer), ("inputs", _long), ("outputs", _long)]
+
+
+_NORMS = ("before_attention", "query", "key", "after_attention", "before_mlp", "after_mlp")
+_PRODUCTS = ("qkv", "out", "up", "down")
+
+
+class _Router(ctypes.Structure):
+    """`Router` of decode.c."""
+
+    _fields_ = [("weight", _pointer), ("experts", _long), ("chosen", _long), ("scaled", _long)]
 
 
 class _Layer(ctypes.Structure):
     """`Layer` of decode.c."""
 
-    _fields_ = (
-        [(name, _long) for name in ("hidden", "heads", "groups", "size", "inner")]
-        + [(name, ctypes.c_float) for name in ("epsilon", "scale")]
-        + [(name, _pointer) for name in ("norm", "qkv", "qkv_bias", "query_norm", "key_norm", "out", "out_bias")]
-        + [(name, _pointer) for name in ("mlp_norm", "gate", "up", "down")]
+    _fields_: ClassVar[Any] = (
+        [(name, _long) for name in ("heads", "groups", "size", "rotary", "activation", "gated", "parallel")]
+        + [(name, _float) for name in ("scale", "cap")]
+        + [(name, _Norm) for name in _NORMS]
+        + [(name, _Linear) for name in _PRODUCTS]
+        + [("router", _Router)]
+    )
+
+
+class _Step(ctypes.Structure):
+    """`Step` of decode.c."""
+
+    _fields_: ClassVar[Any] = (
+        [("layers", _pointer), ("count", _long), ("rows", _long), ("tokens", _long)]
+        + [(name, _pointer) for name in ("hidden", "cosine", "sine", "mask")]
+        + [("mask_heads", _long), ("kept", _pointer)]
+        + [(name, _long) for name in ("first", "row_stride", "group_stride", "place", "columns")]
+        + [(name, _pointer) for name in ("to", "qkv", "sum", "heads", "inner", "inputs", "scores", "shares", "order")]
     )
 
 
 @functools.cache
-def _functions() -> ctypes.CDLL:
-    functions = compiler.compiled("decode.c")
+def _functions(dtype: torch.dtype = torch.bfloat16) -> ctypes.CDLL:
+    functions = compiler.compiled("decode.c", *DTYPES[dtype])
     if functions.amx() < 0:
         raise compiler.NotCompiled("the system does not let this process use AMX")
-    functions.pack.argtypes = [_pointer, _long, _long, _pointer]
-    functions.linear.argtypes = [_pointer, _long, _long, _pointer, _long, *[_pointer] * 3]
-    functions.decode.argtypes = [_pointer, _long, _pointer, _long, *[_pointer] * 4, *[_long] * 4, *[_pointer] * 4]
+    functions.pack.argtypes = [_pointer, _long, _long, _pointer, _long, _long, _long]
+    functions.linear.argtypes = [_pointer, _pointer, _long, _pointer, _pointer]
+    functions.decode.argtypes = [_pointer]
     return functions
 
 
 def prepare(module: nn.Module, keep: bool) -> Restore:
     """Prepare a module like `packed.prepare`; if weights are kept, `decode.c` computes decoder and output layers."""
-    layers = [layer for layer in module.modules() if part(layer) == "DecoderLayer"] if keep else []
-    reason = _obstacle(layers)
+    family, layers = families.find_layers(module) if keep else (None, [])
     prepared: list[nn.Module] = []
     with ExitStack() as undo, torch.no_grad():
-        if layers and not reason:
-            stack = _Stack(layers)
-            for number, layer in enumerate(layers):
-                packed.put(layer, partial(stack.forward, number), undo)
-            for linear, weight in stack.weights:
-                packed.put(linear, _Linear(linear, weight), undo)
-            prepared += layers
-            output = getattr(module, "lm_head", None)
-            if output is not None and not _linear_obstacle(output):
-                packed.put(output, _Linear(output, _packed(output)), undo)
-                prepared.append(output)
+        if family:
+            stack = _stack_of(family, layers)
+            if isinstance(stack, _Stack):
+                for number, layer in enumerate(layers):
+                    packed.put(layer, partial(stack.forward, number), undo)
+                prepared += layers
+                if (output := _output_of(module)) is not None:
+                    packed.put(output, _Output(output), undo)
+                    prepared.append(output)
+            state = "computed by decode.c" if prepared else f"not computed by decode.c: {stack}"
+            logger.debug("%s: %d layers are %s", type(module).__name__, len(layers), state)
         undo.callback(packed.prepare(module, keep, apart=prepared))
-        restore = undo.pop_all().close
-    if layers:
-        state = f"not computed by decode.c: {reason}" if reason else "computed by decode.c"
-        logger.debug("%s: %d layers are %s", type(module).__name__, len(layers), state)
-    return restore
+        return undo.pop_all().close
 
 
-def _obstacle(layers: Sequence[Any]) -> str:
-    """Return why `decode.c` cannot compute these decoder layers; "" if it can."""
-    if reason := next(filter(None, map(_layer_obstacle, layers)), ""):
-        return reason
-    if [layer.self_attn.layer_idx for layer in layers] != list(range(len(layers))):
+def obstacle(module: nn.Module) -> str:
+    """Return why `decode.c` does not compute a model's layers; "" if it does."""
+    family, layers = families.find_layers(module)
+    parts = _read_all(family, layers) if family else "its family is not in families.py"
+    return parts if isinstance(parts, str) else ""
+
+
+def _stack_of(family: Family, layers: Sequence[Any]) -> _Stack | str:
+    parts = _read_all(family, layers)
+    return parts if isinstance(parts, str) else _Stack(family, layers, parts)
+
+
+def _read_all(family: Family, layers: Sequence[Any]) -> list[Parts] | str:
+    """Return the parts of decoder layers, or why `decode.c` cannot compute them."""
+    read: list[Parts] = []
+    for layer in layers:
+        parts = families.read(family, layer)
+        reason = parts if isinstance(parts, str) else _size_obstacle(parts)
+        if reason or isinstance(parts, str):
+            return reason
+        read.append(parts)
+    attentions = [layer.get_submodule(family.attention) for layer in layers]
+    if [attention.layer_idx for attention in attentions] != list(range(len(layers))):
         return "they are not the layers of one model in order"
-    if layers and layers[0].self_attn.config.num_hidden_layers < len(layers):
+    configured = getattr(attentions[0], "config", None)
+    if configured is not None and configured.num_hidden_layers < len(layers):
         return "the model skips some of them"
-    sizes = [
-        (attention.head_dim, attention.q_proj.out_features, attention.k_proj.out_features)
-        for attention in (layer.self_attn for layer in layers)
-    ]
-    if len(set(sizes)) > 1:
+    if len({(parts.size, *map(len, parts.weights["qkv"])) for parts in read}) > 1:
         return "their heads differ"
-    windows = {getattr(layer.self_attn, "sliding_window", None) for layer in layers}
-    return "their attention windows differ" if len(windows) > 1 else ""
+    return read
 
 
-def _layer_obstacle(layer: Any) -> str:
-    attention, mlp = layer.self_attn, layer.mlp
-    if (part(attention), part(mlp)) != ("Attention", "MLP") or any(map(replaced, layer.modules())):
-        return "a part is not that of its family"
-    config = attention.config
-    if config._attn_implementation != ATTENTION:
-        return f"attention is {config._attn_implementation}, not {ATTENTION}"
-    if config.hidden_act not in SILU:
-        return f"its gate is {config.hidden_act}, not silu"
-    if any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules() if module is not layer):
-        return "its parts have hooks"
-    linear = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
-    linear += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    if reason := next(filter(None, map(_linear_obstacle, linear)), ""):
-        return reason
-    if len({module.bias is None for module in linear[:3]}) > 1 or any(module.bias is not None for module in linear[4:]):
-        return "a layer has a bias that its family does not have"
-    norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    norms += [norm for name in ("q_norm", "k_norm") if (norm := getattr(attention, name, None)) is not None]
-    if any(part(norm) != "RMSNorm" or norm.weight.dtype != torch.bfloat16 for norm in norms):
-        return "its norms are not those of its family in bf16"
-    if any(size % NUMBERS for size in (attention.head_dim, *(module.in_features for module in linear))):
-        return f"a size is no multiple of {NUMBERS}"
+def _size_obstacle(parts: Parts) -> str:
+    """Return why numbers or sizes do not suit `decode.c`; "" if they do."""
+    weights = [weight for product in parts.weights.values() for weight in product]
+    tensors = [*weights, *(bias for product in parts.biases.values() for bias in product)]
+    tensors += [] if parts.router is None else [parts.router.weight]
+    tensors += [weight for norm in parts.norms.values() for weight in norm.parameters()]
+    dtype = weights[0].dtype
+    if dtype not in DTYPES:
+        return f"its numbers are {str(dtype).removeprefix('torch.')}"
+    if any(tensor.dtype != dtype for tensor in tensors):
+        return "its numbers are of several dtypes"
+    lanes = _functions(dtype).lanes()
+    words = lanes * 4 // dtype.itemsize
+    if parts.size % words or any(len(weight) % lanes or weight.shape[1] % words for weight in weights):
+        return f"a size is no multiple of {words}"
     return ""
 
 
-def _linear_obstacle(layer: nn.Module) -> str:
-    """Return why the weight of a linear layer cannot be packed here; "" if it can."""
-    if not isinstance(layer, nn.Linear):
-        return f"a {type(layer).__name__} has its own product"
-    if reason := packed.obstacle(layer):
-        return f"a layer is {reason}"
-    if layer.weight.dtype != torch.bfloat16:
-        return f"its numbers are {str(layer.weight.dtype).removeprefix('torch.')}"
-    return "" if layer.in_features % NUMBERS == layer.out_features % ROWS == 0 else f"a size is no multiple of {ROWS}"
+def _output_of(module: Any) -> nn.Module | None:
+    """Return the output layer if `decode.c` can compute it."""
+    layer = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+    if layer is None or families.linear_obstacle(layer) or layer.weight.dtype not in DTYPES:
+        return None
+    lanes, (outputs, inputs) = _functions(layer.weight.dtype).lanes(), families.weight_of(layer).shape
+    fits = outputs % lanes == inputs % (lanes * 4 // layer.weight.dtype.itemsize) == 0
+    return cast(nn.Module, layer) if fits else None
 
 
-def _packed(*layers: nn.Linear) -> Tensor:
-    """Return the weights of layers that read the same input, in the order of decode.c."""
-    inputs = layers[0].in_features
-    weights = torch.empty(sum(layer.out_features for layer in layers), inputs, dtype=torch.bfloat16)
-    for layer, block in zip(layers, weights.split([layer.out_features for layer in layers])):
-        weight = layer.weight.detach().contiguous()
-        _functions().pack(weight.data_ptr(), layer.out_features, inputs, block.data_ptr())
-    return weights
+def _is_read(hidden: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether numbers have this dtype and need no gradient, and the order of sums does not matter."""
+    return hidden.dtype == dtype and not (
+        torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or invariant.is_active()
+    )
 
 
-def _spread(rows: int, inputs: int) -> Tensor:
-    """Return memory for the rows of a product, in the order of decode.c."""
-    return torch.empty(-(-rows // ROWS) * ROWS * inputs, dtype=torch.bfloat16)
+def _rounded_up(rows: int) -> int:
+    return -(-rows // ROWS) * ROWS
 
 
-def _is_read(hidden: Tensor) -> bool:
-    """Return whether numbers are bf16 and need no gradient."""
-    return hidden.dtype == torch.bfloat16 and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
+class _Packed:
+    """Weights of layers that read the same input, in the order of decode.c, and their bias.
+
+    Args:
+        weights: matrices [outputs, inputs]; those of experts follow each other.
+        biases: as many, or none.
+        experts: number of experts.
+        interleaved: panels of an expert's matrices alternate.
+    """
+
+    def __init__(
+        self, weights: Sequence[Tensor], biases: Sequence[Tensor], experts: int = 1, interleaved: bool = False
+    ) -> None:
+        dtype, inputs, count = weights[0].dtype, weights[0].shape[1], len(weights) // experts
+        functions, self.outputs, self.inputs = _functions(dtype), sum(map(len, weights[:count])), inputs
+        self.weight = torch.empty(experts, self.outputs, inputs, dtype=dtype)
+        lanes, panel = functions.lanes(), 0
+        for number, weight in enumerate(weights):
+            expert, number = divmod(number, count)
+            panel = 0 if number == 0 else panel
+            first, step = (number, count) if interleaved else (panel, 1)
+            weight, packed = weight.contiguous(), self.weight[expert]
+            functions.pack(weight.data_ptr(), len(weight), inputs, packed.data_ptr(), self.outputs, first, step)
+            panel += len(weight) // lanes
+        self.bias: Tensor | None = None
+        if biases:
+            rows = [bias.detach().view(-1, lanes) for bias in biases]
+            self.bias = (torch.stack(rows, 1) if interleaved else torch.cat(rows)).flatten()
+
+    def structure(self) -> _Linear:
+        """Return it in the form of decode.c, which has pointers only."""
+        bias = None if self.bias is None else self.bias.data_ptr()
+        return _Linear(self.weight.data_ptr(), bias, self.inputs, self.outputs)
 
 
 class _Stack:
-    """The forward passes of decoder layers with packed weights: the first computes all, the others return its result.
+    """The forward passes of decoder layers with packed weights.
 
-    Attributes:
-        weights: the linear layers, each with its part of the packed weights.
+    Layers that see the same columns at the same positions are one run: the first of a run computes all, the others
+    return its result.
     """
 
-    def __init__(self, layers: Sequence[Any]) -> None:
-        self.weights: list[tuple[nn.Linear, Tensor]] = []
-        self._modules, self._plain = layers, [layer.forward for layer in layers]
-        self._tensors: list[Tensor] = []
-        self._layers = (_Layer * len(layers))(*map(self._read, layers))
+    def __init__(self, family: Family, layers: Sequence[Any], parts: Sequence[Parts]) -> None:
+        self._family, self._modules, self._plain = family, layers, [layer.forward for layer in layers]
+        self._signature = inspect.signature(type(layers[0]).forward)
+        self._dtype = parts[0].weights["out"][0].dtype
+        self._functions = _functions(self._dtype)
+        self._packed: list[_Packed] = []
+        self._layers = (_Layer * len(layers))(*map(self._read, parts))
+        windows = [part.window for part in parts]
+        starts = [index for index in range(len(parts)) if index == 0 or windows[index] != windows[index - 1]]
+        self._ends = dict(zip(starts, [*starts[1:], len(parts)]))
+        self._rotates = [part.rotates for part in parts]
         first = self._layers[0]
-        self._size, self._heads, self._groups = first.size, first.heads, first.groups
-        self._widest = max(max(layer.heads * layer.size, layer.hidden + layer.inner) for layer in self._layers)
-        self._functions = _functions()
+        self._size, self._heads, self._groups, self._hidden = first.size, first.heads, first.groups, first.qkv.inputs
+        self._inner = max(layer.down.inputs for layer in self._layers)
+        self._experts = max(layer.router.experts for layer in self._layers)
         self._kept: list[Tensor] = []
         self._known = False
         self._passed: Tensor | None = None
 
-    def _read(self, layer: Any) -> _Layer:
+    def _read(self, parts: Parts) -> _Layer:
         """Return a layer in the form of decode.c, with packed weights."""
-        attention, mlp = layer.self_attn, layer.mlp
-        siblings = (attention.q_proj, attention.k_proj, attention.v_proj)
-        qkv, others = _packed(*siblings), (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-        packed_weights = {linear: _packed(linear) for linear in others}
-        sizes = [linear.out_features for linear in siblings]
-        self.weights += [*zip(siblings, qkv.split(sizes)), *packed_weights.items()]
-        biases = [linear.bias for linear in siblings if linear.bias is not None]
-        tensors: dict[str, Tensor | None] = {
-            "norm": layer.input_layernorm.weight,
-            "qkv": qkv,
-            "qkv_bias": torch.cat(biases) if biases else None,
-            "query_norm": attention.q_norm.weight if hasattr(attention, "q_norm") else None,
-            "key_norm": attention.k_norm.weight if hasattr(attention, "k_norm") else None,
-            "out": packed_weights[attention.o_proj],
-            "out_bias": attention.o_proj.bias,
-            "mlp_norm": layer.post_attention_layernorm.weight,
-            "gate": packed_weights[mlp.gate_proj],
-            "up": packed_weights[mlp.up_proj],
-            "down": packed_weights[mlp.down_proj],
-        }
-        self._tensors += [tensor for tensor in tensors.values() if tensor is not None]  # decode.c has pointers only
+        experts = 1 if parts.router is None else len(parts.router.weight)
+        gated, (queries, keys, _) = len(parts.weights["up"]) > experts, parts.weights["qkv"]
+        made = {}
+        for product, weights in parts.weights.items():
+            of_experts = experts if product in ("up", "down") else 1
+            made[product] = _Packed(weights, parts.biases[product], of_experts, gated and product == "up")
+        self._packed += made.values()
         return _Layer(
-            hidden=mlp.gate_proj.in_features,
-            heads=attention.q_proj.out_features // attention.head_dim,
-            groups=attention.k_proj.out_features // attention.head_dim,
-            size=attention.head_dim,
-            inner=mlp.down_proj.in_features,
-            epsilon=layer.input_layernorm.variance_epsilon,
-            scale=attention.scaling,
-            **{name: None if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()},
+            heads=len(queries) // parts.size,
+            groups=len(keys) // parts.size,
+            size=parts.size,
+            activation=parts.activation,
+            gated=gated,
+            parallel=parts.parallel,
+            scale=parts.scale,
+            cap=parts.cap,
+            router=self._router(parts.router),
+            **{name: self._norm(norm) for name, norm in parts.norms.items()},
+            **{name: linear.structure() for name, linear in made.items()},
         )
 
-    def forward(self, number: int, hidden_states: Tensor, *others: Any, **named: Any) -> Tensor:
+    def _norm(self, norm: Any) -> _Norm:
+        centered = isinstance(norm, nn.LayerNorm)
+        bias = norm.bias if centered else None
+        epsilon = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+        shift = 0 if centered else self._family.shift
+        return _Norm(norm.weight.data_ptr(), None if bias is None else bias.data_ptr(), epsilon, shift, centered)
+
+    def _router(self, router: Any) -> _Router:
+        if router is None:
+            return _Router()
+        scaled = getattr(router, "norm_topk_prob", True)  # Mixtral's always
+        return _Router(router.weight.data_ptr(), len(router.weight), router.top_k, scaled)
+
+    def forward(self, number: int, hidden_states: Tensor, *others: Any, **named: Any) -> Any:
         """Return the output of layer `number`: hidden states [B, T, hidden] -> [B, T, hidden]."""
         passed, self._passed = self._passed, None
-        if number == 0:
-            output = None if others else self._computed(hidden_states, **named)
+        if number in self._ends:
+            output = self._computed(number, hidden_states, *others, **named)
         else:
             output = passed if hidden_states is passed else None
         if output is None:
-            plain: Tensor = self._plain[number](hidden_states, *others, **named)
-            return plain
-        if number + 1 < len(self._plain):
+            return self._plain[number](hidden_states, *others, **named)
+        if number + 1 not in self._ends and number + 1 < len(self._plain):
             self._passed = output
-        return output
+        return (output, None) if self._family.returns_tuple else output
 
-    def _computed(
-        self,
-        hidden: Tensor,
-        *,
-        cache: Any = None,
-        past_key_values: Any = None,
-        attention_mask: Tensor | None = None,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        **others: Any,
-    ) -> Tensor | None:
-        """Return the output of the last layer; None if this is no decoding step, or if a layer has hooks.
-
-        The cache is `past_key_values` before transformers 5.24.
-        """
-        given = past_key_values if cache is None else cache
-        mask, decode_buffers = attention_mask, getattr(given, "decode_buffers", None)
+    def _computed(self, start: int, hidden: Tensor, *others: Any, **named: Any) -> Tensor | None:
+        """Return the output of the last layer of a run; None if this is no step with a known cache and masks."""
+        rows, tokens = hidden.shape[:2]
+        if not _is_read(hidden, self._dtype) or (tokens > 1 and tokens * rows > MOST and self._functions.amx()):
+            return None
+        if others:
+            named = dict(self._signature.bind(self._modules[start], hidden, *others, **named).arguments, **named)
+        cache = next((named[name] for name in _CACHES if named.get(name) is not None), None)
+        decode_buffers = getattr(cache, "decode_buffers", None)
         if (
             decode_buffers is None
-            or hidden.shape[1] != 1
-            or position_embeddings is None
-            or position_embeddings[0].shape[-1] != self._size
-            or position_embeddings[0].dtype != torch.bfloat16
-            or (mask is not None and (mask.dtype != torch.bfloat16 or mask.shape[1] != 1))
-            or not _is_read(hidden)
+            or any(named.get(name) is not None and named[name] is not False for name in _UNUSUAL)
             or any(module._forward_hooks or module._forward_pre_hooks for module in self._modules)
         ):
             return None
-        rows, (kept, place) = len(hidden), decode_buffers() or ([], 0)
-        if not kept or not self._fits(kept, rows) or not 0 <= place < kept[0].shape[2]:
+        positions = self._positions(start, named.get("position_embeddings"), rows, tokens)
+        kept, place = decode_buffers(self._groups, self._size, self._dtype) or ([], 0)
+        if positions is None or not kept or not self._fits(kept, rows):
             return None
-        first, columns = kept[0], kept[0].shape[2]
-        cosine, sine = (module.expand(rows, 1, self._size).contiguous() for module in position_embeddings)
+        columns = kept[0].shape[2]
+        if not 0 <= place <= columns - tokens:
+            return None
+        masks = self._masks(named.get("attention_mask"), named.get("alibi"), rows, tokens, columns)
+        if isinstance(masks, str):
+            return None
+        return self._run(start, hidden.contiguous(), positions, masks, place)
+
+    def _positions(self, start: int, given: Any, rows: int, tokens: int) -> tuple[Tensor, Tensor] | None:
+        """Return cosine and sine [B, T, rotary], and write their size into the layers; None if they are unknown."""
+        rotary = 0 if given is None else given[0].shape[-1]
+        if rotary > self._size or rotary % 2 or (given is not None and given[0].dtype != self._dtype):
+            return None
+        for number in range(start, self._ends[start]):
+            self._layers[number].rotary = rotary if self._rotates[number] else 0
+        if given is None:
+            given = (torch.empty(0, dtype=self._dtype),) * 2
+        cosine, sine = (part.expand(rows, tokens, rotary).contiguous() if rotary else part for part in given)
+        return cosine, sine
+
+    def _masks(
+        self, mask: Tensor | None, alibi: Tensor | None, rows: int, tokens: int, columns: int
+    ) -> Tensor | str | None:
+        """Return the mask to add, [B, T, 1 or H, columns]; None for all columns up to a token's own; "" if unknown."""
         if mask is not None:
-            mask = mask.expand(rows, 1, 1, columns).contiguous()
-        hidden, output = hidden.contiguous(), torch.empty_like(hidden)
-        qkv = hidden.new_empty(rows, self._heads + 2 * self._groups, self._size)
-        spread = _spread(rows, self._widest)
-        rooms = torch.empty(torch.get_num_threads(), TOGETHER, columns + LANES, dtype=torch.float32)
-        self._functions.decode(
-            *(self._layers, len(self._layers), hidden.data_ptr(), rows, cosine.data_ptr(), sine.data_ptr()),
-            *(None if mask is None else mask.data_ptr(), self._pointers, first.stride(0), first.stride(1)),
-            *(place, columns, output.data_ptr(), qkv.data_ptr(), spread.data_ptr(), rooms.data_ptr()),
-        )
+            if mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[-1] != columns:
+                return ""
+            if mask.dtype == torch.bool:
+                mask = torch.zeros_like(mask, dtype=self._dtype).masked_fill_(~mask, -torch.inf)
+            if mask.dtype != self._dtype:
+                return ""
+            mask = mask.expand(rows, 1, tokens, columns).transpose(1, 2)
+        if alibi is not None:
+            added = alibi.view(rows, self._heads, -1, columns).transpose(1, 2)
+            mask = added.expand(rows, tokens, -1, -1) if mask is None else added + mask
+            mask = mask.to(self._dtype)
+        return None if mask is None else mask.contiguous()
+
+    def _run(
+        self, start: int, hidden: Tensor, positions: tuple[Tensor, Tensor], mask: Tensor | None, place: int
+    ) -> Tensor:
+        """Compute the layers of a run, for as many rows at a time as their numbers stay in the caches."""
+        rows, tokens, _ = hidden.shape
+        output, first, end = torch.empty_like(hidden), self._kept[0], self._ends[start]
+        at_once = max(1, MOST // tokens) if tokens > 1 else rows
+        most = _rounded_up(min(rows, at_once) * tokens)
+        width, columns = self._heads * self._size, first.shape[2]
+        rooms = [
+            hidden.new_empty(most * size)
+            for size in (width + 2 * self._groups * self._size, self._hidden, max(width, self._hidden), self._inner)
+        ]
+        qkv, sums, heads, inner = rooms
+        inputs = hidden.new_empty(most * self._hidden)
+        threads = torch.get_num_threads()
+        scores = torch.empty(threads, TOGETHER, columns + self._functions.lanes(), dtype=torch.float32)
+        shares = torch.empty(self._experts, most, dtype=torch.float32)
+        order = torch.empty(threads, most if self._experts else 0, dtype=torch.int64)
+        kept = ctypes.byref(self._pointers, 2 * start * ctypes.sizeof(_pointer))
+        for row in range(0, rows, at_once):
+            part = slice(row, row + at_once)
+            step = _Step(
+                layers=ctypes.addressof(self._layers[start]),
+                count=end - start,
+                rows=len(hidden[part]) * tokens,
+                tokens=tokens,
+                hidden=hidden[part].data_ptr(),
+                cosine=positions[0][part].data_ptr(),
+                sine=positions[1][part].data_ptr(),
+                mask=None if mask is None else mask[part].data_ptr(),
+                mask_heads=1 if mask is None else mask.shape[2],
+                kept=ctypes.cast(kept, _pointer),
+                first=row,
+                row_stride=first.stride(0),
+                group_stride=first.stride(1),
+                place=place,
+                columns=columns,
+                to=output[part].data_ptr(),
+                qkv=qkv.data_ptr(),
+                sum=sums.data_ptr(),
+                heads=heads.data_ptr(),
+                inner=inner.data_ptr(),
+                inputs=inputs.data_ptr(),
+                scores=scores.data_ptr(),
+                shares=shares.data_ptr(),
+                order=order.data_ptr(),
+            )
+            self._functions.decode(ctypes.byref(step))
         return output
 
     def _fits(self, kept: list[Tensor], rows: int) -> bool:
@@ -287,54 +425,56 @@ class _Stack:
             first = kept[0]
             shape = first.shape[0], self._groups, first.shape[2], self._size
             self._known = len(kept) == 2 * len(self._layers) and all(
-                (tensor.dtype, tensor.shape, tensor.stride()) == (torch.bfloat16, shape, first.stride())
-                for tensor in kept
+                (tensor.dtype, tensor.shape, tensor.stride()) == (self._dtype, shape, first.stride()) for tensor in kept
             )
             self._known &= first.stride()[2:] == (self._size, 1)
             self._kept, self._pointers = kept, (_pointer * len(kept))(*(tensor.data_ptr() for tensor in kept))
         return self._known and len(kept[0]) == rows
 
 
-class _Linear:
-    """The forward pass of a linear layer with packed weights."""
+class _Output:
+    """The forward pass of an output layer with packed weights."""
 
-    def __init__(self, layer: nn.Linear, weight: Tensor) -> None:
-        self.plain, self.bias = layer.forward, layer.bias
-        self.outputs, self.inputs = layer.weight.shape
-        self.weight = weight
+    def __init__(self, layer: Any) -> None:
+        self._plain = layer.forward
+        self._packed = _Packed([families.weight_of(layer)], [] if layer.bias is None else [layer.bias])
+        self._linear, self._dtype = self._packed.structure(), self._packed.weight.dtype
 
     def __call__(self, input: Tensor) -> Tensor:
-        rows = input.numel() // self.inputs
-        if rows > MOST or not _is_read(input):
-            return self.plain(input)
+        rows = input.numel() // self._packed.inputs
+        if rows > MOST or not _is_read(input, self._dtype):
+            plain: Tensor = self._plain(input)
+            return plain
         input = input.contiguous()
-        output, spread = input.new_empty(*input.shape[:-1], self.outputs), _spread(rows, self.inputs)
-        _functions().linear(
-            *(input.data_ptr(), rows, self.inputs, self.weight.data_ptr(), self.outputs),
-            None if self.bias is None else self.bias.data_ptr(),
-            *(output.data_ptr(), spread.data_ptr()),
+        output = input.new_empty(*input.shape[:-1], self._packed.outputs)
+        blocks = input.new_empty(_rounded_up(rows) * self._packed.inputs)
+        _functions(self._dtype).linear(
+            *(ctypes.byref(self._linear), input.data_ptr(), rows, output.data_ptr(), blocks.data_ptr())
         )
         return output
 
 
 @functools.cache
 def supported(accelerator: object) -> Support:
-    """Test that the processor multiplies bf16, that a compiler is installed, and that a product is right."""
+    """Test that a compiler is installed, and that a product is right in each dtype."""
     if reason := compiler.why_not(_functions, "generation takes about twice as long"):
         return Support(False, reason)
-    weight = torch.linspace(-1, 1, 48 * 64).sin().view(48, 64).bfloat16()
-    layer = nn.utils.skip_init(nn.Linear, 64, 48, bias=False, dtype=torch.bfloat16)  # draws no random numbers
-    inputs = torch.linspace(1, -1, 21 * 64).cos().view(21, 64).bfloat16()
-    with torch.no_grad():
-        layer.weight.copy_(weight)
-        product = _Linear(layer, _packed(layer))(inputs)
-    exact = inputs.double() @ weight.double().T
-    if not torch.allclose(product.double(), exact, rtol=0, atol=0.01 * exact.abs().max().item()):
-        return Support(False, "the compiled products are wrong here")
+    for dtype in DTYPES:
+        weight = torch.linspace(-1, 1, 48 * 64).sin().view(48, 64).to(dtype)
+        layer = nn.utils.skip_init(nn.Linear, 64, 48, bias=False, dtype=dtype)  # draws no random numbers
+        inputs = torch.linspace(1, -1, 21 * 64).cos().view(21, 64).to(dtype)
+        with torch.no_grad():
+            layer.weight.copy_(weight)
+            product = _Output(layer)(inputs)
+        exact = inputs.double() @ weight.double().T
+        error = 0.01 if dtype == torch.bfloat16 else 1e-5
+        if not torch.allclose(product.double(), exact, rtol=0, atol=error * exact.abs().max().item()):
+            return Support(False, f"the compiled products of {dtype} are wrong here")
     if not (onednn := packed.supported(accelerator)):
         return onednn
-    features = f"{compiler.NEEDED} and amx_bf16" if _functions().amx() else compiler.NEEDED
-    return Support(True, f"all decoder layers in one call, compiled for {features}; the rest packed for oneDNN")
+    return Support(
+        True, f"all decoder layers of {len(families.FAMILIES)} families in one call; the rest packed for oneDNN"
+    )
 
 
 DECODE = KernelImpl(

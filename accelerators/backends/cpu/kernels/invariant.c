@@ -4,10 +4,11 @@
 // chain of additions in the order of the columns. So tiles, threads and the other rows change nothing, and neither do
 // columns whose factor is 0, as those of padding are. Numbers are float32, or bf16 that is computed in float32.
 
-#include <omp.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "threads.h"
 
 enum { LANES = 16, WIDE = 2 * LANES, GROUP = 8, ROOM = 1 << 18 };
 #ifdef __AVX512F__ // 32 registers: 24 sums, and what they are computed from
@@ -125,77 +126,89 @@ static void pack(float *panel, Matrix from, const char *start, long columns, lon
                 column < columns ? number(start, column * from.rows + term * from.columns, bf16) : 0;
 }
 
+typedef struct {
+    Matrix first, second, added, out;
+    long count, others, terms;
+    float scale, weight;
+    int bf16;
+    long panels, blocks, group, groups, ranges; // `group` panels at a time; ranges of blocks, for all threads
+    long tasks, next;
+} Products;
+
+static void tasks_of_product(void *data)
+{
+    Products *all = data;
+    const Matrix *first = &all->first, *second = &all->second, *added = &all->added, *out = &all->out;
+    const long count = all->count, others = all->others, terms = all->terms, panels = all->panels, group = all->group;
+    const long size = all->bf16 ? 2 : 4, width = count <= LANES ? LANES : WIDE, tall = count <= LANES ? TALL : SHORT;
+    const int packs_rows = all->bf16 || second->columns != 1;
+    float *room = aligned_alloc(64, sizeof(float) * ((group * width * terms + tall * terms) / 16 + 2) * 16);
+    float *packed = room + group * width * terms;
+    vec sums[24], extra[24];
+    for (long task; (task = __atomic_fetch_add(&all->next, 1, __ATOMIC_RELAXED)) < all->tasks;) {
+        const long item = task / (all->groups * all->ranges), range = task % all->ranges;
+        const long start = task / all->ranges % all->groups * group, end = start + group < panels ? start + group : panels;
+        const char *lanes = (const char *)first->start + item * first->batch * size;
+        const char *rows = (const char *)second->start + item * second->batch * size;
+        // A panel that is read once, from memory with its lanes side by side, needs no copy.
+        const int direct = !all->bf16 && first->rows == 1 && all->blocks == 1;
+        for (long panel = start; panel < end; panel++) {
+            const long column = panel * width, rest = count - column < width ? count - column : width;
+            if (direct && rest == width) continue;
+            pack(room + (panel - start) * width * terms, *first, lanes + column * first->rows * size, rest, width, terms,
+                 all->bf16);
+        }
+        const long last = all->blocks * (range + 1) / all->ranges;
+        for (long block = all->blocks * range / all->ranges; block < last; block++) {
+            const long row = block * tall, high = others - row < tall ? others - row : tall;
+            const int packs = packs_rows || high < tall;
+            if (packs) pack(packed, *second, rows + row * second->rows * size, high, tall, terms, all->bf16);
+            for (long panel = start; panel < end; panel++) {
+                const long column = panel * width, rest = count - column < width ? count - column : width;
+                const int reads = direct && rest == width;
+                const float *factors = reads ? (const float *)lanes + column : room + (panel - start) * width * terms;
+                (width == WIDE ? tile_wide : tile_tall)(
+                    factors, reads ? first->columns : width, packs ? packed : (const float *)rows + row * second->rows,
+                    packs ? 1 : second->rows, packs ? tall : 1, terms, sums);
+                float *numbers = (float *)sums, *more = (float *)extra;
+                if (added->start)
+                    for (long index = 0; index < high; index++)
+                        for (long lane = 0; lane < rest; lane++)
+                            more[index * width + lane] =
+                                number(added->start,
+                                       item * added->batch + (column + lane) * added->rows +
+                                           (row + index) * added->columns,
+                                       all->bf16);
+                if (added->start || all->scale != 1)
+                    finish(sums, added->start ? extra : NULL, high * width / LANES, all->scale, all->weight);
+                const long place = item * out->batch + column * out->rows + row * out->columns;
+                if (out->rows == 1 && !all->bf16)
+                    for (long index = 0; index < high; index++)
+                        memcpy((float *)out->start + place + index * out->columns, numbers + index * width, 4 * rest);
+                else
+                    for (long lane = 0; lane < rest; lane++)
+                        for (long index = 0; index < high; index++)
+                            put(out->start, place + lane * out->rows + index * out->columns,
+                                numbers[index * width + lane], all->bf16);
+            }
+        }
+    }
+    free(room);
+}
+
 // out[b] = scale * first[b] second[b]' + weight * added[b]; first [count, terms], second [others, terms], out and added
 // [count, others]. Rows of `first` are lanes of registers. added.start may be NULL.
 void product(long batch, long count, long others, long terms, const Matrix *first, const Matrix *second,
              const Matrix *added, const Matrix *out, float scale, float weight, int bf16)
 {
-    const long size = bf16 ? 2 : 4, width = count <= LANES ? LANES : WIDE, tall = count <= LANES ? TALL : SHORT;
-    const long panels = (count + width - 1) / width, blocks = (others + tall - 1) / tall;
-    long group = ROOM / (width * (terms + 1));
-    group = group < 1 ? 1 : group > GROUP ? GROUP : group;
-    const long groups = (panels + group - 1) / group;
-    long ranges = (2 * omp_get_max_threads() + batch * groups - 1) / (batch * groups); // of blocks, for all threads
-    ranges = omp_get_max_threads() == 1 ? 1 : ranges > blocks ? blocks : ranges;
-    const int packs_rows = bf16 || second->columns != 1;
-    const long tasks = batch * groups * ranges;
-    const int serial = batch * count * others * terms < 1 << 16;
-#pragma omp parallel if (!serial)
-    {
-        float *room = aligned_alloc(64, sizeof(float) * ((group * width * terms + tall * terms) / 16 + 2) * 16);
-        vec sums[24], extra[24];
-#pragma omp for schedule(dynamic)
-        for (long task = 0; task < tasks; task++) {
-            const long item = task / (groups * ranges), start = task / ranges % groups * group, range = task % ranges;
-            const long end = start + group < panels ? start + group : panels;
-            const char *lanes = (const char *)first->start + item * first->batch * size;
-            const char *rows = (const char *)second->start + item * second->batch * size;
-            float *packed = room + group * width * terms;
-            // A panel that is read once, from memory with its lanes side by side, needs no copy.
-            const int direct = !bf16 && first->rows == 1 && blocks == 1;
-            for (long panel = start; panel < end; panel++) {
-                const long column = panel * width, rest = count - column < width ? count - column : width;
-                if (direct && rest == width) continue;
-                pack(room + (panel - start) * width * terms, *first, lanes + column * first->rows * size, rest, width,
-                     terms, bf16);
-            }
-            for (long block = blocks * range / ranges; block < blocks * (range + 1) / ranges; block++) {
-                const long row = block * tall, high = others - row < tall ? others - row : tall;
-                const int packs = packs_rows || high < tall;
-                if (packs)
-                    pack(packed, *second, rows + row * second->rows * size, high, tall, terms, bf16);
-                for (long panel = start; panel < end; panel++) {
-                    const long column = panel * width, rest = count - column < width ? count - column : width;
-                    const int reads = direct && rest == width;
-                    const float *factors = reads ? (const float *)lanes + column : room + (panel - start) * width * terms;
-                    (width == WIDE ? tile_wide : tile_tall)(
-                        factors, reads ? first->columns : width, packs ? packed : (const float *)rows + row * second->rows,
-                        packs ? 1 : second->rows, packs ? tall : 1, terms, sums);
-                    float *numbers = (float *)sums, *more = (float *)extra;
-                    if (added->start)
-                        for (long index = 0; index < high; index++)
-                            for (long lane = 0; lane < rest; lane++)
-                                more[index * width + lane] =
-                                    number(added->start,
-                                           item * added->batch + (column + lane) * added->rows +
-                                               (row + index) * added->columns,
-                                           bf16);
-                    if (added->start || scale != 1)
-                        finish(sums, added->start ? extra : NULL, high * width / LANES, scale, weight);
-                    const long place = item * out->batch + column * out->rows + row * out->columns;
-                    if (out->rows == 1 && !bf16)
-                        for (long index = 0; index < high; index++)
-                            memcpy((float *)out->start + place + index * out->columns, numbers + index * width, 4 * rest);
-                    else
-                        for (long lane = 0; lane < rest; lane++)
-                            for (long index = 0; index < high; index++)
-                                put(out->start, place + lane * out->rows + index * out->columns,
-                                    numbers[index * width + lane], bf16);
-                }
-            }
-        }
-        free(room);
-    }
+    const long width = count <= LANES ? LANES : WIDE, tall = count <= LANES ? TALL : SHORT, most = threads.most();
+    const long panels = (count + width - 1) / width, blocks = (others + tall - 1) / tall, fit = ROOM / (width * (terms + 1));
+    const long group = fit < 1 ? 1 : fit > GROUP ? GROUP : fit, groups = (panels + group - 1) / group;
+    const long wanted = (2 * most + batch * groups - 1) / (batch * groups);
+    const long ranges = most == 1 ? 1 : wanted > blocks ? blocks : wanted;
+    Products all = {*first, *second, *added, *out, count, others, terms, scale, weight, bf16, panels, blocks,
+                    group, groups, ranges, batch * groups * ranges, 0};
+    threads.parallel(tasks_of_product, &all, batch * count * others * terms < 1 << 16, 0);
 }
 
 static inline vec choose(bits which, vec yes, vec no) { return (vec)(((bits)yes & which) | ((bits)no & ~which)); }
@@ -219,45 +232,56 @@ static inline vec exponential(vec x) // of x <= 0; relative error below 2e-7, ex
 
 enum { TOGETHER = 8 }; // rows, because an addition waits for the previous one
 
+typedef struct {
+    const void *from;
+    void *to;
+    long rows, columns;
+    int bf16;
+} Softmax;
+
+static void softmax_share(void *data)
+{
+    const Softmax *task = data;
+    const long columns = task->columns, width = (columns + LANES - 1) / LANES * LANES;
+    float *room = aligned_alloc(64, sizeof(float) * TOGETHER * width);
+    const Range groups = share((task->rows + TOGETHER - 1) / TOGETHER);
+    for (long first = groups.first * TOGETHER; first < groups.end * TOGETHER && first < task->rows; first += TOGETHER) {
+        const long count = task->rows - first < TOGETHER ? task->rows - first : TOGETHER;
+        float sums[TOGETHER] = {0};
+        for (long row = 0; row < count; row++) {
+            float *values = room + row * width;
+            vec most = (vec){0} - __builtin_inff();
+            for (long column = 0; column < width; column++)
+                values[column] = column < columns ? number(task->from, (first + row) * columns + column, task->bf16)
+                                                  : -__builtin_inff();
+            for (long column = 0; column < width; column += LANES) {
+                const vec now = *(vec *)(values + column);
+                most = choose(now > most, now, most);
+            }
+            float highest = most[0];
+            for (int lane = 1; lane < LANES; lane++) highest = most[lane] > highest ? most[lane] : highest;
+            for (long column = 0; column < width; column += LANES)
+                *(vec *)(values + column) = exponential(*(vec *)(values + column) - highest);
+        }
+        for (long row = count; row < TOGETHER; row++) memset(room + row * width, 0, sizeof(float) * width);
+        for (long column = 0; column < columns; column++)
+            for (int row = 0; row < TOGETHER; row++) sums[row] += room[row * width + column];
+        for (long row = 0; row < count; row++) {
+            float *values = room + row * width;
+            for (long column = 0; column < width; column += LANES) {
+                const vec quotient = *(vec *)(values + column) / sums[row];
+                *(vec *)(values + column) = quotient;
+            }
+            for (long column = 0; column < columns; column++)
+                put(task->to, (first + row) * columns + column, values[column], task->bf16);
+        }
+    }
+    free(room);
+}
+
 // Softmax of each of `rows` rows of `columns` numbers, one after the other in memory.
 void softmax(const void *from, void *to, long rows, long columns, int bf16)
 {
-    const long width = (columns + LANES - 1) / LANES * LANES;
-#pragma omp parallel if (rows * columns > 1 << 14)
-    {
-        float *room = aligned_alloc(64, sizeof(float) * TOGETHER * width);
-#pragma omp for schedule(static)
-        for (long first = 0; first < rows; first += TOGETHER) {
-            const long count = rows - first < TOGETHER ? rows - first : TOGETHER;
-            float sums[TOGETHER] = {0};
-            for (long row = 0; row < count; row++) {
-                float *values = room + row * width;
-                vec most = (vec){0} - __builtin_inff();
-                for (long column = 0; column < width; column++)
-                    values[column] =
-                        column < columns ? number(from, (first + row) * columns + column, bf16) : -__builtin_inff();
-                for (long column = 0; column < width; column += LANES) {
-                    const vec now = *(vec *)(values + column);
-                    most = choose(now > most, now, most);
-                }
-                float highest = most[0];
-                for (int lane = 1; lane < LANES; lane++) highest = most[lane] > highest ? most[lane] : highest;
-                for (long column = 0; column < width; column += LANES)
-                    *(vec *)(values + column) = exponential(*(vec *)(values + column) - highest);
-            }
-            for (long row = count; row < TOGETHER; row++) memset(room + row * width, 0, sizeof(float) * width);
-            for (long column = 0; column < columns; column++)
-                for (int row = 0; row < TOGETHER; row++) sums[row] += room[row * width + column];
-            for (long row = 0; row < count; row++) {
-                float *values = room + row * width;
-                for (long column = 0; column < width; column += LANES) {
-                    const vec quotient = *(vec *)(values + column) / sums[row];
-                    *(vec *)(values + column) = quotient;
-                }
-                for (long column = 0; column < columns; column++)
-                    put(to, (first + row) * columns + column, values[column], bf16);
-            }
-        }
-        free(room);
-    }
+    Softmax task = {from, to, rows, columns, bf16};
+    threads.parallel(softmax_share, &task, rows * columns <= 1 << 14, 0);
 }

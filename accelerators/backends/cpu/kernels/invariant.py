@@ -217,7 +217,7 @@ def supported(accelerator: object) -> Support:
     """Test that a compiler is installed, and that torch's operators can be replaced here."""
     if not hasattr(library, "get_kernel"):
         return Support(False, f"torch {torch.__version__} cannot name its own kernels; 2.10 can")
-    if reason := compiler.why_not(_functions, "products depend on the number of rows", needed=""):
+    if reason := compiler.why_not(_functions, "products depend on the number of rows"):
         return Support(False, reason)
     return Support(True, "products and softmax in one order of summation, compiled for this processor")
 

@@ -81,7 +81,7 @@ def _is_known(tensor: Tensor) -> bool:
 
 @cache
 def _functions() -> ctypes.CDLL:
-    functions, pointer, long = compiler.compiled("layers.c"), ctypes.c_void_p, ctypes.c_long
+    functions, pointer, long = compiler.compiled("layers.c", compiler.BF16), ctypes.c_void_p, ctypes.c_long
     functions.norm.argtypes = [pointer, long, long, ctypes.c_float, *[pointer] * 3]
     functions.norm_backward.argtypes = [*[pointer] * 3, long, long, *[pointer] * 3]
     functions.gate.argtypes = [pointer, pointer, long, pointer]
@@ -108,7 +108,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
         hidden, weight, scales = ctx.saved_tensors
         gradient, size = gradient.contiguous(), hidden.shape[-1]
-        of_hidden, threads = torch.empty_like(hidden), _functions().omp_get_max_threads()
+        of_hidden, threads = torch.empty_like(hidden), compiler.torch_functions().omp_get_max_threads()
         of_weight = hidden.new_zeros(threads, size, dtype=torch.float32)
         _functions().norm_backward(
             *(gradient.data_ptr(), hidden.data_ptr(), scales.data_ptr(), len(scales), size),
@@ -141,7 +141,7 @@ class _Gate(torch.autograd.Function):
 
 @cache
 def supported(accelerator: object) -> Support:
-    """Test that the processor has the instructions, that a compiler is installed, and that a norm is right."""
+    """Test that a compiler is installed, and that a norm is right."""
     if reason := compiler.why_not(_functions, "training is a tenth slower and needs more memory"):
         return Support(False, reason)
     numbers = torch.linspace(-3, 2, 5 * 64).sin().view(5, 64).bfloat16()
@@ -150,7 +150,7 @@ def supported(accelerator: object) -> Support:
     exact = numbers.double() / numbers.double().square().mean(-1, keepdim=True).sqrt()
     if not torch.allclose(normed.double(), exact, rtol=0.01, atol=0.001):
         return Support(False, "the compiled layers are wrong here")
-    return Support(True, f"RMSNorm and gates by SiLU in one pass, compiled for {compiler.NEEDED}")
+    return Support(True, "RMSNorm and gates by SiLU in one pass, compiled for this processor")
 
 
 FUSED_LAYERS = KernelImpl(

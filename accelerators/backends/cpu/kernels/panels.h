@@ -1,19 +1,21 @@
-// Products of a few rows with a packed weight, in bf16: by AMX if the processor has it, else by AVX512-BF16.
+// Products of a few rows with a packed weight: by AMX if the processor has it and numbers are bf16, else by vectors.
 //
-// A weight [outputs, inputs] is packed as panels of LANES outputs: pair by pair of inputs, two numbers of each output.
+// A weight [outputs, inputs] is packed as panels of LANES outputs: word by word of inputs, one word of each output.
+// PANELS neighbours are interleaved word by word, so that a thread reads a weight from its beginning to its end.
 // The other factor is spread: blocks of ROWS rows, in the order of the instructions.
 
-#include "bf16.h"
+#include "numbers.h"
+#include "threads.h"
 
-enum { ROWS = 16 }; // of a block
+enum { ROWS = 16, PANELS = 2 };
 
-#ifdef __AMX_BF16__
+#if defined BF16 && defined __AMX_BF16__
 
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// A tile has sixteen rows of 64 bytes: 16 pairs of inputs of a panel, or 32 inputs of 16 rows of a block.
-enum { TILE = 32, PANELS = 2 }; // PANELS: panels per block before the next block
+// A tile has sixteen rows of 64 bytes: 16 words of a panel, or 16 words of 16 rows of a block.
+enum { TILE = 32 };
 
 // Return 1 if AMX is used, -1 if the system does not let this process use it.
 int amx(void) { return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) ? -1 : 1; }
@@ -30,32 +32,32 @@ static inline void begin_products(void) // on each thread
 
 static inline void end_products(void) { _tile_release(); }
 
-static inline void spread(bf16 *block, long row, long input, __m512 numbers) // LANES numbers of one row, from `input`
+static inline void spread(number *block, long row, long input, vector numbers) // LANES numbers of one row, from `input`
 {
     store(block + input / TILE * TILE * ROWS + row * TILE + input % TILE, numbers);
 }
 
-// One or two blocks of `rows`, times a panel and another unless NULL: LANES outputs of each row.
+// One or two blocks of `rows`, times one or two interleaved panels: sums[panel][row] of LANES outputs.
 // Tiles: 0 to 3 are sums, 4 and 5 blocks, 6 and 7 panels. Several sums at a time, because an addition waits for the
 // previous one and each loaded tile is used twice.
-static void multiply(long rows, const bf16 *blocks, const bf16 *panel, const bf16 *other, long inputs,
-                     __m512 sums[2][2 * ROWS])
+static void multiply(long rows, const number *blocks, const number *packed, long panels, long inputs,
+                     vector sums[PANELS][2 * ROWS])
 {
-    const int both = rows > ROWS;
+    const int both = rows > ROWS, other = panels > 1;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
     for (long input = 0; input < inputs; input += TILE) {
         _tile_loadd(4, blocks + input * ROWS, 64);
-        _tile_loadd(6, panel + input * LANES, 64);
+        _tile_loadd(6, packed + input * LANES * panels, 64 * panels);
         _tile_dpbf16ps(0, 4, 6);
         if (both) {
             _tile_loadd(5, blocks + (inputs + input) * ROWS, 64);
             _tile_dpbf16ps(1, 5, 6);
         }
         if (other) {
-            _tile_loadd(7, other + input * LANES, 64);
+            _tile_loadd(7, packed + input * LANES * panels + WORDS, 64 * panels);
             _tile_dpbf16ps(2, 4, 7);
             if (both) _tile_dpbf16ps(3, 5, 7);
         }
@@ -69,7 +71,11 @@ static void multiply(long rows, const bf16 *blocks, const bf16 *panel, const bf1
 #else
 
 enum {
-    PANELS = 3,  // panels per block before the next block
+#if defined __AVX512F__ || defined __aarch64__
+    TALL = 8, // rows at a time: 16 of 32 registers are sums
+#else
+    TALL = 4, // 8 of 16
+#endif
     AHEAD = 8192 // bytes to prefetch weights, because the processor's own prefetch is late (1.4 times as slow)
 };
 
@@ -79,43 +85,54 @@ static inline void begin_products(void) {}
 
 static inline void end_products(void) {}
 
-// A block is spread pair by pair of inputs, two numbers of each row.
-static inline void spread(bf16 *block, long row, long input, __m512 numbers) // LANES numbers of one row, from `input`
+// A block is spread word by word of inputs, one word of each row.
+static inline void spread(number *block, long row, long input, vector numbers) // LANES numbers of one row, from `input`
 {
-    const __m256i pairs = _mm256_set_epi32(7 * ROWS, 6 * ROWS, 5 * ROWS, 4 * ROWS, 3 * ROWS, 2 * ROWS, ROWS, 0);
-    _mm256_i32scatter_epi32((int *)block + input / 2 * ROWS + row, pairs, narrowed(numbers), 4);
+    number stored[LANES];
+    store(stored, numbers);
+    number *to = block + input * ROWS + row * PER_WORD;
+    for (int lane = 0; lane < LANES; lane += PER_WORD)
+        __builtin_memcpy(to + lane * ROWS, stored + lane, sizeof(uint32_t));
 }
 
-#define MULTIPLY(COUNT)                                                                                                \
-    static void multiply_##COUNT(const bf16 *block, const bf16 *panel, long pairs, __m512 *sums)                       \
-    {                                                                                                                  \
-        __m512 sum[COUNT];                                                                                             \
-        for (int row = 0; row < COUNT; row++) sum[row] = _mm512_setzero_ps();                                          \
-        for (long pair = 0; pair < pairs; pair++) {                                                                    \
-            const bf16 *weights = panel + pair * 2 * LANES;                                                            \
-            const int *numbers = (const int *)block + pair * ROWS;                                                     \
-            const __m512bh read = (__m512bh)_mm512_loadu_si512(weights);                                               \
-            _mm_prefetch((const char *)weights + AHEAD, _MM_HINT_T0);                                                  \
-            for (int row = 0; row < COUNT; row++)                                                                      \
-                sum[row] = _mm512_dpbf16_ps(sum[row], read, (__m512bh)_mm512_set1_epi32(numbers[row]));                \
-        }                                                                                                              \
-        for (int row = 0; row < COUNT; row++) sums[row] = sum[row];                                                    \
-    }
-MULTIPLY(4)
-MULTIPLY(8)
-MULTIPLY(12)
-MULTIPLY(16)
-
-// One or two blocks of `rows`, times a panel and another unless NULL: LANES outputs of each row.
-static void multiply(long rows, const bf16 *blocks, const bf16 *panel, const bf16 *other, long inputs,
-                     __m512 sums[2][2 * ROWS])
+static inline __attribute__((always_inline)) void tile(const int tall, const int panels, const uint32_t *block,
+                                                       const char *packed, long words_of_row, vector *sums)
 {
-    for (int side = 0; side < (other ? 2 : 1); side++)
-        for (long first = 0; first < rows; first += ROWS) {
-            const long rest = rows - first;
-            (rest <= 4 ? multiply_4 : rest <= 8 ? multiply_8 : rest <= 12 ? multiply_12 : multiply_16)(
-                blocks + first * inputs, side ? other : panel, inputs / 2, sums[side] + first);
+    vector sum[TALL][PANELS];
+    for (int row = 0; row < tall; row++)
+        for (int panel = 0; panel < panels; panel++) sum[row][panel] = all(0);
+    for (long word = 0; word < words_of_row; word++) {
+        words weights[PANELS];
+        for (int panel = 0; panel < panels; panel++) {
+            weights[panel] = words_at(packed + panel * sizeof(words));
+            __builtin_prefetch(packed + panel * sizeof(words) + AHEAD);
         }
+        for (int row = 0; row < tall; row++) {
+            const words factor = (words){0} + block[row];
+            for (int panel = 0; panel < panels; panel++) sum[row][panel] = dot(sum[row][panel], weights[panel], factor);
+        }
+        packed += panels * sizeof(words);
+        block += ROWS;
+    }
+    for (int row = 0; row < tall; row++)
+        for (int panel = 0; panel < panels; panel++) sums[panel * 2 * ROWS + row] = sum[row][panel];
+}
+
+// One or two blocks of `rows`, times one or two interleaved panels: sums[panel][row] of LANES outputs.
+static void multiply(long rows, const number *blocks, const number *packed, long panels, long inputs,
+                     vector sums[PANELS][2 * ROWS])
+{
+    const long size = inputs / PER_WORD;
+    const char *weights = (const char *)packed;
+    for (long row = 0; row < rows; row += TALL) {
+        const uint32_t *block = (const uint32_t *)blocks + row / ROWS * ROWS * size + row % ROWS;
+        if (rows - row > TALL / 2)
+            panels > 1 ? tile(TALL, 2, block, weights, size, sums[0] + row)
+                       : tile(TALL, 1, block, weights, size, sums[0] + row);
+        else
+            panels > 1 ? tile(TALL / 2, 2, block, weights, size, sums[0] + row)
+                       : tile(TALL / 2, 1, block, weights, size, sums[0] + row);
+    }
 }
 
 #endif

@@ -1,0 +1,321 @@
+// Compare decode.c with plain loops in double, for layers of random shapes. It needs no Python and no OpenMP, so it runs
+// under sanitizers and emulators: three threads of pthreads take the part of torch's.
+//
+//     cc -O1 -g -fsanitize=address,undefined -I KERNELS decode_check.c -lpthread -lm -o check && ./check 1 20
+//
+// Arguments: the first and the last seed. Prints the largest error of each; exit code 1 if one is too large.
+
+#include <math.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "decode.c"
+
+// threads
+
+enum { COUNT = 3 };
+static pthread_barrier_t meeting;
+static __thread int own_number;
+static void (*shared_work)(void *);
+static void *shared_data;
+
+static void *run_one(void *number)
+{
+    own_number = (int)(long)number;
+    shared_work(shared_data);
+    return 0;
+}
+
+static void run_all(void (*work)(void *), void *data, unsigned count, unsigned flags)
+{
+    (void)count, (void)flags;
+    pthread_t others[COUNT];
+    shared_work = work, shared_data = data;
+    for (long number = 0; number < COUNT; number++) pthread_create(others + number, 0, run_one, (void *)number);
+    for (long number = 0; number < COUNT; number++) pthread_join(others[number], 0);
+}
+
+static void meet(void) { pthread_barrier_wait(&meeting); }
+static int number_of_thread(void) { return own_number; }
+static int count_of_threads(void) { return COUNT; }
+
+// random numbers, and memory that is just large enough
+
+static uint64_t state;
+
+static uint32_t drawn(uint32_t below_this)
+{
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    return (uint32_t)(state >> 33) % below_this;
+}
+
+static double uniform(void) { return drawn(1 << 20) / (double)(1 << 19) - 1; }
+
+static void *room(long bytes)
+{
+    void *memory;
+    if (posix_memalign(&memory, 64, bytes ? bytes : 64)) abort();
+    memset(memory, 0xff, bytes); // NaN: nothing may be read before it is written
+    return memory;
+}
+
+static number *numbers(long count, double scale, double center)
+{
+    number *made = room(count * sizeof(number));
+    for (long index = 0; index < count; index++) made[index] = nearest(center + scale * uniform());
+    return made;
+}
+
+static Linear linear_of(long outputs, long inputs, number **weight, int interleaved, long experts)
+{
+    const long size = outputs * inputs, count = experts ? experts : 1;
+    *weight = numbers(count * size, 1.7 / sqrt(inputs), 0);
+    number *packed = room(count * size * sizeof(number));
+    for (long expert = 0; expert < count; expert++)
+        for (int half = 0; half <= interleaved; half++)
+            pack(*weight + expert * size + half * size / 2, outputs / (1 + interleaved), inputs, packed + expert * size,
+                 outputs, half, 1 + interleaved);
+    return (Linear){packed, !experts && drawn(2) ? numbers(outputs, 0.5, 0) : 0, inputs, outputs};
+}
+
+static Norm norm_of(long size, int kind) // 0: none, 1: RMSNorm, 2: LayerNorm
+{
+    if (!kind) return (Norm){0};
+    return (Norm){numbers(size, 0.5, 1), kind > 1 && drawn(2) ? numbers(size, 0.5, 0) : 0, 1e-3f, kind == 1 && drawn(2), kind > 1};
+}
+
+// the truth
+
+static void norm_plainly(const Norm *norm, const double *from, long size, double *to)
+{
+    double mean = 0, squares = 0;
+    if (norm->centered)
+        for (long column = 0; column < size; column++) mean += from[column] / size;
+    for (long column = 0; column < size; column++) squares += (from[column] - mean) * (from[column] - mean) / size;
+    for (long column = 0; column < size; column++) {
+        to[column] = (from[column] - mean) / sqrt(squares + norm->epsilon) * (value(norm->weight[column]) + norm->shift);
+        if (norm->bias) to[column] += value(norm->bias[column]);
+    }
+}
+
+// Row `output` of a weight is row `place` of packed outputs if a gate and its factor are interleaved.
+static void multiply_plainly(const Linear *linear, const number *weight, int interleaved, const double *from, double *to)
+{
+    for (long output = 0; output < linear->outputs; output++) {
+        const long half = linear->outputs / 2, place = output % half / LANES * 2 * LANES + output % LANES;
+        const number *bias = !linear->bias ? 0 : linear->bias + (interleaved ? place + output / half * LANES : output);
+        double sum = bias ? value(*bias) : 0;
+        for (long input = 0; input < linear->inputs; input++)
+            sum += value(weight[output * linear->inputs + input]) * from[input];
+        to[output] = sum;
+    }
+}
+
+static double activate_plainly(long activation, double x)
+{
+    if (activation == RELU) return x > 0 ? x : 0;
+    if (activation == SILU) return x / (1 + exp(-x));
+    if (activation == GELU) return x / 2 * (1 + erf(x / sqrt(2)));
+    return x / 2 * (1 + tanh(sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
+}
+
+static void rotate_plainly(const Layer *layer, double *head, const number *cosine, const number *sine)
+{
+    const long half = layer->rotary / 2;
+    for (long column = 0; column < half; column++) {
+        const double a = head[column], b = head[column + half];
+        head[column] = a * value(cosine[column]) - b * value(sine[column]);
+        head[column + half] = b * value(cosine[column + half]) + a * value(sine[column + half]);
+    }
+}
+
+typedef struct {
+    number *qkv, *out, *up, *down;
+} Weights;
+
+// The MLP of one row, or of one of its experts: inputs [hidden] -> sum [hidden].
+static void mlp_plainly(const Layer *layer, const Weights *weights, long expert, const double *inputs, double *sum)
+{
+    const long inner = layer->down.inputs;
+    double up[layer->up.outputs], active[inner];
+    multiply_plainly(&layer->up, weights->up + expert * layer->up.outputs * layer->up.inputs, layer->gated, inputs, up);
+    for (long place = 0; place < inner; place++)
+        active[place] = activate_plainly(layer->activation, up[place]) * (layer->gated ? up[inner + place] : 1);
+    multiply_plainly(&layer->down, weights->down + expert * layer->down.outputs * inner, 0, active, sum);
+}
+
+// hidden += the experts with the largest products, by their shares.
+static void experts_plainly(const Layer *layer, const Weights *weights, const double *inputs, double *hidden)
+{
+    const Router *router = &layer->router;
+    const long size = layer->qkv.inputs, count = router->experts;
+    double shares[count], total = 0, taken = 0, sum[size], rounded_inputs[size];
+    int is_chosen[count];
+    memset(is_chosen, 0, sizeof is_chosen);
+    for (long column = 0; column < size; column++) rounded_inputs[column] = value(nearest(inputs[column]));
+    for (long expert = 0; expert < count; expert++) {
+        double score = 0;
+        for (long column = 0; column < size; column++)
+            score += rounded_inputs[column] * value(router->weight[expert * size + column]);
+        total += shares[expert] = exp(value(nearest(score)));
+    }
+    for (long rank = 0; rank < router->chosen; rank++) {
+        long best = -1;
+        for (long expert = 0; expert < count; expert++)
+            if (!is_chosen[expert] && (best < 0 || shares[expert] > shares[best])) best = expert;
+        is_chosen[best] = 1, taken += shares[best];
+    }
+    for (long expert = 0; expert < count; expert++) {
+        if (!is_chosen[expert]) continue;
+        mlp_plainly(layer, weights, expert, inputs, sum);
+        for (long column = 0; column < size; column++)
+            hidden[column] += sum[column] * shares[expert] / (router->scaled ? taken : total);
+    }
+}
+
+// One layer for one row of numbers; keys and values [columns, groups, size] of its row of the batch are extended.
+static void compute_plainly(const Layer *layer, const Weights *weights, const Step *step, long row, double *hidden,
+                            double *keys, double *values)
+{
+    const long hidden_size = layer->qkv.inputs, size = layer->size, groups = layer->groups, heads = layer->heads;
+    const long here = step->place + row % step->tokens;
+    double normed_row[hidden_size], qkv[layer->qkv.outputs], mean[heads * size], sum[hidden_size], input[hidden_size];
+    memcpy(input, hidden, sizeof input);
+    norm_plainly(&layer->before_attention, hidden, hidden_size, normed_row);
+    multiply_plainly(&layer->qkv, weights->qkv, 0, normed_row, qkv);
+    for (long head = 0; head < heads + groups; head++) {
+        const Norm *norm = head < heads ? &layer->query : &layer->key;
+        if (norm->weight) norm_plainly(norm, qkv + head * size, size, qkv + head * size);
+        rotate_plainly(layer, qkv + head * size, step->cosine + row * layer->rotary, step->sine + row * layer->rotary);
+    }
+    memcpy(keys + here * groups * size, qkv + heads * size, groups * size * sizeof *keys);
+    memcpy(values + here * groups * size, qkv + (heads + groups) * size, groups * size * sizeof *values);
+    for (long head = 0; head < heads; head++) {
+        const long group = head / (heads / groups);
+        double scores[step->columns], most = -INFINITY, total = 0;
+        for (long column = 0; column <= here; column++) {
+            double score = 0;
+            for (long place = 0; place < size; place++)
+                score += qkv[head * size + place] * keys[(column * groups + group) * size + place];
+            score *= layer->scale;
+            if (layer->cap) score = layer->cap * tanh(score / layer->cap);
+            const long mask_head = step->mask_heads > 1 ? head : 0;
+            if (step->mask) score += value(step->mask[(row * step->mask_heads + mask_head) * step->columns + column]);
+            scores[column] = score;
+            most = fmax(most, score);
+        }
+        for (long column = 0; column <= here; column++) total += scores[column] = exp(scores[column] - most);
+        for (long place = 0; place < size; place++) {
+            mean[head * size + place] = 0;
+            for (long column = 0; column <= here; column++)
+                mean[head * size + place] += scores[column] / total * values[(column * groups + group) * size + place];
+        }
+    }
+    multiply_plainly(&layer->out, weights->out, 0, mean, sum);
+    if (layer->after_attention.weight) norm_plainly(&layer->after_attention, sum, hidden_size, sum);
+    for (long column = 0; column < hidden_size; column++) hidden[column] += sum[column];
+    norm_plainly(&layer->before_mlp, layer->parallel ? input : hidden, hidden_size, normed_row);
+    if (layer->router.experts) {
+        experts_plainly(layer, weights, normed_row, hidden);
+        return;
+    }
+    mlp_plainly(layer, weights, 0, normed_row, sum);
+    if (layer->after_mlp.weight) norm_plainly(&layer->after_mlp, sum, hidden_size, sum);
+    for (long column = 0; column < hidden_size; column++) hidden[column] += sum[column];
+}
+
+// one case
+
+static double error_of(uint64_t seed)
+{
+    state = seed * 7919 + 1;
+    for (int skip = 0; skip < 8; skip++) drawn(2);
+    enum { LAYERS = 2 };
+    const long groups = 1 + drawn(3), heads = groups * (1 + drawn(6)), size = WORDS * (1 + drawn(3));
+    const long hidden_size = WORDS * (1 + drawn(5)), inner = WORDS * (1 + drawn(6)), batch = 1 + drawn(20);
+    const long places[] = {0, 3, 16, 40}, before = places[drawn(4)], steps = 2; // a prompt after `before`, then a token
+    const long columns = before + 20 + drawn(3), all_heads = heads + 2 * groups;
+    const long experts = drawn(3) ? 0 : 2 + drawn(6), chosen = 1 + drawn(2);
+    const int gated = drawn(2), parallel = !experts && drawn(2), kind = 1 + drawn(2);
+    const int after = parallel || experts ? 0 : drawn(2);
+    const int of_heads = drawn(2), masked = drawn(3);
+    const long rotary = drawn(3) ? size : drawn(2) ? size / 4 * 2 : 0, activation = drawn(4), prompt = 1 + drawn(18);
+    const float cap = drawn(2) ? 1.5f : 0;
+    Layer layers[LAYERS];
+    Weights weights[LAYERS];
+    number *kept[2 * LAYERS];
+    double *truth[2 * LAYERS];
+    for (int index = 0; index < LAYERS; index++) {
+        Weights *of = weights + index;
+        layers[index] = (Layer){heads, groups, size, rotary, activation, gated, parallel, 1 / sqrtf(size), cap,
+                                .before_attention = norm_of(hidden_size, kind), .query = norm_of(size, of_heads),
+                                .key = norm_of(size, of_heads), .after_attention = norm_of(hidden_size, after * kind),
+                                .before_mlp = norm_of(hidden_size, kind), .after_mlp = norm_of(hidden_size, after * kind)};
+        layers[index].qkv = linear_of(all_heads * size, hidden_size, &of->qkv, 0, 0);
+        layers[index].out = linear_of(hidden_size, heads * size, &of->out, 0, 0);
+        layers[index].up = linear_of((1 + gated) * inner, hidden_size, &of->up, gated, experts);
+        layers[index].down = linear_of(hidden_size, inner, &of->down, 0, experts);
+        if (experts) layers[index].router = (Router){numbers(experts * hidden_size, 1, 0), experts, chosen, drawn(2)};
+        for (int part = 0; part < 2; part++) {
+            const long count = batch * columns * groups * size;
+            number *cache = kept[2 * index + part] = numbers(count, 1, 0); // [batch, groups, columns, size]
+            double *plain = truth[2 * index + part] = room(count * sizeof(double));
+            for (long place = 0; place < count; place++) {
+                const long row = place / (groups * columns * size), group = place / (columns * size) % groups;
+                const long column = place / size % columns;
+                plain[((row * columns + column) * groups + group) * size + place % size] = value(cache[place]);
+            }
+        }
+    }
+    double squares = 0, errors = 0;
+    for (int round = 0; round < steps; round++) {
+        const long tokens = round ? 1 : prompt, rows = batch * tokens, place = round ? before + prompt : before;
+        const long blocks = (rows + ROWS - 1) / ROWS * ROWS, mask_heads = masked > 1 ? heads : 1;
+        number *hidden = numbers(rows * hidden_size, 1, 0), *to = room(rows * hidden_size * sizeof(number));
+        number *mask = masked ? numbers(rows * mask_heads * columns, 1, -1) : 0;
+        for (long index = 0; masked && index < rows * mask_heads * columns; index++)
+            if (index % columns && !drawn(3)) mask[index] = nearest(-INFINITY);
+        const long wide = heads * size > hidden_size ? heads * size : hidden_size;
+        Step step = {layers, LAYERS, rows, tokens, hidden, numbers(rows * rotary, 1, 0), numbers(rows * rotary, 1, 0),
+                     mask, mask_heads, kept, 0, groups * columns * size, columns * size, place, columns, to,
+                     room(rows * all_heads * size * sizeof(number)), room(rows * hidden_size * sizeof(number)),
+                     room(blocks * wide * sizeof(number)), room(blocks * inner * sizeof(number)),
+                     room(blocks * hidden_size * sizeof(number)), room(COUNT * TOGETHER * (columns + LANES) * sizeof(float)),
+                     room(experts * rows * sizeof(float)), room(COUNT * rows * sizeof(long))};
+        decode(&step);
+        for (long row = 0; row < rows; row++) {
+            double exact[hidden_size];
+            for (long column = 0; column < hidden_size; column++) exact[column] = value(hidden[row * hidden_size + column]);
+            for (int index = 0; index < LAYERS; index++) {
+                const long offset = row / tokens * columns * groups * size;
+                compute_plainly(layers + index, weights + index, &step, row, exact, truth[2 * index] + offset,
+                                truth[2 * index + 1] + offset);
+            }
+            for (long column = 0; column < hidden_size; column++) {
+                const double difference = value(to[row * hidden_size + column]) - exact[column];
+                errors += difference * difference;
+                squares += exact[column] * exact[column];
+            }
+        }
+    }
+    return sqrt(errors / squares); // memory is the system's again at the end of the process
+}
+
+int main(int count, char **arguments)
+{
+    if (count != 3) return 2;
+    if (amx() < 0) return 2;
+    Threads of_this = {run_all, meet, number_of_thread, count_of_threads, count_of_threads};
+    pthread_barrier_init(&meeting, 0, COUNT);
+    use_threads(&of_this);
+    const double most = sizeof(number) == 2 ? 0.05 : 1e-5;
+    int failed = 0;
+    for (long seed = atol(arguments[1]); seed <= atol(arguments[2]); seed++) {
+        const double error = error_of(seed);
+        printf("seed %ld: %.2e\n", seed, error);
+        failed |= !(error < most);
+    }
+    return failed;
+}
