@@ -182,6 +182,13 @@ def test_row_verdict_uses_unrounded_ratio(bench) -> None:
     assert bench.report.cells(missed) == ("a", "2 s", "5 s", "2.50", "≥ 2.6", "MISSED")
 
 
+@pytest.mark.parametrize(("predicted", "met"), [(84.0, False), (86.0, True), (114.0, True), (116.0, False)])
+def test_predicted_time_may_be_neither_too_long_nor_too_short(bench, predicted: float, met: bool) -> None:
+    plan_time = importlib.import_module("plan_time")
+    row = plan_time.compare("sft", predicted, 100.0)
+    assert row["met"] is met and row["ratio"] == predicted / 100
+
+
 def test_summarize_returns_medians_and_highest_memory(bench) -> None:
     steps = [
         {"seconds": seconds, "generation": generation, "peak_gib": peak}
