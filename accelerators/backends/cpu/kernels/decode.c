@@ -153,7 +153,7 @@ static void product(const Linear *linear, const number *blocks, Rows rows, const
         for (long first = 0; first < rows.count; first += 2 * ROWS) {
             const long here = smaller(rows.count - first, 2 * ROWS), panels = smaller(PANELS, (outputs - output) / LANES);
             vector sums[PANELS][2 * ROWS];
-            multiply(here, blocks + first * inputs, linear->packed + output * inputs, panels, inputs, sums);
+            multiply(first, rows.count, blocks, linear->packed + output * inputs, panels, inputs, sums);
             for (long row = 0; row < here; row++)
                 for (long panel = 0; panel < panels; panel++) {
                     const long target = place_of(rows, first + row), column = output + panel * LANES;
@@ -190,7 +190,7 @@ static void rise(const Layer *layer, const Linear *up, const number *blocks, lon
         for (long first = 0; first < rows; first += 2 * ROWS) {
             const long here = smaller(rows - first, 2 * ROWS), panels = smaller(PANELS, (up->outputs - output) / LANES);
             vector sums[PANELS][2 * ROWS];
-            multiply(here, blocks + first * inputs, up->packed + output * inputs, panels, inputs, sums);
+            multiply(first, rows, blocks, up->packed + output * inputs, panels, inputs, sums);
             for (long row = 0; row < here; row++) {
                 vector numbers[PANELS];
                 for (long panel = 0; panel < panels; panel++) {
@@ -336,13 +336,13 @@ static inline __attribute__((always_inline)) void attend(const int count, const 
 {
     const long width = (columns + LANES - 1) / LANES * LANES, size = layer->size;
     const vector nothing = all(-__builtin_inff());
+    vector most[TOGETHER];
     float shares[TOGETHER];
-    for (int head = 0; head < count; head++) {
-        const number *query = queries + head * size;
-        float *scores = room + head * width;
-        vector most = nothing, total = all(0);
-        for (long column = 0; column < columns; column += LANES) {
-            const long lanes = smaller(columns - column, LANES);
+    for (int head = 0; head < count; head++) most[head] = nothing;
+    for (long column = 0; column < columns; column += LANES) { // these keys stay in the nearest cache for all heads
+        const long lanes = smaller(columns - column, LANES);
+        for (int head = 0; head < count; head++) {
+            const number *query = queries + head * size;
             vector sums[LANES];
             for (long lane = 0; lane < LANES; lane++) {
                 sums[lane] = all(0);
@@ -357,10 +357,14 @@ static inline __attribute__((always_inline)) void attend(const int count, const 
             if (layer->cap) numbers = layer->cap * (2.0f * sigmoid(2.0f / layer->cap * numbers) - 1.0f); // tanh
             if (mask) numbers += load_some(mask + head * apart + column, lanes);
             numbers = choose(below(lanes), numbers, nothing);
-            most = larger(most, numbers);
-            put(scores + column, numbers);
+            most[head] = larger(most[head], numbers);
+            put(room + head * width + column, numbers);
         }
-        const float found = largest_of(most), largest = found > -__FLT_MAX__ ? found : -__FLT_MAX__;
+    }
+    for (int head = 0; head < count; head++) {
+        float *scores = room + head * width;
+        const float found = largest_of(most[head]), largest = found > -__FLT_MAX__ ? found : -__FLT_MAX__;
+        vector total = all(0);
         for (long column = 0; column < columns; column += LANES) {
             const vector numbers = exponential(floats_at(scores + column) - largest);
             put(scores + column, numbers);

@@ -7,7 +7,7 @@
 #include "numbers.h"
 #include "threads.h"
 
-enum { ROWS = 16, PANELS = 2 };
+enum { ROWS = 16, PANELS = 2, LINE = 64 }; // LINE: bytes of a line of the caches
 
 #if defined BF16 && defined __AMX_BF16__
 
@@ -37,13 +37,15 @@ static inline void spread(number *block, long row, long input, vector numbers) /
     store(block + input / TILE * TILE * ROWS + row * TILE + input % TILE, numbers);
 }
 
-// One or two blocks of `rows`, times one or two interleaved panels: sums[panel][row] of LANES outputs.
+// Rows `first` to `first` + 2 * ROWS of `rows` in blocks, times one or two interleaved panels: sums[panel][row] of LANES
+// outputs.
 // Tiles: 0 to 3 are sums, 4 and 5 blocks, 6 and 7 panels. Several sums at a time, because an addition waits for the
 // previous one and each loaded tile is used twice.
-static void multiply(long rows, const number *blocks, const number *packed, long panels, long inputs,
+static void multiply(long first, long rows, const number *blocks, const number *packed, long panels, long inputs,
                      vector sums[PANELS][2 * ROWS])
 {
-    const int both = rows > ROWS, other = panels > 1;
+    const int both = rows - first > ROWS, other = panels > 1;
+    blocks += first * inputs;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -76,7 +78,6 @@ enum {
 #else
     TALL = 4, // 8 of 16
 #endif
-    AHEAD = 8192 // bytes to prefetch weights, because the processor's own prefetch is late (1.4 times as slow)
 };
 
 int amx(void) { return 0; }
@@ -95,18 +96,20 @@ static inline void spread(number *block, long row, long input, vector numbers) /
         __builtin_memcpy(to + lane * ROWS, stored + lane, sizeof(uint32_t));
 }
 
+// `next`: the bytes that are read after this, of which each word prefetches `step`.
 static inline __attribute__((always_inline)) void tile(const int tall, const int panels, const uint32_t *block,
-                                                       const char *packed, long words_of_row, vector *sums)
+                                                       const char *packed, long words_of_row, const char *next, long step,
+                                                       vector *sums)
 {
     vector sum[TALL][PANELS];
     for (int row = 0; row < tall; row++)
         for (int panel = 0; panel < panels; panel++) sum[row][panel] = all(0);
     for (long word = 0; word < words_of_row; word++) {
         words weights[PANELS];
-        for (int panel = 0; panel < panels; panel++) {
-            weights[panel] = words_at(packed + panel * sizeof(words));
-            __builtin_prefetch(packed + panel * sizeof(words) + AHEAD);
-        }
+        for (int panel = 0; panel < panels; panel++) weights[panel] = words_at(packed + panel * sizeof(words));
+        __builtin_prefetch(next, 0, 2);
+        if (step > LINE) __builtin_prefetch(next + LINE, 0, 2);
+        next += step;
         for (int row = 0; row < tall; row++) {
             const words factor = (words){0} + block[row];
             for (int panel = 0; panel < panels; panel++) sum[row][panel] = dot(sum[row][panel], weights[panel], factor);
@@ -118,20 +121,24 @@ static inline __attribute__((always_inline)) void tile(const int tall, const int
         for (int panel = 0; panel < panels; panel++) sums[panel * 2 * ROWS + row] = sum[row][panel];
 }
 
-// One or two blocks of `rows`, times one or two interleaved panels: sums[panel][row] of LANES outputs.
-static void multiply(long rows, const number *blocks, const number *packed, long panels, long inputs,
+// Rows `first` to `first` + 2 * ROWS of `rows` in blocks, times one or two interleaved panels: sums[panel][row] of LANES
+// outputs. While all rows are multiplied, the next panels are prefetched little by little: memory is never idle, and the
+// processor's own prefetch is late.
+static void multiply(long first, long rows, const number *blocks, const number *packed, long panels, long inputs,
                      vector sums[PANELS][2 * ROWS])
 {
-    const long size = inputs / PER_WORD;
-    const char *weights = (const char *)packed;
-    for (long row = 0; row < rows; row += TALL) {
-        const uint32_t *block = (const uint32_t *)blocks + row / ROWS * ROWS * size + row % ROWS;
-        if (rows - row > TALL / 2)
-            panels > 1 ? tile(TALL, 2, block, weights, size, sums[0] + row)
-                       : tile(TALL, 1, block, weights, size, sums[0] + row);
+    const long size = inputs / PER_WORD, tiles = (rows + TALL - 1) / TALL, step = (long)sizeof(words) * panels / tiles;
+    const char *weights = (const char *)packed, *end = weights + size * panels * (long)sizeof(words);
+    for (long row = 0; row < 2 * ROWS && first + row < rows; row += TALL) {
+        const uint32_t *block = (const uint32_t *)blocks + (first + row) / ROWS * ROWS * size + row % ROWS;
+        const char *next = end + (first + row) / TALL * size * step;
+        vector *to = sums[0] + row;
+        if (rows - first - row > TALL / 2)
+            panels > 1 ? tile(TALL, 2, block, weights, size, next, step, to)
+                       : tile(TALL, 1, block, weights, size, next, step, to);
         else
-            panels > 1 ? tile(TALL / 2, 2, block, weights, size, sums[0] + row)
-                       : tile(TALL / 2, 1, block, weights, size, sums[0] + row);
+            panels > 1 ? tile(TALL / 2, 2, block, weights, size, next, step, to)
+                       : tile(TALL / 2, 1, block, weights, size, next, step, to);
     }
 }
 
