@@ -64,10 +64,12 @@ def test_help_needs_no_heavy_import() -> None:
         "try: main()\n"
         "except SystemExit: pass\n"
         "names = {'torch', 'transformers', 'deepspeed', 'datasets', 'numpy', 'rlhf.contrib', 'rlhf.trainers.run'}\n"
-        "print(sorted(names & set(sys.modules)), file=sys.stderr)"
+        "print(sorted(names & set(sys.modules)), len(sys.modules), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stderr.strip() == "[]"
+    heavy, count = done.stderr.rsplit(maxsplit=1)
+    assert heavy == "[]"
+    assert int(count) < 700, "the help needs about 630 modules; import what a command needs in its function"
     assert "accelerators" in done.stdout and "Examples" in done.stdout
 
 
