@@ -96,19 +96,19 @@ static inline void spread(number *block, long row, long input, vector numbers) /
         __builtin_memcpy(to + lane * ROWS, stored + lane, sizeof(uint32_t));
 }
 
-// `next`: the bytes that are read after this, of which each word prefetches `step`.
+// sums += rows of a block times panels, `count` words of each; `next` is prefetched, `step` bytes for each word.
 static inline __attribute__((always_inline)) void tile(const int tall, const int panels, const uint32_t *block,
-                                                       const char *packed, long words_of_row, const char *next, long step,
+                                                       const char *packed, long count, const char *next, long step,
                                                        vector *sums)
 {
     vector sum[TALL][PANELS];
     for (int row = 0; row < tall; row++)
-        for (int panel = 0; panel < panels; panel++) sum[row][panel] = all(0);
-    for (long word = 0; word < words_of_row; word++) {
+        for (int panel = 0; panel < panels; panel++) sum[row][panel] = sums[panel * 2 * ROWS + row];
+    for (long word = 0; word < count; word++) {
         words weights[PANELS];
         for (int panel = 0; panel < panels; panel++) weights[panel] = words_at(packed + panel * sizeof(words));
-        __builtin_prefetch(next, 0, 2);
-        if (step > LINE) __builtin_prefetch(next + LINE, 0, 2);
+        __builtin_prefetch(next);
+        if (step > LINE) __builtin_prefetch(next + LINE);
         next += step;
         for (int row = 0; row < tall; row++) {
             const words factor = (words){0} + block[row];
@@ -122,24 +122,29 @@ static inline __attribute__((always_inline)) void tile(const int tall, const int
 }
 
 // Rows `first` to `first` + 2 * ROWS of `rows` in blocks, times one or two interleaved panels: sums[panel][row] of LANES
-// outputs. While all rows are multiplied, the next panels are prefetched little by little: memory is never idle, and the
-// processor's own prefetch is late.
+// outputs. Memory must never be idle, and the processor's own prefetch is late: with few rows, each part of a panel is
+// multiplied with all of them while the bytes that follow it are prefetched; with more, whole panels are while the next
+// ones are prefetched. Each tile prefetches its share.
 static void multiply(long first, long rows, const number *blocks, const number *packed, long panels, long inputs,
                      vector sums[PANELS][2 * ROWS])
 {
-    const long size = inputs / PER_WORD, tiles = (rows + TALL - 1) / TALL, step = (long)sizeof(words) * panels / tiles;
-    const char *weights = (const char *)packed, *end = weights + size * panels * (long)sizeof(words);
-    for (long row = 0; row < 2 * ROWS && first + row < rows; row += TALL) {
-        const uint32_t *block = (const uint32_t *)blocks + (first + row) / ROWS * ROWS * size + row % ROWS;
-        const char *next = end + (first + row) / TALL * size * step;
-        vector *to = sums[0] + row;
-        if (rows - first - row > TALL / 2)
-            panels > 1 ? tile(TALL, 2, block, weights, size, next, step, to)
-                       : tile(TALL, 1, block, weights, size, next, step, to);
-        else
-            panels > 1 ? tile(TALL / 2, 2, block, weights, size, next, step, to)
-                       : tile(TALL / 2, 1, block, weights, size, next, step, to);
-    }
+    const long size = inputs / PER_WORD, tiles = (rows + TALL - 1) / TALL, wide = panels * (long)sizeof(words);
+    const long part = tiles > 2 ? size : 32, ahead = tiles > 2 ? size * wide : 8192, step = wide / tiles;
+    __builtin_memset(sums, 0, sizeof(vector[PANELS][2 * ROWS]));
+    for (long word = 0; word < size; word += part)
+        for (long row = 0; row < 2 * ROWS && first + row < rows; row += TALL) {
+            const uint32_t *block = (const uint32_t *)blocks + (first + row) / ROWS * ROWS * size + row % ROWS + word * ROWS;
+            const long count = size - word < part ? size - word : part;
+            const char *weights = (const char *)packed + word * wide;
+            const char *next = weights + ahead + (first + row) / TALL * count * step;
+            vector *to = sums[0] + row;
+            if (rows - first - row > TALL / 2)
+                panels > 1 ? tile(TALL, 2, block, weights, count, next, step, to)
+                           : tile(TALL, 1, block, weights, count, next, step, to);
+            else
+                panels > 1 ? tile(TALL / 2, 2, block, weights, count, next, step, to)
+                           : tile(TALL / 2, 1, block, weights, count, next, step, to);
+        }
 }
 
 #endif
