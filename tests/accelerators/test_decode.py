@@ -142,8 +142,8 @@ def test_older_processors_compute_the_same(processor, lanes, dtype, monkeypatch)
         pytest.skip("this processor has no AVX512")
     use_compiled(monkeypatch, f"-march={processor}")
     assert decode._functions(dtype).lanes() == lanes
-    for family in ("qwen3", "gpt_neox", "gemma2"):
-        for rows in (1, 9, 40):
+    for family in ("qwen3", "gpt_neox"):
+        for rows in (1, 25):
             check(model_of(family, dtype), prompts(rows))
 
 
@@ -152,8 +152,7 @@ def test_older_processors_compute_the_same(processor, lanes, dtype, monkeypatch)
 def test_clang_compiles_the_same_on_the_same_threads(dtype, monkeypatch):
     monkeypatch.setenv("CC", "clang")
     use_compiled(monkeypatch)
-    for rows in (1, 9, 40):
-        check(model_of("gemma2", dtype), prompts(rows))
+    check(model_of("gemma2", dtype), prompts(25))
 
 
 # before and after

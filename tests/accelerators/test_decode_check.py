@@ -58,7 +58,7 @@ def test_threads_wait_for_each_other(tmp_path):
 
 @needs_emulator
 @both_dtypes
-@pytest.mark.parametrize("instructions", ["armv8-a", "armv8.6-a+bf16"])
+@pytest.mark.parametrize("instructions", [pytest.param("armv8-a", marks=pytest.mark.slow), "armv8.6-a+bf16"])
 def test_arm_computes_the_same(tmp_path, flags, instructions):
     program = build(tmp_path, ARM, "-O2", "-static", f"-march={instructions}", *flags)
     run(EMULATOR, "-cpu", "max", program, seeds=8)
