@@ -59,25 +59,15 @@ static inline long smaller(long a, long b) { return a < b ? a : b; }
 // Transpose LANES x LANES words: blocks off the diagonal are exchanged, of WIDTH words.
 #define UPPER(LANE, WIDTH) ((LANE) & (WIDTH) ? LANES + (LANE) - (WIDTH) : (LANE))
 #define LOWER(LANE, WIDTH) ((LANE) & (WIDTH) ? LANES + (LANE) : (LANE) + (WIDTH))
-#define EXCHANGE(ROWS_OF, WIDTH)                                                                                       \
+#define EXCHANGE(WIDTH)                                                                                                \
     for (int row = 0; row < LANES; row++)                                                                              \
         if (!(row & (WIDTH))) {                                                                                        \
-            const words first = ROWS_OF[row], second = ROWS_OF[row + (WIDTH)];                                         \
-            ROWS_OF[row] = LANES_OF(first, second, EACH(UPPER, WIDTH));                                                \
-            ROWS_OF[row + (WIDTH)] = LANES_OF(first, second, EACH(LOWER, WIDTH));                                      \
+            const words first = rows[row], second = rows[row + (WIDTH)];                                               \
+            rows[row] = LANES_OF(first, second, EACH(UPPER, WIDTH));                                                   \
+            rows[row + (WIDTH)] = LANES_OF(first, second, EACH(LOWER, WIDTH));                                         \
         }
 
-static inline void transpose(words *rows)
-{
-    EXCHANGE(rows, 1)
-    EXCHANGE(rows, 2)
-#if LANES > 4
-    EXCHANGE(rows, 4)
-#endif
-#if LANES > 8
-    EXCHANGE(rows, 8)
-#endif
-}
+static inline void transpose(words *rows) { HALVING(EXCHANGE) }
 
 static inline void stream(number *to, words numbers) // without reading `to` into the caches
 {
@@ -293,21 +283,14 @@ static void rotate(number *head, const Layer *layer, const Norm *norm, const num
 // WIDTH away, of the first register if that bit of the lane is 0, of the second if it is 1.
 #define SAME(LANE, WIDTH) ((LANE) & (WIDTH) ? LANES + (LANE) : (LANE))
 #define OTHER(LANE, WIDTH) ((LANE) & (WIDTH) ? LANES + ((LANE) ^ (WIDTH)) : (LANE) ^ (WIDTH))
-#define FOLD(NUMBERS, WIDTH)                                                                                           \
+#define FOLD(WIDTH)                                                                                                    \
     for (int row = 0; row < (WIDTH); row++)                                                                            \
-        NUMBERS[row] = LANES_OF(NUMBERS[row], NUMBERS[row + (WIDTH)], EACH(SAME, WIDTH)) +                             \
-                       LANES_OF(NUMBERS[row], NUMBERS[row + (WIDTH)], EACH(OTHER, WIDTH));
+        numbers[row] = LANES_OF(numbers[row], numbers[row + (WIDTH)], EACH(SAME, WIDTH)) +                             \
+                       LANES_OF(numbers[row], numbers[row + (WIDTH)], EACH(OTHER, WIDTH));
 
 static inline vector sums_of(vector *numbers)
 {
-#if LANES > 8
-    FOLD(numbers, 8)
-#endif
-#if LANES > 4
-    FOLD(numbers, 4)
-#endif
-    FOLD(numbers, 2)
-    FOLD(numbers, 1)
+    HALVING(FOLD)
     return numbers[0];
 }
 

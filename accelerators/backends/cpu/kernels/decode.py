@@ -36,10 +36,9 @@ ROWS, TOGETHER = 16, 4
 """Rows multiplied at a time, and heads computed at a time; as in decode.c."""
 
 MOST = 512
-"""Largest number of rows for products of `decode.c`. Time of a weight [3072, 576] that is in no cache, on two cores of
-an AMD EPYC, in us (decode.c, oneDNN with packed weights, oneDNN): 81, 143 and 199 for 16 rows, 266, 316 and 382 for 64,
-1,050, 1,030 and 1,112 for 256, 8,600, 7,670 and 8,210 for 2,048. On an Intel Xeon with AMX: 136, 175 and 281 for 16,
-229, 241 and 395 for 64, 511, 382 and 594 for 256, 884, 669 and 891 for 512."""
+"""Largest number of rows for products of `decode.c`. Prompts without AMX may have more: so many tokens at a time.
+On an Intel Xeon with AMX, oneDNN is faster for many rows: a weight [3072, 576] takes (decode.c, oneDNN), in us, 136
+and 281 for 16 rows, 229 and 395 for 64, 884 and 669 for 512."""
 
 _CACHES = ("cache", "past_key_values", "layer_past")
 """Names of a layer's cache: since transformers 5.24, before, and in some families."""
@@ -116,30 +115,19 @@ def prepare(module: nn.Module, keep: bool) -> Restore:
     prepared: list[nn.Module] = []
     with ExitStack() as undo, torch.no_grad():
         if family:
-            stack = _stack_of(family, layers)
-            if isinstance(stack, _Stack):
+            parts = _read_all(family, layers)
+            if not isinstance(parts, str):
+                stack = _Stack(family, layers, parts)
                 for number, layer in enumerate(layers):
                     packed.put(layer, partial(stack.forward, number), undo)
                 prepared += layers
                 if (output := _output_of(module)) is not None:
                     packed.put(output, _Output(output), undo)
                     prepared.append(output)
-            state = "computed by decode.c" if prepared else f"not computed by decode.c: {stack}"
+            state = "computed by decode.c" if prepared else f"not computed by decode.c: {parts}"
             logger.debug("%s: %d layers are %s", type(module).__name__, len(layers), state)
         undo.callback(packed.prepare(module, keep, apart=prepared))
         return undo.pop_all().close
-
-
-def obstacle(module: nn.Module) -> str:
-    """Return why `decode.c` does not compute a model's layers; "" if it does."""
-    family, layers = families.find_layers(module)
-    parts = _read_all(family, layers) if family else "its family is not in families.py"
-    return parts if isinstance(parts, str) else ""
-
-
-def _stack_of(family: Family, layers: Sequence[Any]) -> _Stack | str:
-    parts = _read_all(family, layers)
-    return parts if isinstance(parts, str) else _Stack(family, layers, parts)
 
 
 def _read_all(family: Family, layers: Sequence[Any]) -> list[Parts] | str:
@@ -173,11 +161,19 @@ def _size_obstacle(parts: Parts) -> str:
         return f"its numbers are {str(dtype).removeprefix('torch.')}"
     if any(tensor.dtype != dtype for tensor in tensors):
         return "its numbers are of several dtypes"
-    lanes = _functions(dtype).lanes()
-    words = lanes * 4 // dtype.itemsize
-    if parts.size % words or any(len(weight) % lanes or weight.shape[1] % words for weight in weights):
-        return f"a size is no multiple of {words}"
+    if parts.size % _numbers_at_once(dtype) or not all(map(_fits_panels, weights)):
+        return f"a size is no multiple of {_numbers_at_once(dtype)}"
     return ""
+
+
+def _numbers_at_once(dtype: torch.dtype) -> int:
+    """Return how many numbers a register has."""
+    return int(_functions(dtype).lanes() * torch.float32.itemsize // dtype.itemsize)
+
+
+def _fits_panels(weight: Tensor) -> bool:
+    outputs, inputs = weight.shape
+    return bool(outputs % _functions(weight.dtype).lanes() == inputs % _numbers_at_once(weight.dtype) == 0)
 
 
 def _output_of(module: Any) -> nn.Module | None:
@@ -185,9 +181,7 @@ def _output_of(module: Any) -> nn.Module | None:
     layer = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
     if layer is None or families.linear_obstacle(layer) or layer.weight.dtype not in DTYPES:
         return None
-    lanes, (outputs, inputs) = _functions(layer.weight.dtype).lanes(), families.weight_of(layer).shape
-    fits = outputs % lanes == inputs % (lanes * 4 // layer.weight.dtype.itemsize) == 0
-    return cast(nn.Module, layer) if fits else None
+    return cast(nn.Module, layer) if _fits_panels(families.weight_of(layer)) else None
 
 
 def _is_read(hidden: Tensor, dtype: torch.dtype) -> bool:
@@ -377,12 +371,8 @@ class _Stack:
         at_once = max(1, MOST // tokens) if tokens > 1 else rows
         most = _rounded_up(min(rows, at_once) * tokens)
         width, columns = self._heads * self._size, first.shape[2]
-        rooms = [
-            hidden.new_empty(most * size)
-            for size in (width + 2 * self._groups * self._size, self._hidden, max(width, self._hidden), self._inner)
-        ]
-        qkv, sums, heads, inner = rooms
-        inputs = hidden.new_empty(most * self._hidden)
+        sizes = width + 2 * self._groups * self._size, self._hidden, max(width, self._hidden), self._inner, self._hidden
+        qkv, sums, heads, inner, inputs = (hidden.new_empty(most * size) for size in sizes)
         threads = torch.get_num_threads()
         scores = torch.empty(threads, TOGETHER, columns + self._functions.lanes(), dtype=torch.float32)
         shares = torch.empty(self._experts, most, dtype=torch.float32)

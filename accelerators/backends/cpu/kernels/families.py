@@ -101,7 +101,6 @@ FAMILIES = {
     "gemma3": Family("Gemma3DecoderLayer", shift=1, norms=_GEMMA_NORMS | _HEAD_NORMS, activation="hidden_activation"),
     "stablelm": Family(
         "StableLmDecoderLayer",
-        norms=_NORMS,
         parallel="use_parallel_residual",
         needs={"self_attn.qk_layernorm": False},
     ),

@@ -8,6 +8,7 @@
 #if defined __AVX512F__
 #include <immintrin.h>
 #define LANES 16
+#define HALVING(STEP) STEP(8) STEP(4) STEP(2) STEP(1)
 #define EACH(LANE, ...)                                                                                                \
     LANE(0, __VA_ARGS__), LANE(1, __VA_ARGS__), LANE(2, __VA_ARGS__), LANE(3, __VA_ARGS__), LANE(4, __VA_ARGS__),      \
         LANE(5, __VA_ARGS__), LANE(6, __VA_ARGS__), LANE(7, __VA_ARGS__), LANE(8, __VA_ARGS__), LANE(9, __VA_ARGS__),  \
@@ -15,11 +16,13 @@
         LANE(14, __VA_ARGS__), LANE(15, __VA_ARGS__)
 #elif defined __AVX__
 #define LANES 8
+#define HALVING(STEP) STEP(4) STEP(2) STEP(1)
 #define EACH(LANE, ...)                                                                                                \
     LANE(0, __VA_ARGS__), LANE(1, __VA_ARGS__), LANE(2, __VA_ARGS__), LANE(3, __VA_ARGS__), LANE(4, __VA_ARGS__),      \
         LANE(5, __VA_ARGS__), LANE(6, __VA_ARGS__), LANE(7, __VA_ARGS__)
 #else // NEON, SSE
 #define LANES 4
+#define HALVING(STEP) STEP(2) STEP(1)
 #define EACH(LANE, ...) LANE(0, __VA_ARGS__), LANE(1, __VA_ARGS__), LANE(2, __VA_ARGS__), LANE(3, __VA_ARGS__)
 #endif
 #ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
@@ -138,31 +141,18 @@ static inline vector dot(vector sum, words a, words b)
 #endif
 #define AWAY(LANE, WIDTH) ((LANE) ^ (WIDTH)) // the lane WIDTH away
 
-#define WITH_AWAY(WIDTH, OPERATION, NUMBERS) OPERATION(NUMBERS, LANES_OF(NUMBERS, NUMBERS, EACH(AWAY, WIDTH)))
-#define ADDED(A, B) ((A) + (B))
-
 static inline float sum_of(vector numbers)
 {
-#if LANES > 8
-    numbers = WITH_AWAY(8, ADDED, numbers);
-#endif
-#if LANES > 4
-    numbers = WITH_AWAY(4, ADDED, numbers);
-#endif
-    numbers = WITH_AWAY(2, ADDED, numbers);
-    return WITH_AWAY(1, ADDED, numbers)[0];
+#define ADD(WIDTH) numbers += LANES_OF(numbers, numbers, EACH(AWAY, WIDTH));
+    HALVING(ADD)
+    return numbers[0];
 }
 
 static inline float largest_of(vector numbers)
 {
-#if LANES > 8
-    numbers = WITH_AWAY(8, larger, numbers);
-#endif
-#if LANES > 4
-    numbers = WITH_AWAY(4, larger, numbers);
-#endif
-    numbers = WITH_AWAY(2, larger, numbers);
-    return WITH_AWAY(1, larger, numbers)[0];
+#define TAKE(WIDTH) numbers = larger(numbers, LANES_OF(numbers, numbers, EACH(AWAY, WIDTH)));
+    HALVING(TAKE)
+    return numbers[0];
 }
 
 static inline vector exponential(vector x) // relative error below 2e-7; 0 below -87
