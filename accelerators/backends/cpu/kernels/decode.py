@@ -462,9 +462,8 @@ def supported(accelerator: object) -> Support:
             return Support(False, f"the compiled products of {dtype} are wrong here")
     if not (onednn := packed.supported(accelerator)):
         return onednn
-    return Support(
-        True, f"all decoder layers of {len(families.FAMILIES)} families in one call; the rest packed for oneDNN"
-    )
+    names = ", ".join(sorted(families.FAMILIES))
+    return Support(True, f"decoder layers in one call, of {names}; all else packed for oneDNN")
 
 
 DECODE = KernelImpl(
