@@ -20,6 +20,7 @@ class StreamAccelerator(Accelerator):
     absent: ClassVar[Mapping[str, str]] = {
         "inference_weights": "its matrix products read weights in the order that they are trained in",
         "fused_layers": "torch has no fused form of such layers for a device that trains; a plugin may bring one",
+        "sampling": "torch draws by several operators; a plugin may bring one kernel",
     }
 
     def mark(self) -> EventMark:

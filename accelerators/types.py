@@ -94,6 +94,13 @@ OPERATIONS: Mapping[str, Operation] = {
             optional=True,
         ),
         Operation(
+            "sampling",
+            "(logits [B, V], uniform [B] float32 from 0 to below 1, temperature above 0) -> tokens [B] int64 and their "
+            "log-probabilities [B] float32: of each row, the first token at which the cumulative probability exceeds "
+            "its uniform number; NaN log-probabilities for logits of NaN",
+            optional=True,
+        ),
+        Operation(
             "batch_invariant",
             "() -> a context, in which the numbers of a row do not depend on the batch: on other rows, padding, the "
             "length of a cache, or the device's choice of routines for them, in any model with eager operators or the "

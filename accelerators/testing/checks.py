@@ -104,6 +104,7 @@ CHECKS = (
         "weights prepared for reading give the same numbers, and are restored bit for bit",
     ),
     Check("fused-layers", "layers", "fused layers give float32's logits and gradients, in copies too"),
+    Check("sampling", "sampling", "tokens and their log-probabilities are those of the distribution in float64"),
     Check(
         "batch-invariant",
         "invariance",

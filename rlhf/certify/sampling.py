@@ -42,12 +42,13 @@ def compare_sampling(accelerator: Accelerator) -> dict[str, Draws]:
 
     NaN and tokens outside of the vocabulary are infinitely far.
     """
-    device, host = accelerator.device(), accelerator.host_device()
+    device, host, draw = accelerator.device(), accelerator.host_device(), accelerator.kernels.get("sampling")
     logits = make_logits()
     uniform = (torch.arange(DRAWS, dtype=torch.float64) + 0.5) / DRAWS
     found: dict[str, Draws] = {}
     for name, config in SETTINGS.items():
-        drawn, log_probs = sample(logits.expand(DRAWS, -1).float().to(device), uniform.float().to(device), config)
+        rows = logits.expand(DRAWS, -1).float().to(device)
+        drawn, log_probs = sample(rows, uniform.float().to(device), config, draw=draw)
         found[name] = measure(logits, uniform, drawn.to(host).long(), log_probs.to(host).double(), config)
     return found
 

@@ -199,8 +199,8 @@ class EngineConfig(ConfigModel):
         {},
         description="implementations to use instead of the best (auto), by operation, e.g. {adamw: torch-foreach}; "
         "{graph_capture: none} turns off recorded rollouts, {inference_weights: none} packed weights, "
-        "{fused_layers: none} fused layers; ppo.generation_exact needs batch_invariant. `rlhf accelerators explain` "
-        "lists them",
+        "{fused_layers: none} fused layers, {sampling: none} the device's kernel that draws tokens; "
+        "ppo.generation_exact needs batch_invariant. `rlhf accelerators explain` lists them",
     )
     deepspeed: dict[str, Any] = Field(
         {},

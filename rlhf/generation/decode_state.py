@@ -48,6 +48,9 @@ _FEWEST_LARGEST, _LARGEST_GROW = 256, 16
 """Tokens that are sorted first to find the smallest set that reaches top-p, and the factor to the next try."""
 
 
+Draw = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
+
+
 @dataclass(frozen=True)
 class DecodeOptions:
     """The settings of sampling, and of the device's steps.
@@ -57,6 +60,7 @@ class DecodeOptions:
         eager: operators run eagerly, so a new shape costs nothing.
         exact: log-probabilities are computed as training computes them.
         forced: the table of random numbers has the ids to draw instead (`Decoder.forced`).
+        draw: the device's operation `sampling`, if it has one.
     """
 
     eos_ids: Tensor
@@ -67,6 +71,7 @@ class DecodeOptions:
     eager: bool
     exact: bool = False
     forced: bool = False
+    draw: Draw | None = None
 
 
 class DecodeState:
@@ -254,7 +259,7 @@ class DecodeState:
         finished = self.finished[:rows]
         # Not `index_select`, which an accelerator may record wrongly.
         uniform = self.uniform[:rows].gather(1, self.draw_column.expand(rows, 1)).squeeze(1)
-        choose = score_forced if options.forced else partial(sample, eager=options.eager)
+        choose = score_forced if options.forced else partial(sample, eager=options.eager, draw=options.draw)
         drawn, log_probs = choose(logits, uniform, options.sampling)
         if options.exact:
             log_probs = token_log_probs(logits, drawn, options.sampling.temperature)
@@ -283,7 +288,9 @@ def plan_windows(prompt_length: int, steps: int, max_windows: int | None = None)
     return [-(-(prompt_length + steps * (index + 1) // count) // ALIGNED) * ALIGNED for index in range(count)]
 
 
-def sample(logits: Tensor, uniform: Tensor, config: SamplingConfig, eager: bool = False) -> tuple[Tensor, Tensor]:
+def sample(
+    logits: Tensor, uniform: Tensor, config: SamplingConfig, eager: bool = False, draw: Draw | None = None
+) -> tuple[Tensor, Tensor]:
     """Sample one token per row: logits [B, V], uniform [B] in [0, 1) -> token ids [B].
 
     The second result is each token's log-probability [B] at this temperature, among all tokens: as training scores it,
@@ -291,8 +298,10 @@ def sample(logits: Tensor, uniform: Tensor, config: SamplingConfig, eager: bool 
 
     One uniform number per token determines it (inverse of the cumulative distribution), so all randomness of a rollout
     is drawn before its first step and a captured step contains no generator. Only if it is `eager`, the host reads how
-    many tokens top-p needs; otherwise it sorts all.
+    many tokens top-p needs; otherwise it sorts all. `draw` is the device's operation `sampling`, if it has one.
     """
+    if draw and config.temperature > 0 and config.top_k == 0 and config.top_p == 1:
+        return draw(logits, uniform, config.temperature)
     logits = logits.float()
     if config.temperature == 0:
         best = logits.amax(-1)

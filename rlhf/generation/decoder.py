@@ -310,6 +310,7 @@ class Decoder:
             self._is_eager(),
             exact=self.exact,
             forced=self.forced is not None,
+            draw=self.accelerator.kernels.get("sampling"),
         )
         state = DecodeState(options, self._capture, model, prompt_ids)
         self._states.append(state)

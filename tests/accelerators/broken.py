@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from accelerators import AcceleratorError, CaptureError, DeviceInfo, Health, Precision, ShapePolicy
 from accelerators.backends.cpu.backend import CPU
-from accelerators.backends.cpu.kernels import invariant, layers, packed
+from accelerators.backends.cpu.kernels import invariant, layers, packed, sampling
 from accelerators.marks import HostMark
 from accelerators.quantized import QuantizedWeights
 from accelerators.testing.processes import STAGES, Outcome
@@ -552,6 +552,26 @@ def norm_doubled_without_gradient(norm, hidden):
     return type(norm).forward(norm, hidden) * (1 if torch.is_grad_enabled() else 2)
 
 
+def drawn_but(change: Callable[[Any], Any]) -> Callable[..., Any]:
+    """The CPU's `sampling`, but other tokens."""
+
+    def draw(logits: Any, uniform: Any, temperature: float) -> Any:
+        tokens, log_probs = sampling.draw(logits, uniform, temperature)
+        return change(tokens), log_probs
+
+    return draw
+
+
+def scored_at_temperature_1(logits: Any, uniform: Any, temperature: float) -> Any:
+    tokens, _ = sampling.draw(logits, uniform, temperature)
+    return tokens, logits.float().log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+
+def nan_scored_as_0(logits: Any, uniform: Any, temperature: float) -> Any:
+    tokens, log_probs = sampling.draw(logits, uniform, temperature)
+    return tokens, log_probs.nan_to_num()
+
+
 def invariant_but(change: Callable[[Any], Any], leaves: bool = False) -> Callable[[], Any]:
     """The CPU's `batch_invariant`, but a change of the gates of layers, which stays after the block if it `leaves`."""
     plain = torch.nn.functional.silu
@@ -940,6 +960,21 @@ BROKEN: dict[str, list[tuple[str, dict[str, Any]]]] = {
             with_kernel("fused_layers", replacing_norms(norm_doubled_without_gradient)),
         ),
         ("fused_layers: it changes names of parameters", with_kernel("fused_layers", adding_parameters)),
+    ],
+    "sampling": [
+        (f"sampling at temperature 1.0: {fault}", with_kernel("sampling", drawn_but(change)))
+        for fault, change in (
+            ("draws tokens outside of the vocabulary of 5003", lambda tokens: tokens + 5003),
+            ("draws tokens whose cumulative probability is off by", torch.ones_like),
+            ("draws tokens of probability 0", torch.zeros_like),
+        )
+    ]
+    + [
+        (
+            "sampling at temperature 0.7: log-probabilities differ by",
+            with_kernel("sampling", scored_at_temperature_1),
+        ),
+        ("sampling: the log-probability of NaN is 0.0, expected NaN", with_kernel("sampling", nan_scored_as_0)),
     ],
     "batch-invariant": [
         ("batch_invariant: its", with_kernel("batch_invariant", contextlib.nullcontext)),

@@ -1,4 +1,4 @@
-// Compare decode.c with plain loops in double, for layers of random shapes. It needs no Python and no OpenMP, so it runs
+// Compare decode.c and sample.c with plain loops in double, for random shapes. It needs no Python and no OpenMP, so it runs
 // under sanitizers and emulators: three threads of pthreads take the part of torch's.
 //
 //     cc -O1 -g -fsanitize=address,undefined -I KERNELS decode_check.c -lpthread -lm -o check && ./check 1 20
@@ -12,6 +12,7 @@
 #include <string.h>
 
 #include "decode.c"
+#include "sample.c"
 
 // threads
 
@@ -303,6 +304,32 @@ static double error_of(uint64_t seed)
     return sqrt(errors / squares); // memory is the system's again at the end of the process
 }
 
+// How far cumulative probabilities of drawn tokens and their log-probabilities are from those in double.
+static double error_of_samples(void)
+{
+    const long rows = 1 + drawn(7), size = 1 + drawn(3000), stride = size + drawn(3);
+    const double temperature = 0.5 + drawn(3);
+    number *logits = numbers(rows * stride, 4, 0);
+    float *uniforms = room(rows * sizeof(float)), *log_probs = room(rows * sizeof(float));
+    int64_t *tokens = room(rows * sizeof(int64_t));
+    for (long row = 0; row < rows; row++) uniforms[row] = drawn(1 << 20) / (float)(1 << 20);
+    float *sums = room(COUNT * ((size + PART - 1) / PART) * sizeof(float));
+    sample(&(Sample){logits, rows, stride, size, uniforms, 1 / temperature, sums, tokens, log_probs});
+    double largest = 0;
+    for (long row = 0; row < rows; row++) {
+        if (tokens[row] < 0 || tokens[row] >= size) return INFINITY;
+        double total = 0, before = 0;
+        for (long token = 0; token < size; token++) {
+            if (token == tokens[row]) before = total;
+            total += exp(value(logits[row * stride + token]) / temperature);
+        }
+        const double own = exp(value(logits[row * stride + tokens[row]]) / temperature);
+        const double outside = fmax(before / total - uniforms[row], uniforms[row] - (before + own) / total);
+        largest = fmax(largest, fmax(outside, fabs(log_probs[row] - log(own / total))));
+    }
+    return largest;
+}
+
 int main(int count, char **arguments)
 {
     if (count != 3) return 2;
@@ -314,8 +341,9 @@ int main(int count, char **arguments)
     int failed = 0;
     for (long seed = atol(arguments[1]); seed <= atol(arguments[2]); seed++) {
         const double error = error_of(seed);
-        printf("seed %ld: %.2e\n", seed, error);
-        failed |= !(error < most);
+        const double of_samples = error_of_samples();
+        printf("seed %ld: %.2e and %.2e\n", seed, error, of_samples);
+        failed |= !(error < most && of_samples < 1e-5);
     }
     return failed;
 }

@@ -1,4 +1,4 @@
-"""decode.c against plain loops in double, for random shapes: under sanitizers, and on ARM by an emulator."""
+"""decode.c and sample.c against plain loops in double, random shapes: under sanitizers, and on ARM by an emulator."""
 
 from __future__ import annotations
 

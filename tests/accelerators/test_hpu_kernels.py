@@ -36,6 +36,7 @@ def test_fused_kernels_are_used_if_they_can_be_imported(machine, mode, hpex):
         "quantized_weights": "torch",
         "inference_weights": "",
         "fused_layers": "" if MODES[mode] else "torch-compile",
+        "sampling": "",
         "batch_invariant": "",
     }
     assert set(used) == set(OPERATIONS)

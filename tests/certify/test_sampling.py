@@ -56,13 +56,15 @@ FAULTS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_is_found(accelerator: Any, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     right = sampling.sample
-    monkeypatch.setattr(sampling, "sample", lambda *arguments: FAULTS[fault](*right(*arguments)))
+    monkeypatch.setattr(sampling, "sample", lambda *given, **named: FAULTS[fault](*right(*given, **named)))
     assert max(compare_sampling(accelerator)["all tokens"]) > SLACK
 
 
 def test_numbers_that_favor_a_part_are_found(accelerator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     right = sampling.sample
-    monkeypatch.setattr(sampling, "sample", lambda logits, uniform, config: right(logits, uniform**1.01, config))
+    monkeypatch.setattr(
+        sampling, "sample", lambda logits, uniform, *given, **named: right(logits, uniform**1.01, *given, **named)
+    )
     assert all(draws.distance > SLACK for draws in compare_sampling(accelerator).values())
 
 

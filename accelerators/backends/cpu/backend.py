@@ -15,7 +15,7 @@ from accelerators import host, portable, quantized
 from accelerators.accelerator import Accelerator
 from accelerators.backends.cpu import attention
 from accelerators.backends.cpu import info as cpu_info
-from accelerators.backends.cpu.kernels import decode, invariant, layers, packed
+from accelerators.backends.cpu.kernels import decode, invariant, layers, packed, sampling
 from accelerators.errors import AcceleratorError
 from accelerators.types import DeviceInfo, KernelImpl, Precision
 
@@ -61,7 +61,13 @@ class CPU(Accelerator):
     def kernel_implementations(self) -> Iterable[KernelImpl]:
         """Return PyTorch's implementations and those for CPUs."""
         kernels = (attention.COMPOSED, FUSED_ADAMW, quantized.CPU_KERNELS, packed.PACKED, decode.DECODE)
-        return (*super().kernel_implementations(), *kernels, layers.FUSED_LAYERS, invariant.INVARIANT)
+        return (
+            *super().kernel_implementations(),
+            *kernels,
+            layers.FUSED_LAYERS,
+            sampling.SAMPLING,
+            invariant.INVARIANT,
+        )
 
     def empty_cache(self) -> None:
         """Return freed memory, which the process keeps, to the system."""

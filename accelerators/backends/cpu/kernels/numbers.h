@@ -3,6 +3,8 @@
 // Registers are vectors of gcc and clang, so the code is the same for every processor. Instructions are named only if a
 // compiler does not find them.
 
+#pragma once
+
 #include <stdint.h>
 
 #if defined __AVX512F__

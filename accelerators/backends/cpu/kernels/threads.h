@@ -1,6 +1,8 @@
 // Threads of torch's OpenMP. Its functions are called by pointers that Python finds in torch's libraries, so a file needs
 // no OpenMP of the compiler, and there is no second pool of threads that would stall the first.
 
+#pragma once
+
 typedef struct {
     void (*parallel)(void (*work)(void *), void *data, unsigned count, unsigned flags); // GOMP_parallel; count 0: all
     void (*barrier)(void);                                                              // GOMP_barrier
