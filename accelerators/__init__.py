@@ -22,6 +22,7 @@ from accelerators.portable import (
     portable_kernels,
     register_attention,
     stream_graphs,
+    takes_real_tokens,
 )
 from accelerators.registry import Selection, select, verify_agreement
 from accelerators.shapes import ShapePolicy
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from accelerators.marks import EventMark
     from accelerators.precisions import choose_precision
     from accelerators.quantized import QuantizedWeights
+    from accelerators.real_tokens import RealTokens
     from accelerators.streams import StreamAccelerator
 
 __all__ = [
@@ -78,6 +80,7 @@ __all__ = [
     "Probe",
     "Problem",
     "QuantizedWeights",
+    "RealTokens",
     "Report",
     "Selection",
     "ShapePolicy",
@@ -107,6 +110,7 @@ __all__ = [
     "select",
     "stdout_to_stderr",
     "stream_graphs",
+    "takes_real_tokens",
     "torch_build",
     "verify_agreement",
 ]
@@ -116,6 +120,7 @@ _LAZY = {
     "EventMark": "marks",
     "DeepSpeedDevice": "deepspeed_device",  # it imports DeepSpeed, which needs the backend's environment
     "QuantizedWeights": "quantized",
+    "RealTokens": "real_tokens",
     "StreamAccelerator": "streams",
     "StreamGraphs": "capture",
     "choose_precision": "precisions",

@@ -57,7 +57,17 @@ def beyond_sdpa(model: Any) -> str:
     return "torch's scaled_dot_product_attention has no softcap" if softcap(model) else ""
 
 
-def register_attention(name: str, attend: Callable[..., Any], lacking: Iterable[str] = ()) -> str:
+_taking_real_tokens: set[str] = set()
+
+
+def takes_real_tokens(attention: str | None) -> bool:
+    """Return whether this attention of transformers was registered so that it takes the `RealTokens` of a batch."""
+    return attention in _taking_real_tokens
+
+
+def register_attention(
+    name: str, attend: Callable[..., Any], lacking: Iterable[str] = (), takes_real_tokens: bool = False
+) -> str:
     """Register an implementation of attention with transformers.
 
     Its masks are added to scores. They are made once per forward pass without reading values on the host, and no row
@@ -68,6 +78,9 @@ def register_attention(name: str, attend: Callable[..., Any], lacking: Iterable[
         attend: called as transformers calls attention: (module, query [B, H, T, D], key and value [B, G, S, D], mask
             [B, 1 or H, T, S] or None, with `scaling`, `dropout` and other features) -> ([B, T, H, D], None).
         lacking: features that some models pass and `attend` does not implement.
+        takes_real_tokens: models may compute the real tokens of a padded batch alone: `attend` gets the padded rows of
+            their queries, keys and values, and its output of padding is dropped. That pays if copying rows costs less
+            than computing padding, and if tensors of other sizes in each batch cost nothing.
 
     Returns:
         `name`, as the factory of an `attention` returns it. A call with a lacking feature raises `AcceleratorError`,
@@ -77,6 +90,8 @@ def register_attention(name: str, attend: Callable[..., Any], lacking: Iterable[
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
+    from accelerators.real_tokens import RealTokens
+
     lacking, verified = tuple(lacking), set[Any]()
 
     @functools.wraps(attend)
@@ -84,6 +99,9 @@ def register_attention(name: str, attend: Callable[..., Any], lacking: Iterable[
         for feature in lacking:
             if features.get(feature) is not None:
                 raise AcceleratorError(f"attention {name}: it does not support {feature}; use a model without it")
+        tokens = features.pop(RealTokens.ARGUMENT, None)
+        if tokens is not None:
+            query, key, value = (tokens.pad(heads.transpose(1, 2)).transpose(1, 2) for heads in (query, key, value))
         result = attend(module, query, key, value, *args, **features)
         # Once for passes and once for decoding, because this is called for each layer of each step. In compiled code
         # the check costs nothing, and a set that it changes would cause a second compilation.
@@ -93,8 +111,10 @@ def register_attention(name: str, attend: Callable[..., Any], lacking: Iterable[
                 raise PluginError(f"attention {name} of {attend.__module__}: it returned {problem}; {AUTHORS}")
             if not compiling:
                 verified.add(case)
-        return result
+        return result if tokens is None else (tokens.select(result[0]), *result[1:])
 
+    if takes_real_tokens:
+        _taking_real_tokens.add(name)
     AttentionInterface.register(name, checked)
     AttentionMaskInterface.register(name, _opened(eager_mask))
     return name

@@ -58,6 +58,7 @@ def settings(work: dict[str, Any], output: str) -> dict[str, Any]:
     if work["stage"] in SUPERVISED:
         optimizer = {"learning_rate": work["learning_rate"], "schedule": "constant"}
         start = {} if work["stage"] == "sft" else {"model": work["model"]}  # else that of a finished sft stage
+        start |= {"loss": "last"} if work["stage"] == "reward" else {}  # as TRL's
         return values | {work["stage"]: rows | start | {"optimizer": optimizer, "epochs": 100_000, "dropout": 0.0}}
     ppo = rows | {"ppo_epochs": 1, "steps": 100_000, "actor": work["model"], "reward_model": work["model"]}
     ppo |= work.get("ppo", {})

@@ -46,7 +46,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 }
 SETTINGS = {
     "all": "constant learning rate 1e-5, AdamW, gradients clipped at norm 1, no dropout, no gradient checkpointing; "
-    "the loss of SFT covers completions only",
+    "the loss of SFT covers completions only, that of a pair compares its last tokens",
     OURS: "bf16 weights and gradients, float32 master weights and optimizer states; everything else at its default",
     AUTOCAST: "float32 weights under bf16 autocast (TRL's default precision), with its metrics computed eagerly",
     WEIGHTS: "bf16 weights, gradients and optimizer states; no master weights",

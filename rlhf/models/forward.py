@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from accelerators import RealTokens, takes_real_tokens
 from rlhf.losses.divergence import Logits, token_divergences
 from rlhf.losses.fused_lm_head import projected_log_probs
 from rlhf.losses.log_probs import token_log_probs, token_log_probs_and_entropy
@@ -33,6 +34,39 @@ logger = logging.getLogger(__name__)
 LARGE = 64 << 20
 """Bytes of 16-bit logits above which they are not stored. Fused, the projection's forward and backward passes of 512
 rows take 15 % longer, since logits are computed twice; with more rows the difference shrinks, and memory is scarce."""
+
+LEAST_PADDING = 1 / 16
+"""Smallest share of padding that is left out: copying rows for attention takes about 3 % of a training step."""
+
+TOKENWISE = frozenset(
+    (
+        "biogpt",
+        "codegen",
+        "ctrl",
+        "gemma",
+        "glm4",
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neox",
+        "gptj",
+        "granite",
+        "jetmoe",
+        "llama",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "opt",
+        "phi",
+        "phi3",
+        "phimoe",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "smollm3",
+        "starcoder2",
+    )
+)
+"""Architectures of transformers in which only attention reads other tokens, and gets all arguments of a pass."""
 
 _is_plain: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 """True if the logits of a model are the output layer's result, unchanged; by the models examined so far."""
@@ -56,12 +90,17 @@ class ScalarHead(nn.Module):
         self.model = model
         model.score.forward = MethodType(_in_float32, model.score)  # called by the module, so ZeRO-3 has gathered it
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Return scores [B, T], float32, for input_ids and attention_mask [B, T]."""
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, read: Tensor | None = None) -> Tensor:
+        """Return scores [B, T], float32, for input_ids and attention_mask [B, T].
+
+        `read`, [B, T], marks the tokens whose scores are read, among them all real tokens; the default. Other scores
+        mean nothing.
+        """
         backbone = getattr(self.model, self.model.base_model_prefix)
-        hidden = backbone(**model_inputs(backbone, input_ids, attention_mask)).last_hidden_state
-        scores: Tensor = self.model.score(hidden).squeeze(-1)
-        return scores
+        read = attention_mask if read is None else read
+        inputs, tokens = without_padding(backbone, model_inputs(backbone, input_ids, attention_mask), read)
+        scores: Tensor = self.model.score(backbone(**inputs).last_hidden_state).squeeze(-1)
+        return scores if tokens is None else tokens.spread(scores)
 
 
 def _in_float32(linear: nn.Linear, hidden: Tensor) -> Tensor:
@@ -78,7 +117,7 @@ def completion_log_probs(
     temperature: float = 1.0,
     entropy: bool = False,
 ) -> LogProbs:
-    """Return log-probabilities of the last `completion_length` tokens (A) of each row.
+    """Return log-probabilities of the last `completion_length` tokens (A) of each row; those of padding mean nothing.
 
     Only their positions are projected to the vocabulary: no [B, T, V] tensor exists.
 
@@ -91,8 +130,22 @@ def completion_log_probs(
         entropy: compute the entropy at each position too.
     """
     inputs = completion_inputs(model, input_ids, attention_mask, completion_length)
-    labels = input_ids[:, input_ids.shape[1] - completion_length :]
-    return compute_log_probs(model, inputs, labels, temperature=temperature, entropy=entropy)
+    first = input_ids.shape[1] - completion_length
+    labels = input_ids[:, first:]
+    asked: dict[str, Any] = {"temperature": temperature, "entropy": entropy}
+    alone, tokens = without_padding(model, inputs, attention_mask)
+    if tokens is None:
+        return compute_log_probs(model, inputs, labels, **asked)
+    del alone["logits_to_keep"]
+    before = slice(first - 1, -1)  # a token is predicted at the place before it
+    predicted = (attention_mask[:, first:] * attention_mask[:, before]).bool()
+    places = tokens.numbers.view_as(attention_mask)[:, before][predicted]
+    log_probs, entropies = compute_log_probs(model, alone, labels[predicted], places=places, **asked)
+    blank = log_probs.new_zeros(labels.shape)
+    return LogProbs(
+        blank.masked_scatter(predicted, log_probs),
+        None if entropies is None else blank.masked_scatter(predicted, entropies),
+    )
 
 
 def completion_inputs(
@@ -197,6 +250,32 @@ def model_inputs(model: Any, input_ids: Tensor, attention_mask: Tensor, cache: C
         like = torch.empty((*input_ids.shape, 0), dtype=model.dtype, device=input_ids.device)
         inputs["attention_mask"] = build_causal_mask(config, like, attention_mask, cache)
     return inputs
+
+
+def without_padding(model: Any, inputs: dict[str, Any], read: Tensor) -> tuple[dict[str, Any], RealTokens | None]:
+    """Return the inputs of a pass over the read tokens of a batch alone, and these tokens; or `inputs` and None.
+
+    That is possible for the architectures of `TOKENWISE`, if the attention gets rows from such tokens, and done if it
+    saves more than it costs.
+
+    Args:
+        model: a language model of transformers.
+        inputs: its `model_inputs`.
+        read: [B, T], 0 for padding that is left out.
+    """
+    mask, model = inputs["attention_mask"], getattr(model, "module", model)  # under DeepSpeed
+    if (
+        mask is None
+        or mask.dim() != 4
+        or not type(model).__module__.startswith("transformers.models.")
+        or model.config.model_type not in TOKENWISE
+        or not takes_real_tokens(model.config._attn_implementation)
+        or not 0 < read.sum() <= read.numel() * (1 - LEAST_PADDING)
+    ):
+        return inputs, None
+    tokens = RealTokens(read)
+    alone = {name: tokens.select(inputs[name]) for name in ("input_ids", "position_ids")}
+    return inputs | alone | {RealTokens.ARGUMENT: tokens}, tokens
 
 
 def accepts_positions(model: nn.Module) -> bool:

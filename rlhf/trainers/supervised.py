@@ -24,7 +24,13 @@ from rlhf.engine.observer import ObservationPoint
 from rlhf.losses.log_probs import masked
 from rlhf.losses.reward_model import PairwiseLoss, pairwise_reward_loss
 from rlhf.models.dropout import is_stochastic
-from rlhf.models.forward import completion_log_probs, compute_log_probs, model_inputs, sequence_scores
+from rlhf.models.forward import (
+    completion_log_probs,
+    compute_log_probs,
+    model_inputs,
+    sequence_scores,
+    without_padding,
+)
 from rlhf.models.scalar_head import describe_loading
 from rlhf.models.shape import TextLengths
 from rlhf.reporting.step_records import RankStep
@@ -293,7 +299,11 @@ def negative_log_likelihood(model: nn.Module, batch: Batch, observation: Observa
         log_probs = masked(log_probs, batch["loss_mask"][:, 1:])
     else:
         labels = ids.flatten().index_select(0, targets)
-        log_probs = compute_log_probs(model, model_inputs(model, ids, mask), labels, places=targets - 1).log_probs
+        inputs, tokens = without_padding(model, model_inputs(model, ids, mask), mask)
+        places = targets - 1
+        if tokens is not None:
+            places = tokens.numbers.index_select(0, places)
+        log_probs = compute_log_probs(model, inputs, labels, places=places).log_probs
     if observation:
         observation.report("scores", "sft", log_probs=log_probs)
     return -log_probs.sum()
@@ -367,11 +377,14 @@ def mean_by_reply(values: Tensor, batch: Batch, total: Tensor, name: str) -> Bat
 
 def pair_loss(model: nn.Module, batch: Batch, settings: RewardConfig, total: Tensor | None = None) -> PairwiseLoss:
     """Return the pairwise loss of one micro-batch; `total` is the number of pairs of the global batch."""
-    scores = model(batch["input_ids"], batch["attention_mask"])
+    mask = batch["attention_mask"]
+    # The loss of all tokens also reads padding of the shorter reply.
+    read = mask if settings.loss == "last" else (mask.unflatten(0, (2, -1)).amax(0)).repeat(2, 1)
+    scores = model(batch["input_ids"], mask, read)
     return pairwise_reward_loss(
         scores,
         batch["input_ids"],
-        batch["attention_mask"],
+        mask,
         compared=settings.loss,
         margins=batch["margins"] + settings.margin,
         center=settings.center,

@@ -59,7 +59,7 @@ def test_a_rate_is_the_steps_own_count_over_its_own_seconds(accelerator, tmp_pat
 class LastToken(nn.Module):
     """Scores every token with its id."""
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, read: Tensor | None = None) -> Tensor:
         return input_ids.float()
 
 

@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+import accelerators
 from accelerators import ShapePolicy
 from rlhf.data.batches import Batches, collate_reward, collate_sft, count_padding, example_length
 from rlhf.data.examples import Demonstration, Pair
@@ -49,10 +50,17 @@ def by_hand(model, examples):
 
 @pytest.mark.parametrize("policy", [DYNAMIC, STATIC], ids=lambda policy: policy.kind)
 @pytest.mark.parametrize("fused", [True, False])
-def test_the_loss_of_sft_is_that_of_rows_alone(policy, fused, monkeypatch):
+@pytest.mark.parametrize("padded", [True, False])
+def test_the_loss_of_sft_is_that_of_rows_alone(policy, fused, padded, monkeypatch):
     monkeypatch.setattr(forward, "can_be_fused", lambda model: fused)
     model, examples = llama(60), demonstrations((3, 4), (9, 1), (1, 7))
+    if not padded:
+        model.set_attn_implementation(accelerators.select("cpu", environ={}).create().kernels.get("attention"))
+    seen = []
+    model.model.embed_tokens.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].numel()))
     loss = negative_log_likelihood(model, collated([*examples, examples[0]], policy, real=3))
+    columns = 10 if policy is DYNAMIC else 24
+    assert seen == [4 * columns if padded else 7 + 10 + 8 + 7]
     expected = by_hand(model, examples)
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(gradients(model, loss), gradients(model, expected), rtol=1e-4, atol=1e-6)

@@ -39,7 +39,7 @@ _LACKING = ("s_aux", "sinks", "indices", "block_indices", "softcap")
 
 def composed(accelerator: object) -> str:
     """Register the implementation with transformers and return its name."""
-    return portable.register_attention(ATTENTION, attend, _LACKING)
+    return portable.register_attention(ATTENTION, attend, _LACKING, takes_real_tokens=True)
 
 
 def attend(
@@ -224,7 +224,11 @@ def _scaled_product(out: Tensor, first: Tensor, second: Tensor, scale: float) ->
 
 def _faster_than_sdpa(accelerator: object) -> Support:
     limits = " and ".join(f"{limit} tokens in {str(dtype).removeprefix('torch.')}" for dtype, limit in SQUARES.items())
-    return Support(True, f"products of matrices, faster than torch's attention up to {limits}; torch's beyond")
+    return Support(
+        True,
+        f"products of matrices, faster than torch's attention up to {limits}; torch's beyond; "
+        "gets padded rows from models that compute real tokens alone",
+    )
 
 
 COMPOSED = KernelImpl(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from accelerators import find_batch_dependence
+from accelerators import RealTokens, find_batch_dependence
 from rlhf.config.schema import Config, Stage
 from rlhf.engine import distributed
 from rlhf.engine.engine import TrainingEngine
@@ -118,7 +118,7 @@ def _find_mismatch(context: StageContext, actor: TrainingEngine, decoder: Decode
     for row, length in enumerate(_LENGTHS):  # alone, and without its padding
         part = slice(row, row + 1), slice(columns - length, None)
         same &= torch.equal(score(row_ids[part], row_mask[part], _STEPS).log_probs[0], drawn.log_probs[row])
-    return "" if same else drawn_outputs.first_difference(scored_outputs)
+    return "" if same else drawn_outputs.first_difference(scored_outputs, RealTokens(row_mask))
 
 
 class _Outputs:
@@ -146,10 +146,17 @@ class _Outputs:
                 stack.callback(module.register_forward_hook(record(name)).remove)
             yield
 
-    def first_difference(self, scored: _Outputs) -> str:
-        """Return the first module of which the last decoding step and a pass over whole rows differ."""
+    def first_difference(self, scored: _Outputs, tokens: RealTokens) -> str:
+        """Return the first module of which the last decoding step and a pass over whole rows differ.
+
+        Args:
+            scored: outputs of that pass.
+            tokens: those of the rows, which the pass may have computed as one row.
+        """
         for name, (kind, drawn) in self._outputs.items():
             of_rows = scored._outputs.get(name, (kind, drawn[:0]))[1]
+            if of_rows.shape[:2] == (1, len(tokens.places)):
+                of_rows = tokens.spread(of_rows)
             # The last drawn token was not read by generation.
             if of_rows.shape[1:2] > (1,) and not torch.equal(drawn[:, -1], of_rows[:, -2]):
                 return f"{name} ({kind})"

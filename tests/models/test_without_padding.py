@@ -1,0 +1,183 @@
+"""A pass over the real tokens of a batch: each row's numbers and gradients are those of the row alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import accelerators
+from accelerators import RealTokens
+from rlhf.config.schema import RewardConfig
+from rlhf.models import forward
+from rlhf.models.forward import ScalarHead, completion_log_probs, model_inputs, without_padding
+from rlhf.trainers.supervised import pair_loss
+from tests.families.table import FAMILIES, build
+from tests.helpers import llama
+
+LEFT, RIGHT = (7, 0, 3, 0), (0, 6, 4, 0)
+"""Padding of each row before and after its tokens."""
+
+COMPLETION = 8
+
+
+@pytest.fixture(autouse=True, scope="module")
+def attention() -> str:
+    name: str = accelerators.select("cpu", environ={}).create().kernels.get("attention")
+    assert accelerators.takes_real_tokens(name)
+    return name
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    ids = torch.randint(3, 60, (4, 16), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    for row, (left, right) in enumerate(zip(LEFT, RIGHT)):
+        mask[row, :left] = mask[row, 16 - right :] = 0
+    return ids * mask, mask
+
+
+def of_architecture(name: str, attention: str) -> Any:
+    """A tiny model of it, without attention windows."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    family = next(family for family in FAMILIES if family.architecture == name)
+    windows = {"sliding_window": None} if "sliding_window" in family.values else {}
+    model = build(family.configuration(**windows), MODEL_FOR_CAUSAL_LM_MAPPING).eval()
+    model.set_attn_implementation(attention)
+    return model
+
+
+def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def rows_seen(model: Any) -> list[int]:
+    """The numbers of tokens that the embedding gets from now on."""
+    seen: list[int] = []
+    model.get_input_embeddings().register_forward_hook(lambda module, given, output: seen.append(given[0].numel()))
+    return seen
+
+
+@pytest.mark.parametrize("name", sorted(forward.TOKENWISE))
+def test_log_probs_and_gradients_are_those_of_rows_alone(name: str, attention: str) -> None:
+    model, (ids, mask) = of_architecture(name, attention), batch()
+    targets = mask[:, -COMPLETION:].bool() & mask[:, -COMPLETION - 1 : -1].bool()
+    seen = rows_seen(model)
+    result = completion_log_probs(model, ids, mask, COMPLETION, temperature=0.7, entropy=True)
+    assert seen == [mask.sum().item()]
+    assert result.entropy is not None
+    assert not result.log_probs[~targets].any() and not result.entropy[~targets].any()
+
+    model.set_attn_implementation("eager")
+    total = torch.zeros(())
+    for row, (left, right) in enumerate(zip(LEFT, RIGHT)):
+        alone = ids[row : row + 1, left : 16 - right]
+        log_probs = (model(input_ids=alone, use_cache=False).logits[0, :-1] / 0.7).log_softmax(-1)
+        count = COMPLETION - right
+        chosen = log_probs.gather(-1, alone[0, 1:, None])[-count:, 0]
+        entropies = -(log_probs.exp() * log_probs).sum(-1)[-count:]
+        torch.testing.assert_close(result.log_probs[row][targets[row]], chosen, atol=2e-5, rtol=0)
+        torch.testing.assert_close(result.entropy[row][targets[row]], entropies, atol=2e-5, rtol=0)
+        total = total + chosen.sum() + 0.3 * entropies.sum()
+    expected = gradients(model, total)
+    model.set_attn_implementation(attention)
+    actual = gradients(model, result.log_probs.sum() + 0.3 * result.entropy.sum())
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-3)
+
+
+def test_gradients_are_the_same_with_checkpoints(attention: str) -> None:
+    """They call each layer again with all its arguments."""
+    model, (ids, mask) = of_architecture("llama", attention), batch()
+    expected = gradients(model, completion_log_probs(model, ids, mask, COMPLETION).log_probs.sum())
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    actual = gradients(model, completion_log_probs(model, ids, mask, COMPLETION).log_probs.sum())
+    torch.testing.assert_close(actual, expected)
+
+
+def test_scores_and_gradients_are_those_of_rows_alone(attention: str) -> None:
+    from transformers import LlamaForSequenceClassification
+
+    config = llama(60).config
+    config.num_labels = 1
+    config._attn_implementation = attention
+    torch.manual_seed(0)
+    head, (ids, mask) = ScalarHead(LlamaForSequenceClassification(config)).eval(), batch()
+    seen = rows_seen(head.model)
+    scores = head(ids, mask)
+    assert seen == [mask.sum().item()] and scores.shape == ids.shape and not scores[mask == 0].any()
+    total = torch.zeros(())
+    for row, (left, right) in enumerate(zip(LEFT, RIGHT)):
+        alone = ids[row : row + 1, left : 16 - right]
+        one = head(alone, torch.ones_like(alone))[0]
+        torch.testing.assert_close(scores[row, left : 16 - right], one, atol=1e-5, rtol=0)
+        total = total + one[-1] ** 2
+    last = torch.tensor([15 - right for right in RIGHT])
+    actual = gradients(head, (scores[torch.arange(4), last] ** 2).sum())
+    torch.testing.assert_close(actual, gradients(head, total), atol=1e-5, rtol=1e-4)
+
+
+def test_some_passes_keep_padding(attention: str) -> None:
+    """Windows, other attention, architectures with other layers, and rows with little padding."""
+    ids, mask = batch()
+
+    def is_padded(model: Any, mask: Tensor = mask) -> bool:
+        return without_padding(model, model_inputs(model, ids, mask), mask)[1] is None
+
+    model = of_architecture("llama", attention)
+    assert not is_padded(model)
+    little = torch.ones_like(mask)
+    little[0, :4] = 0
+    assert not is_padded(model, little)
+    little[0, 3] = 1
+    assert is_padded(model, little) and is_padded(model, torch.ones_like(mask)) and is_padded(model, 0 * mask)
+    model.set_attn_implementation("eager")
+    assert is_padded(model)
+    window = next(family for family in FAMILIES if family.name == "Mistral").configuration()
+    window._attn_implementation = attention
+    from transformers import AutoModelForCausalLM
+
+    assert is_padded(AutoModelForCausalLM.from_config(window))
+    assert is_padded(of_architecture("stablelm", attention))  # its attention is called without further arguments
+
+
+def test_rows_come_from_real_tokens_and_return_to_them() -> None:
+    mask = torch.tensor([[0, 1, 1], [1, 0, 0]])
+    tokens = RealTokens(mask)
+    numbers = torch.tensor([[[1.0], [2.0], [3.0]], [[4.0], [5.0], [6.0]]], requires_grad=True)
+    row = tokens.select(numbers)
+    assert row.tolist() == [[[2.0], [3.0], [4.0]]]
+    assert tokens.spread(row).tolist() == [[[0.0], [2.0], [3.0]], [[4.0], [0.0], [0.0]]]
+    assert tokens.pad(row)[mask.bool()].tolist() == [[2.0], [3.0], [4.0]]
+    assert set(tokens.pad(row).flatten().tolist()) == {2.0, 3.0, 4.0}
+    for mapped in (tokens.select(tokens.pad(row)), tokens.spread(row)[mask.bool()].unsqueeze(0)):
+        (gradient,) = torch.autograd.grad((mapped * torch.tensor([[[1.0], [10.0], [100.0]]])).sum(), numbers)
+        row = tokens.select(numbers)
+        assert gradient.flatten().tolist() == [0.0, 1.0, 10.0, 100.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(("loss", "computed"), [("last", 16 + 5 + 9 + 7), ("token", 2 * 16 + 2 * 9)])
+def test_pair_loss_computes_the_tokens_that_it_reads(attention: str, loss: Any, computed: int) -> None:
+    """The loss of all tokens reads padding of the shorter reply too."""
+    from transformers import LlamaForSequenceClassification
+
+    lengths = torch.tensor([16, 5, 7, 9])[[0, 2, 1, 3]]  # chosen, chosen, rejected, rejected
+    mask = (torch.arange(16) < lengths[:, None]).long()
+    ids = torch.randint(3, 60, (4, 16), generator=torch.Generator().manual_seed(1)) * mask
+    batch = {"input_ids": ids, "attention_mask": mask, "margins": torch.zeros(2), "pair_mask": torch.ones(2)}
+    config = llama(60).config
+    config.num_labels = 1
+    torch.manual_seed(0)
+    head = ScalarHead(LlamaForSequenceClassification(config)).eval()
+    expected = pair_loss(head, batch, RewardConfig(loss=loss))
+    correct = gradients(head, expected.loss)
+    head.model.set_attn_implementation(attention)
+    seen = rows_seen(head.model)
+    result = pair_loss(head, batch, RewardConfig(loss=loss))
+    assert seen == [computed]
+    torch.testing.assert_close(result.losses, expected.losses)
+    torch.testing.assert_close(gradients(head, result.loss), correct, atol=1e-6, rtol=1e-4)
