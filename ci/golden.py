@@ -35,7 +35,7 @@ Chosen = dict[str, list[str]]
 """The precisions of each stage that are recorded."""
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-KERNELS = {"fused_layers": "none", "inference_weights": "none", "graph_capture": "none"}
+KERNELS = {"fused_layers": "none", "inference_weights": "none", "sampling": "none", "graph_capture": "none"}
 PLAIN = {"engine": {"shapes": "static", "kernels": KERNELS}}
 """Without the CPU's own kernels, whose operators could not be perturbed, nor be computed in float64."""
 

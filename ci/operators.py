@@ -36,6 +36,7 @@ KERNELS = {
     "graph_capture": "none",
     "inference_weights": "none",
     "fused_layers": "none",
+    "sampling": "none",
     "quantized_weights": "torch",
 }
 """Plain implementations: those of backends are compared operation by operation."""
