@@ -54,6 +54,8 @@ def settings(work: dict[str, Any], output: str) -> dict[str, Any]:
     }
     if work.get("lora"):
         values |= {"lora": {"rank": work["lora"]}}
+    if work.get("zero_stage") is not None:
+        values |= {"engine": {"zero_stage": work["zero_stage"]}}
     rows = {"batch_size": work["batch_size"], "micro_batch_size": work.get("micro_batch_size")}
     if work["stage"] in SUPERVISED:
         optimizer = {"learning_rate": work["learning_rate"], "schedule": "constant"}

@@ -57,6 +57,7 @@ CACHES: dict[str, dict[str, Any]] = {"dynamic cache": {}, "static cache": {"cach
 PASSES = (1, 4)  # in which a step is divided, unless --micro-batch says so for all sides
 TARGET = 2.0  # times as fast as each side of TRL
 AUTOCAST_TARGETS = {(16, 32): 4.0, (128, 128): 4.0}  # of PPO with the smallest model, by tokens
+SCORING_SHARE, TRAINING_SHARE = 0.6, 0.5  # targets: products at the machine's rate, divided by our time
 MEMORY = 0.8  # target: our peak memory divided by TRL's
 SIDES = {"weights": WEIGHTS, "autocast": AUTOCAST}
 
@@ -101,16 +102,41 @@ def main() -> None:
         shape = Shape.of(model)
     results = measured.sides()
     check_tokens(measured.steps, arguments.batch * arguments.completion)
-    details = {}
+    details: dict[str, Any] = {}
+    shares: list[dict[str, Any]] = []
     if arguments.estimator == "gae":
         flops = ppo_flops(shape, Work(arguments.batch, arguments.prompt, arguments.completion))
         fastest = speeds(measured.limits)["flops_per_second"]
         limit = round(sum(flops.values()) / fastest, 3)
         details["arithmetic"] = {"flops": flops, "seconds_at_the_limit": limit}
-    measured.finish(rows(results, arguments), **details)
+        if arguments.accelerator == "cpu":
+            shares = product_shares(results[OURS], flops, fastest, describe_step(arguments))
+    measured.finish(rows(results, arguments) + shares, **details)
     print_phases(results)
     if details:
         print(f"{sum(flops.values()) / 1e12:.2f} TFLOP per step: {limit} s at {fastest:.3g} FLOP/s")
+
+
+def product_shares(ours: dict[str, Any], flops: dict[str, int], fastest: float, what: str) -> list[dict[str, Any]]:
+    """Return rows that compare our phases outside of rollouts with products at the machine's highest rate.
+
+    With one update per rollout, scoring includes the forward passes of policy and critic that the update reuses.
+    """
+    forward = flops["training"] / 3
+    phases = {
+        "scoring": (flops["scoring"] + forward, SCORING_SHARE),
+        "training": (flops["training"] - forward, TRAINING_SHARE),
+    }
+    return [
+        report.row(
+            f"{what}, {phase} against its products alone",
+            ours=ours[f"median_{phase}"],
+            baseline=operations / fastest,
+            unit="s",
+            target=target,
+        )
+        for phase, (operations, target) in phases.items()
+    ]
 
 
 def ways(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:

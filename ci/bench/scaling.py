@@ -11,7 +11,8 @@ that is more than 20 % off this line is marked. If the least time of the same wo
 leaves its line in the same direction, the mark names the part of the work that decides it; otherwise the cause is not
 in the arithmetic.
 
-Ranks are processes of one thread each: two with the same rows together as one has alone, and two with twice the rows.
+Ranks are processes of one thread each: two with the same rows together as one has alone, two with twice the rows, and
+two that share the weights (ZeRO 3).
 """
 
 from __future__ import annotations
@@ -80,9 +81,7 @@ def main() -> None:
             for axis in (axis for axis in CURVES if axis in curves):
                 measured.measure({label(stage, point): partial(start, stage, point) for point in points[axis]})
             if "ranks" in curves:
-                measured.measure(
-                    {label(stage, point, ranks): partial(start, stage, point, ranks) for point, ranks in RANKS}
-                )
+                measured.measure({label(stage, *side): partial(start, stage, *side) for side in RANKS})
         models = {point.layers: model(Path(temporary), arguments.shape, point) for point in points["layers"]}
         shapes = {layers: Shape.of(folder) for layers, folder in models.items()}
     sides, limit, rows, described = measured.sides(), speeds(measured.limits), [], {}
@@ -101,13 +100,15 @@ def main() -> None:
     measured.finish(rows, curves=described)
 
 
-RANKS = ((BASE, 1), (BASE, 2), (replace(BASE, rows=2 * BASE.rows), 2))  # alone, the same rows, twice the rows
+# Sizes, ranks and ZeRO stage: alone, the same rows, twice the rows, the same rows with weights in parts.
+RANKS = ((BASE, 1, None), (BASE, 2, None), (replace(BASE, rows=2 * BASE.rows), 2, None), (BASE, 2, 3))
 
 
-def label(stage: str, point: Sizes, ranks: int = 0) -> str:
-    """Return the name of a side; `ranks` is 0 for one process on the whole machine."""
+def label(stage: str, point: Sizes, ranks: int = 0, zero: int | None = None) -> str:
+    """Return the name of a side; `ranks` is 0 for one process on the whole machine, `zero` None for the default."""
     threads = f", {ranks} x 1 thread" if ranks else ""
-    return f"{stage} {point.rows} x {point.length}, {point.layers} layers{threads}"
+    parts = "" if zero is None else f", ZeRO {zero}"
+    return f"{stage} {point.rows} x {point.length}, {point.layers} layers{threads}{parts}"
 
 
 class Ranks:
@@ -140,11 +141,14 @@ class Ranks:
         self._pool.shutdown()
 
 
-def start_side(folder: Path, arguments: argparse.Namespace, stage: str, point: Sizes, ranks: int = 0) -> Any:
+def start_side(
+    folder: Path, arguments: argparse.Namespace, stage: str, point: Sizes, ranks: int = 0, zero: int | None = None
+) -> Any:
     """Start the process of a point, or the ranks of one thread each, and return it when it is ready."""
-    side = folder / label(stage, point, ranks).replace(" ", "-")
+    side = folder / label(stage, point, ranks, zero).replace(" ", "-")
     side.mkdir(exist_ok=True)
-    command = turns.ours_command(turns.write(workload(folder, arguments, stage, point), side))
+    work = workload(folder, arguments, stage, point) | {"zero_stage": zero}
+    command = turns.ours_command(turns.write(work, side))
     return Ranks(command, side, ranks) if ranks else turns.start_worker(command, "ours", side, arguments.accelerator)
 
 
@@ -292,13 +296,22 @@ def table(axis: str, curve: Mapping[str, Any]) -> str:
 
 
 def compare_ranks(stage: str, sides: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of two ranks against one, with the same rows together (ideal: 2) and with twice (ideal: 1)."""
-    alone, same, twice = (sides[label(stage, point, ranks)]["median_seconds"] for point, ranks in RANKS)
-    what = f"{stage}, 2 ranks of one thread against 1"
-    return [
-        report.row(f"{what}, the same {BASE.rows} rows (ideal: 2)", ours=same, baseline=alone, unit="s"),
-        report.row(f"{what}, {BASE.rows} rows each (ideal: 1)", ours=twice, baseline=alone, unit="s"),
+    """Return the rows of two ranks against one, with the same rows together (ideal: 2) and with twice (ideal: 1).
+
+    With ZeRO 3, two ranks are compared with two ranks that have whole weights, by the step and by the rollout.
+    """
+    medians = [sides[label(stage, *side)] for side in RANKS]
+    alone, same, twice, parts = (side["median_seconds"] for side in medians)
+    what = f"{stage}, 2 ranks of one thread"
+    rows = [
+        report.row(f"{what} against 1, the same {BASE.rows} rows (ideal: 2)", ours=same, baseline=alone, unit="s"),
+        report.row(f"{what} against 1, {BASE.rows} rows each (ideal: 1)", ours=twice, baseline=alone, unit="s"),
+        report.row(f"{what}, ZeRO 3 against whole weights", ours=parts, baseline=same, unit="s"),
     ]
+    if stage == "ppo":
+        rollouts = {name: medians[index]["median_generation"] for name, index in {"ours": 3, "baseline": 1}.items()}
+        rows.append(report.row(f"{what}, a rollout with ZeRO 3 against whole weights", **rollouts, unit="s"))
+    return rows
 
 
 if __name__ == "__main__":
