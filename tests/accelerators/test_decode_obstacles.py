@@ -14,6 +14,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from accelerators.backends.cpu.kernels import decode, families, invariant
+from rlhf.models.lora import merged_adapters
 from rlhf.models.transformers_patches import cache_argument
 from tests.accelerators.decoding import STEPS, check, logits_of, model_of, off, prompts, truth
 
@@ -243,6 +244,17 @@ def test_layers_that_are_others_are_computed_as_before(name, decode_calls, caplo
         check(model, prompts(5))
     assert f"2 layers are not computed by decode.c: {reason}" in caplog.text
     assert not decode_calls  # the output layer too: those who compute all of it pack it
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_layers_whose_adapters_are_merged_are_computed(family, decode_calls):
+    """peft's layers then compute the layers below them."""
+    model = model_of(family)
+    targets = {"llama": ["q_proj", "down_proj"], "gpt2": ["c_attn", "c_proj"]}[family]
+    adapted_model = get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+    with merged_adapters(adapted_model.bfloat16().eval()):
+        check(adapted_model.base_model.model, prompts(5))
+    assert decode_calls["decode"]
 
 
 def test_output_layer_of_odd_size_is_not_packed(decode_calls):

@@ -110,7 +110,10 @@ def _functions(dtype: torch.dtype = torch.bfloat16) -> ctypes.CDLL:
 
 
 def prepare(module: nn.Module, keep: bool) -> Restore:
-    """Prepare a module like `packed.prepare`; if weights are kept, `decode.c` computes decoder and output layers."""
+    """Prepare a module like `packed.prepare`; if weights are kept, `decode.c` computes decoder and output layers.
+
+    Adapters that are off, because they are merged into the weights, must stay off until the module is restored.
+    """
     family, layers = families.find_layers(module) if keep else (None, [])
     prepared: list[nn.Module] = []
     with ExitStack() as undo, torch.no_grad():

@@ -6,7 +6,7 @@ rotary positions, alibi or none, whose key heads may be shared; an MLP with or w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -216,7 +216,7 @@ def read(family: Family, layer: Any) -> Parts | str:
         if experts is not None and product in ("up", "down"):
             continue
         paths = getattr(family, product)
-        linear = [layer.get_submodule(path) for path in ([paths] if isinstance(paths, str) else paths)]
+        linear = [_computing(layer.get_submodule(path)) for path in ([paths] if isinstance(paths, str) else paths)]
         if reason := next(filter(None, map(linear_obstacle, linear)), ""):
             return f"a layer is {reason}"
         weights[product] = tuple(map(weight_of, linear))
@@ -257,14 +257,14 @@ def read(family: Family, layer: Any) -> Parts | str:
 def _obstacle(family: Family, layer: Any) -> str:
     """Return why a layer is not what its family's name says; "" if it is."""
     own = type(layer).__module__
-    for part in layer.modules():
+    if any(part._forward_hooks or part._forward_pre_hooks for part in layer.modules() if part is not layer):
+        return "its parts have hooks"
+    for part in _computing_parts(layer):
         kind = type(part).__module__
         if kind != own and not kind.startswith(_OTHERS):
             return f"it has a {type(part).__name__} of another library or class"
         if replaced(part):
             return f"its {type(part).__name__} has another forward pass"
-        if part is not layer and (part._forward_hooks or part._forward_pre_hooks):
-            return "its parts have hooks"
     attention = layer.get_submodule(family.attention)
     if not getattr(attention, "is_causal", True):
         return "its attention looks at later tokens"
@@ -278,6 +278,21 @@ def _obstacle(family: Family, layer: Any) -> str:
     if any(norm.weight is None for norm in norms):
         return "its norms have no weights"
     return ""
+
+
+def _computing(part: Any) -> Any:
+    """Return the module that computes for a part: of one whose adapters of peft are off, its own layer."""
+    while getattr(part, "disable_adapters", None) is True:
+        part = part.base_layer
+    return part
+
+
+def _computing_parts(layer: nn.Module) -> Iterator[nn.Module]:
+    """Yield a layer and the modules below it that compute something."""
+    layer = _computing(layer)
+    yield layer
+    for part in layer.children():
+        yield from _computing_parts(part)
 
 
 def weight_of(layer: Any) -> Tensor:
