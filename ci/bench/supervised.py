@@ -28,11 +28,13 @@ from typing import Any
 
 import report
 import turns
+from arithmetic import Shape, forward_flops, speeds
 from random_models import make
 
 SHAPE = "smollm2-135m"
 OURS, WEIGHTS, AUTOCAST = "ours", "trl bf16-weights", "trl bf16-autocast"
 TARGET = 2.0
+SHARE = 0.5  # target: products at the machine's rate, divided by our time
 SHORTEST, LONGEST = 16, 128
 # Packing and grouping by length are not tried: both change the rows of a step, and packing may cut rows.
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
@@ -91,7 +93,14 @@ def main() -> None:
         for name in (AUTOCAST, WEIGHTS):
             sides[name] = measured.fastest_trl(name, arguments.stage, file, OPTIONS[arguments.stage])
         measured.measure(sides)
-    measured.finish(rows(measured.sides(), arguments, lengths), tokens=count_tokens(work))
+        flops = step_flops(Shape.of(model), work)
+    results = rows(measured.sides(), arguments, lengths)
+    if arguments.accelerator == "cpu" and arguments.stage != "dpo" and not arguments.lora:
+        seconds = flops / speeds(measured.limits)["flops_per_second"]
+        ours = measured.sides()[OURS]["median_seconds"]
+        what = f"{describe_step(arguments, lengths)}, against its products alone"
+        results.append(report.row(what, ours=ours, baseline=seconds, unit="s", target=SHARE))
+    measured.finish(results, tokens=count_tokens(work))
 
 
 def describe_lengths(lengths: tuple[int, int] | None) -> str:
@@ -137,11 +146,23 @@ def count_tokens(work: dict[str, Any]) -> int:
     return sum(len(prompt) + len(reply) for prompt, *replies in work["rows"] for reply in replies)
 
 
-def rows(sides: dict[str, Any], arguments: argparse.Namespace, lengths: tuple[int, int] | None) -> list[dict[str, Any]]:
-    """Return the rows: time against each precision of TRL, and memory against its default precision."""
+def step_flops(shape: Shape, work: dict[str, Any]) -> int:
+    """Return the operations of a step of SFT or reward training, three forward passes, without those of padding."""
+    texts = [(len(prompt), len(reply)) for prompt, *replies in work["rows"] for reply in replies]
+    read = work["stage"] == "sft"  # a reward model has no output matrix
+    return 3 * sum(forward_flops(shape, 1, prompt + reply, reply if read else 0) for prompt, reply in texts)
+
+
+def describe_step(arguments: argparse.Namespace, lengths: tuple[int, int] | None) -> str:
+    """Return the stage, the model and the rows."""
     what = f"{arguments.stage}, {arguments.shape}, {arguments.batch} rows by {arguments.micro_batch}"
     what += f", {describe_lengths(lengths)}" if lengths else ""
-    what += f", LoRA of rank {arguments.lora}" if arguments.lora else ""
+    return what + (f", LoRA of rank {arguments.lora}" if arguments.lora else "")
+
+
+def rows(sides: dict[str, Any], arguments: argparse.Namespace, lengths: tuple[int, int] | None) -> list[dict[str, Any]]:
+    """Return the rows: time against each precision of TRL, and memory against its default precision."""
+    what = describe_step(arguments, lengths)
     has_target = (arguments.accelerator, arguments.batch, arguments.layers) == ("cpu", 16, None)
     results = [
         report.row(

@@ -371,6 +371,17 @@ def test_rows_have_the_lengths_that_are_asked_for(bench, model_folder: Path, sta
     assert len(lengths) > 4 and lengths <= set(range(16, 129))
 
 
+def test_operations_of_a_step_are_counted_by_hand(bench) -> None:
+    """No attention: three passes, two operations for each weight and token; SFT predicts its replies."""
+    import supervised
+
+    shape = bench.arithmetic.Shape(**SHAPE | {"body": 10, "vocabulary": 100, "layers": 0})
+    rows = [[[1] * 3, [1] * 5, [1] * 4], [[1] * 2, [1] * 7, [1]]]
+    demonstrations = [row[:2] for row in rows]
+    assert supervised.step_flops(shape, {"stage": "sft", "rows": demonstrations}) == 6 * (10 * 17 + 100 * 12)
+    assert supervised.step_flops(shape, {"stage": "reward", "rows": rows}) == 6 * 10 * (8 + 7 + 9 + 3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["sft", "reward", "ppo", "rollout", "grpo"])
 def test_worker_takes_steps(bench, stage: str, model_folder: Path, tmp_path: Path) -> None:
