@@ -31,8 +31,8 @@ with fixed_state.open_stage("cpu", Path(folder), stage, precision) as side:
     engine = next(iter(trainer.engines.values()))
     rate = TrainingEngine.scheduled_rate.fget
 
-    def without_mask(module, args, kwargs):
-        return args, {key: value for key, value in kwargs.items() if key != "attention_mask"}
+    def without_mask(module, args, kwargs):  # of decoding steps
+        return args, {key: value for key, value in kwargs.items() if key != "attention_mask" or value.dim() == 4}
 
     def transpose():
         weight = engine.module.model.layers[0].self_attn.o_proj.weight
