@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import unittest
 from typing import TYPE_CHECKING
 
@@ -45,5 +46,5 @@ def check_sampling(accelerator: Accelerator) -> None:
             assert distance <= BOUND, f"{what}: draws tokens whose cumulative probability is off by {distance:.2g}"
             gap = (log_probs.double() - drawn.log()).abs().nan_to_num(nan=torch.inf).max().item()
             assert gap <= BOUND, f"{what}: log-probabilities differ by {gap:.2g}"
-        missing = draw(given[0][:1] * torch.nan, given[1][:1], 1.0)[1].item()
-        assert missing != missing, f"{precision.name}, sampling: the log-probability of NaN is {missing}, expected NaN"
+        of_nan = draw(given[0][:1] * torch.nan, given[1][:1], 1.0)[1].item()
+        assert math.isnan(of_nan), f"{precision.name}, sampling: the log-probability of NaN is {of_nan}, expected NaN"

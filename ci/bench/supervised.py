@@ -94,10 +94,11 @@ def main() -> None:
             sides[name] = measured.fastest_trl(name, arguments.stage, file, OPTIONS[arguments.stage])
         measured.measure(sides)
         flops = step_flops(Shape.of(model), work)
-    results = rows(measured.sides(), arguments, lengths)
+    measured_sides = measured.sides()
+    results = rows(measured_sides, arguments, lengths)
     if arguments.accelerator == "cpu" and arguments.stage != "dpo" and not arguments.lora:
         seconds = flops / speeds(measured.limits)["flops_per_second"]
-        ours = measured.sides()[OURS]["median_seconds"]
+        ours = measured_sides[OURS]["median_seconds"]
         what = f"{describe_step(arguments, lengths)}, against its products alone"
         results.append(report.row(what, ours=ours, baseline=seconds, unit="s", target=SHARE))
     measured.finish(results, tokens=count_tokens(work))

@@ -93,8 +93,8 @@ class ScalarHead(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor, read: Tensor | None = None) -> Tensor:
         """Return scores [B, T], float32, for input_ids and attention_mask [B, T].
 
-        `read`, [B, T], marks the tokens whose scores are read, among them all real tokens; the default. Other scores
-        mean nothing.
+        `read`, [B, T], marks the tokens whose scores are used: all real ones, and perhaps some padding. None: all real
+        ones. Other scores mean nothing.
         """
         backbone = getattr(self.model, self.model.base_model_prefix)
         read = attention_mask if read is None else read
@@ -253,15 +253,15 @@ def model_inputs(model: Any, input_ids: Tensor, attention_mask: Tensor, cache: C
 
 
 def without_padding(model: Any, inputs: dict[str, Any], read: Tensor) -> tuple[dict[str, Any], RealTokens | None]:
-    """Return the inputs of a pass over the read tokens of a batch alone, and these tokens; or `inputs` and None.
+    """Return the inputs of a pass that computes some tokens of a batch alone, as one row, and these tokens.
 
-    That is possible for the architectures of `TOKENWISE`, if the attention gets rows from such tokens, and done if it
-    saves more than it costs.
+    Where that is impossible or does not pay, return `inputs` and None. It needs an architecture of `TOKENWISE` and an
+    attention that takes such a row, and pays from `LEAST_PADDING` on.
 
     Args:
         model: a language model of transformers.
         inputs: its `model_inputs`.
-        read: [B, T], 0 for padding that is left out.
+        read: [B, T], 1 for the tokens to compute: all real ones, and padding whose results are used.
     """
     mask, model = inputs["attention_mask"], getattr(model, "module", model)  # under DeepSpeed
     if (

@@ -379,7 +379,7 @@ def pair_loss(model: nn.Module, batch: Batch, settings: RewardConfig, total: Ten
     """Return the pairwise loss of one micro-batch; `total` is the number of pairs of the global batch."""
     mask = batch["attention_mask"]
     # The loss of all tokens also reads padding of the shorter reply.
-    read = mask if settings.loss == "last" else (mask.unflatten(0, (2, -1)).amax(0)).repeat(2, 1)
+    read = mask if settings.loss == "last" else torch.maximum(*mask.chunk(2)).repeat(2, 1)
     scores = model(batch["input_ids"], mask, read)
     return pairwise_reward_loss(
         scores,

@@ -250,11 +250,11 @@ def test_layers_that_are_others_are_computed_as_before(name, decode_calls, caplo
 def test_layers_whose_adapters_are_merged_are_computed(family, decode_calls):
     """peft's layers then compute the layers below them."""
     model = model_of(family)
-    targets = {"llama": ["q_proj", "down_proj"], "gpt2": ["c_attn", "c_proj"]}[family]
+    targets = {"llama": ["q_proj", "down_proj", "lm_head"], "gpt2": ["c_attn", "c_proj"]}[family]
     adapted_model = get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
     with merged_adapters(adapted_model.bfloat16().eval()):
         check(adapted_model.base_model.model, prompts(5))
-    assert decode_calls["decode"]
+    assert decode_calls["decode"] and decode_calls["linear"]
 
 
 def test_output_layer_of_odd_size_is_not_packed(decode_calls):

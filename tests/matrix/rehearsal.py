@@ -77,8 +77,8 @@ class Rehearsal(CPU):
             factory=lambda accelerator: partial(Graph, record=record),
             supported=lambda accelerator: Support(True, "operators are written down, and run again without Python"),
         )
-        unseen = "sampling"  # no operator of torch draws
-        return [*(kernel for kernel in super().kernel_implementations() if kernel.operation != unseen), tape]
+        # The tape records operators of torch, and the CPU's kernel that draws is none.
+        return [*(kernel for kernel in super().kernel_implementations() if kernel.operation != "sampling"), tape]
 
     def precision(self, wish: str = "auto") -> Precision:
         if wish == "fp16":

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import accelerators
-from accelerators import RealTokens
+from accelerators import AcceleratorError, RealTokens
 from rlhf.config.schema import RewardConfig
 from rlhf.models import forward
 from rlhf.models.compatibility import explain_missing_attention
@@ -47,6 +47,7 @@ def of_architecture(name: str, attention: str) -> Any:
     windows = {"sliding_window": None} if "sliding_window" in family.values else {}
     model = build(family.configuration(**windows), MODEL_FOR_CAUSAL_LM_MAPPING).eval()
     if reason := explain_missing_attention(type(model), attention):
+        assert "eager before transformers" in family.notes
         pytest.skip(f"{name} in this release of transformers: {reason}")
     model.set_attn_implementation(attention)
     return model
@@ -146,6 +147,26 @@ def test_some_passes_keep_padding(attention: str) -> None:
 
     assert is_padded(AutoModelForCausalLM.from_config(window))
     assert is_padded(of_architecture("stablelm", attention))  # its attention is called without further arguments
+
+
+@pytest.mark.parametrize(
+    "family", [f for f in FAMILIES if f.architecture not in forward.TOKENWISE], ids=lambda f: f.name
+)
+def test_other_architectures_cannot_be_in_the_list(
+    family: Any, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their attention lacks what they need, they keep padding, or attention does not get the real tokens."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    model, (ids, mask) = build(family.configuration(), MODEL_FOR_CAUSAL_LM_MAPPING).eval(), batch()
+    if explain_missing_attention(type(model), attention):
+        return
+    monkeypatch.setattr(forward, "TOKENWISE", frozenset([model.config.model_type]))
+    model.set_attn_implementation(attention)
+    inputs, tokens = without_padding(model, model_inputs(model, ids, mask), mask)
+    if tokens is not None:
+        with pytest.raises((RuntimeError, AcceleratorError)):
+            model(**inputs)
 
 
 def test_rows_come_from_real_tokens_and_return_to_them() -> None:

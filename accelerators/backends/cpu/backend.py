@@ -60,14 +60,9 @@ class CPU(Accelerator):
 
     def kernel_implementations(self) -> Iterable[KernelImpl]:
         """Return PyTorch's implementations and those for CPUs."""
-        kernels = (attention.COMPOSED, FUSED_ADAMW, quantized.CPU_KERNELS, packed.PACKED, decode.DECODE)
-        return (
-            *super().kernel_implementations(),
-            *kernels,
-            layers.FUSED_LAYERS,
-            sampling.SAMPLING,
-            invariant.INVARIANT,
-        )
+        of_trainers = (attention.COMPOSED, FUSED_ADAMW, quantized.CPU_KERNELS, layers.FUSED_LAYERS)
+        of_rollouts = (packed.PACKED, decode.DECODE, sampling.SAMPLING, invariant.INVARIANT)
+        return (*super().kernel_implementations(), *of_trainers, *of_rollouts)
 
     def empty_cache(self) -> None:
         """Return freed memory, which the process keeps, to the system."""

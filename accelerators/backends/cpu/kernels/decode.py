@@ -182,6 +182,7 @@ def _fits_panels(weight: Tensor) -> bool:
 def _output_of(module: Any) -> nn.Module | None:
     """Return the output layer if `decode.c` can compute it."""
     layer = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+    layer = families.computing(layer)
     if layer is None or families.linear_obstacle(layer) or layer.weight.dtype not in DTYPES:
         return None
     return cast(nn.Module, layer) if _fits_panels(families.weight_of(layer)) else None

@@ -216,7 +216,7 @@ def read(family: Family, layer: Any) -> Parts | str:
         if experts is not None and product in ("up", "down"):
             continue
         paths = getattr(family, product)
-        linear = [_computing(layer.get_submodule(path)) for path in ([paths] if isinstance(paths, str) else paths)]
+        linear = [computing(layer.get_submodule(path)) for path in ([paths] if isinstance(paths, str) else paths)]
         if reason := next(filter(None, map(linear_obstacle, linear)), ""):
             return f"a layer is {reason}"
         weights[product] = tuple(map(weight_of, linear))
@@ -280,7 +280,7 @@ def _obstacle(family: Family, layer: Any) -> str:
     return ""
 
 
-def _computing(part: Any) -> Any:
+def computing(part: Any) -> Any:
     """Return the module that computes for a part: of one whose adapters of peft are off, its own layer."""
     while getattr(part, "disable_adapters", None) is True:
         part = part.base_layer
@@ -289,7 +289,7 @@ def _computing(part: Any) -> Any:
 
 def _computing_parts(layer: nn.Module) -> Iterator[nn.Module]:
     """Yield a layer and the modules below it that compute something."""
-    layer = _computing(layer)
+    layer = computing(layer)
     yield layer
     for part in layer.children():
         yield from _computing_parts(part)
