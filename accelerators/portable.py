@@ -78,9 +78,9 @@ def register_attention(
         attend: called as transformers calls attention: (module, query [B, H, T, D], key and value [B, G, S, D], mask
             [B, 1 or H, T, S] or None, with `scaling`, `dropout` and other features) -> ([B, T, H, D], None).
         lacking: features that some models pass and `attend` does not implement.
-        takes_real_tokens: models may compute the real tokens of a padded batch alone: `attend` gets the padded rows of
-            their queries, keys and values, and its output of padding is dropped. That pays if copying rows costs less
-            than computing padding, and if tensors of other sizes in each batch cost nothing.
+        takes_real_tokens: models may compute the real tokens of a padded batch alone. `attend` still gets padded rows
+            of queries, keys and values, with 0 for padding, and its output of padding is dropped. That pays if copying
+            rows costs less than computing padding, and if other sizes in each batch cost nothing.
 
     Returns:
         `name`, as the factory of an `attention` returns it. A call with a lacking feature raises `AcceleratorError`,
@@ -101,7 +101,7 @@ def register_attention(
                 raise AcceleratorError(f"attention {name}: it does not support {feature}; use a model without it")
         tokens = features.pop(RealTokens.ARGUMENT, None)
         if tokens is not None:
-            query, key, value = (tokens.pad(heads.transpose(1, 2)).transpose(1, 2) for heads in (query, key, value))
+            query, key, value = (tokens.spread(heads.transpose(1, 2)).transpose(1, 2) for heads in (query, key, value))
         result = attend(module, query, key, value, *args, **features)
         # Once for passes and once for decoding, because this is called for each layer of each step. In compiled code
         # the check costs nothing, and a set that it changes would cause a second compilation.

@@ -6,11 +6,7 @@ take queries, keys and values of such a row.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 
 class RealTokens:
@@ -31,43 +27,10 @@ class RealTokens:
         """[B * T], the number of each real token among them; of padding, that of a real token next to it."""
 
     def select(self, padded: Tensor) -> Tensor:
-        """Return the numbers of real tokens: [B, T, ...] -> [1, N, ...]; the gradient of padding is 0."""
-        selected: Tensor = _Select.apply(padded, self)
-        return selected
+        """Return the numbers of real tokens: [B, T, ...] -> [1, N, ...]."""
+        return padded.flatten(0, 1).index_select(0, self.places).unsqueeze(0)
 
     def spread(self, tokens: Tensor) -> Tensor:
         """Return rows of the batch, with 0 for padding: [1, N, ...] -> [B, T, ...]."""
         rows = tokens.new_zeros(self.numbers.numel(), *tokens.shape[2:]).index_copy(0, self.places, tokens[0])
         return rows.view(*self.shape, *tokens.shape[2:])
-
-    def pad(self, tokens: Tensor) -> Tensor:
-        """Return rows of the batch whose padding nothing reads, [1, N, ...] -> [B, T, ...]: its gradient is not used.
-
-        Padding has the numbers of a real token, because a kernel may read it and multiply it by 0.
-        """
-        padded: Tensor = _Pad.apply(tokens, self)
-        return padded
-
-
-class _Select(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, padded: Tensor, tokens: RealTokens) -> Tensor:
-        ctx.tokens = tokens
-        return padded.flatten(0, 1).index_select(0, tokens.places).unsqueeze(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.tokens.spread(gradient), None
-
-
-class _Pad(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, row: Tensor, tokens: RealTokens) -> Tensor:
-        ctx.tokens = tokens
-        return row[0].index_select(0, tokens.numbers).view(*tokens.shape, *row.shape[2:])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.flatten(0, 1).index_select(0, ctx.tokens.places).unsqueeze(0), None

@@ -50,6 +50,9 @@ def test_no_token_of_probability_0_is_drawn(dtype: torch.dtype) -> None:
     tokens, _ = sampling.draw(logits, uniform, 1.0)
     assert tokens.tolist() == [7, 7, 1030, 1030, 1030, 1030]
     assert sampling.draw(logits[:, :1030], uniform, 1.0)[0].tolist() == [7] * 6
+    many = torch.randn(2000, 900, generator=torch.Generator().manual_seed(0)).to(dtype)
+    many[:, 850:] = -torch.inf  # after sums that are rounded above those of the numbers before
+    assert sampling.draw(many, torch.full((2000,), below_1), 1.0)[0].max() < 850
     assert sampling.draw(logits[:1] * 0, torch.tensor([below_1]), 1.0)[1].isnan().item()
 
 
