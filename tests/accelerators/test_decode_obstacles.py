@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import AttentionInterface, StaticCache
+from transformers import AttentionInterface, FalconConfig, FalconForCausalLM, StaticCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -22,8 +22,13 @@ pytestmark = pytest.mark.skipif(not decode.supported(None), reason=decode.suppor
 
 
 @pytest.fixture(autouse=True)
-def seed() -> None:
+def fresh() -> None:
     torch.manual_seed(0)
+    decode._report.cache_clear()
+
+
+def slower(reason: str, model: str = "LlamaForCausalLM") -> str:
+    return f"{model}: rollouts take longer, since decoder layers are not computed in C: {reason}"
 
 
 @torch.no_grad()
@@ -225,7 +230,7 @@ OBSTACLES: dict[str, tuple[dict[str, Any], Any, str]] = {
     "mlp": ({}, other_mlp, "it has a MLP of another library or class"),
     "forward": ({}, another_forward, "its LlamaMLP has another forward pass"),
     "width": ({"intermediate_size": 272}, None, "a size is no multiple of"),
-    "heads": ({"head_dim": 16}, None, "a size is no multiple of 32"),
+    "heads": ({"head_dim": 4}, None, "a size is no multiple of"),
     "order": ({}, turned, "they are not the layers of one model in order"),
     "fewer": ({}, shortened, "the model skips some of them"),
     "bias of some": ({}, unbiased_keys, "some parts of a product have a bias and others have none"),
@@ -240,9 +245,8 @@ def test_layers_that_are_others_are_computed_as_before(name, decode_calls, caplo
     model = model_of(**changes)
     if change:
         model = change(model) or model
-    with caplog.at_level("DEBUG", "accelerators.backends.cpu.kernels.decode"):
-        check(model, prompts(5))
-    assert f"2 layers are not computed by decode.c: {reason}" in caplog.text
+    check(model, prompts(5))
+    assert slower(reason, type(model).__name__) in caplog.text
     assert not decode_calls  # the output layer too: those who compute all of it pack it
 
 
@@ -265,12 +269,24 @@ def test_output_layer_of_odd_size_is_not_packed(decode_calls):
 def test_model_in_other_numbers_is_computed_as_before(decode_calls, caplog):
     model, given = model_of().half(), prompts(3)
     exact = logits_of(truth(model), given)
-    with caplog.at_level("DEBUG", "accelerators.backends.cpu.kernels.decode"):
-        restore = decode.prepare(model, True)
+    restore = decode.prepare(model, True)
     assert off(logits_of(model, given), exact) < 0.01
     restore()
-    assert "2 layers are not computed by decode.c: a layer is in torch.float16 on cpu" in caplog.text
+    assert slower("a layer is in torch.float16 on cpu") in caplog.text
     assert not decode_calls
+
+
+def test_slower_rollouts_are_said_once_for_each_reason(caplog):
+    unknown = FalconForCausalLM(FalconConfig(hidden_size=32, num_attention_heads=1, num_hidden_layers=1, vocab_size=32))
+    for model in (unknown, model_of(), model_of().half(), model_of(head_dim=4)):
+        decode.prepare(model, False)()  # for scoring, layers remain as they are
+        for _ in range(2):
+            decode.prepare(model, True)()
+    assert caplog.messages == [
+        slower("`rlhf accelerators explain cpu` does not list its architecture", "FalconForCausalLM"),
+        slower("a layer is in torch.float16 on cpu"),
+        slower(f"a size is no multiple of {decode._numbers_at_once(torch.bfloat16)}"),
+    ]
 
 
 def test_numbers_of_several_dtypes_are_an_obstacle():

@@ -119,7 +119,9 @@ def prepare(module: nn.Module, keep: bool) -> Restore:
     with ExitStack() as undo, torch.no_grad():
         if family:
             parts = _read_all(family, layers)
-            if not isinstance(parts, str):
+            if isinstance(parts, str):
+                _report(type(module).__name__, parts)
+            else:
                 stack = _Stack(family, layers, parts)
                 for number, layer in enumerate(layers):
                     packed.put(layer, partial(stack.forward, number), undo)
@@ -127,10 +129,17 @@ def prepare(module: nn.Module, keep: bool) -> Restore:
                 if (output := _output_of(module)) is not None:
                     packed.put(output, _Output(output), undo)
                     prepared.append(output)
-            state = "computed by decode.c" if prepared else f"not computed by decode.c: {parts}"
-            logger.debug("%s: %d layers are %s", type(module).__name__, len(layers), state)
+                logger.debug("%s: decode.c computes its %d layers", type(module).__name__, len(layers))
+        elif keep and hasattr(module, "generate"):
+            _report(type(module).__name__, "`rlhf accelerators explain cpu` does not list its architecture")
         undo.callback(packed.prepare(module, keep, apart=prepared))
         return undo.pop_all().close
+
+
+@functools.cache
+def _report(model: str, obstacle: str) -> None:
+    """Say, once for each model and reason, that rollouts do not use `decode.c`."""
+    logger.warning("%s: rollouts take longer, since decoder layers are not computed in C: %s", model, obstacle)
 
 
 def _read_all(family: Family, layers: Sequence[Any]) -> list[Parts] | str:
