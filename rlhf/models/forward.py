@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from accelerators import RealTokens, takes_real_tokens
+from accelerators import RealTokens, ShapePolicy, takes_real_tokens
 from rlhf.losses.divergence import Logits, token_divergences
 from rlhf.losses.fused_lm_head import projected_log_probs
 from rlhf.losses.log_probs import token_log_probs, token_log_probs_and_entropy
@@ -37,6 +37,9 @@ rows take 15 % longer, since logits are computed twice; with more rows the diffe
 
 LEAST_PADDING = 1 / 16
 """Smallest share of padding that is left out: copying rows for attention takes about 3 % of a training step."""
+
+COUNTS = ShapePolicy("bucketed", pad_to_multiple=16, first=16, growth=33 / 32, largest=1 << 20)
+"""The numbers of tokens that are computed alone. They are few, since libraries compile and keep products for each."""
 
 TOKENWISE = frozenset(
     (
@@ -256,7 +259,8 @@ def without_padding(model: Any, inputs: dict[str, Any], read: Tensor) -> tuple[d
     """Return the inputs of a pass that computes some tokens of a batch alone, as one row, and these tokens.
 
     Where that is impossible or does not pay, return `inputs` and None. It needs an architecture of `TOKENWISE` and an
-    attention that takes such a row, and pays from `LEAST_PADDING` on.
+    attention that takes such a row, and pays from `LEAST_PADDING` on. Some padding fills their number up to the next of
+    `COUNTS`.
 
     Args:
         model: a language model of transformers.
@@ -270,10 +274,13 @@ def without_padding(model: Any, inputs: dict[str, Any], read: Tensor) -> tuple[d
         or not type(model).__module__.startswith("transformers.models.")
         or model.config.model_type not in TOKENWISE
         or not takes_real_tokens(model.config._attn_implementation)
-        or not 0 < read.sum() <= read.numel() * (1 - LEAST_PADDING)
+        or not (count := int(read.count_nonzero()))
+        or (rounded := COUNTS.bucket(count)) > read.numel() * (1 - LEAST_PADDING)
     ):
         return inputs, None
-    tokens = RealTokens(read)
+    padding = read.flatten() == 0
+    filling = padding & (padding.cumsum(0) <= rounded - count)
+    tokens = RealTokens(read + filling.view_as(read))
     alone = {name: tokens.select(inputs[name]) for name in ("input_ids", "position_ids")}
     return inputs | alone | {RealTokens.ARGUMENT: tokens}, tokens
 
@@ -339,9 +346,12 @@ def compute_log_probs(
 
     bare = getattr(model, "module", model)  # under DeepSpeed
     head = get_output_layer(bare)
+    count = len(labels)
     with contextlib.ExitStack() as stack:
         if places is not None:
             assert head is not None
+            more = (0, COUNTS.bucket(count) - count)
+            places, labels = nn.functional.pad(places, more), nn.functional.pad(labels, more)
 
             def select(_: nn.Module, args: tuple[Tensor]) -> Tensor:  # [B, T, H] -> [1, N, H]
                 return args[0].flatten(0, -2).index_select(0, places).unsqueeze(0)
@@ -349,13 +359,16 @@ def compute_log_probs(
             stack.callback(head.register_forward_pre_hook(select).remove)
         if can_be_fused(bare) and _is_large(head, labels):
             stack.enter_context(_replace_forward(head, fused))
-            log_probs = model(**inputs).logits.view(labels.shape)
-            return LogProbs(log_probs, None if entropies is None else entropies.view(labels.shape))
-        logits = model(**inputs).logits
-        logits = logits.view(*labels.shape, logits.shape[-1])
-    if entropy:
-        return LogProbs(*token_log_probs_and_entropy(logits, labels, temperature))
-    return LogProbs(token_log_probs(logits, labels, temperature), None)
+            log_probs = model(**inputs).logits
+        else:
+            logits = model(**inputs).logits
+            logits = logits.view(*labels.shape, logits.shape[-1])
+            if entropy:
+                log_probs, entropies = token_log_probs_and_entropy(logits, labels, temperature)
+            else:
+                log_probs = token_log_probs(logits, labels, temperature)
+    log_probs = log_probs.view(labels.shape)[:count]
+    return LogProbs(log_probs, None if entropies is None else entropies.view(labels.shape)[:count])
 
 
 def get_output_layer(model: nn.Module) -> Any:
