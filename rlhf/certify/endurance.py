@@ -27,9 +27,10 @@ from rlhf.utils.statistics import student_quantile
 STEPS, SAVED_AT, KILLED_AFTER = 8, 4, 5
 """Steps of a run, the step of its last checkpoint, and the step after which it is killed."""
 
-FLAT_STEPS = {"sft": 40, "ppo": PPO_STEPS}
-WARM_UP = 0.4
-"""Share of the steps in which memory may still grow and graphs may still be compiled."""
+FLAT_STEPS = {"sft": 120, "ppo": PPO_STEPS}
+WARM_UP = 0.6
+"""Share of the steps in which memory may still grow and graphs may still be compiled, as batches get longer and
+libraries keep what they compile for each length."""
 GROWTH = 0.02
 """Growth of memory that is not called a leak, as a share of what is in use, over the measured steps."""
 

@@ -51,7 +51,7 @@ TASKS: dict[str, Any] = {
     "compare_operations": {"implementations": [{"operation": "adamw"}], "failures": []},
     "train_until_killed": CheckFailed("SIGKILL"),
     "run_out_of_memory": {"precision": "fp32", "recognized": True, "message": "out of memory", "losses": LOSSES},
-    "watch_steps": {"steps": [{"memory": 10**6 + step % 2, "compilations": 7} for step in range(40)]},
+    "watch_steps": {"steps": [{"memory": 10**6 + step % 2, "compilations": 7} for step in range(120)]},
     "save_random_models": {},
     "take_ppo_steps": {
         "fallbacks": [],
@@ -242,18 +242,18 @@ FAULTS: list[tuple[str, Callable[[Fake], None], str]] = [
         change("tasks.run_out_of_memory.losses", [3.0, 2.5, 2.5, 1.5]),
         "after memory was full: losses are 3.0000, 2.5000, 2.5000",
     ),
-    ("flat", change("tasks.watch_steps.steps.39.compilations", 9), "sft: 2 graphs were compiled after step 16"),
+    ("flat", change("tasks.watch_steps.steps.119.compilations", 9), "sft: 2 graphs were compiled after step 72"),
     (
         "flat",
         change(
             "tasks.watch_steps.steps",
-            [{"memory": 10**6 + 10**4 * step, "compilations": None} for step in range(40)],
+            [{"memory": 10**6 + 10**4 * step, "compilations": None} for step in range(120)],
         ),
         "sft: memory grows by 10,000 bytes per step",
     ),
     (
         "flat",
-        change("tasks.watch_steps.steps", [{"memory": 0, "compilations": None}] * 40),
+        change("tasks.watch_steps.steps", [{"memory": 0, "compilations": None}] * 120),
         "sft: the backend's memory() reports 0 bytes in use after every step",
     ),
     ("ppo-steps", change("tasks.take_ppo_steps.steps.3.compilations", 9), "2 graphs were compiled after step 3"),
