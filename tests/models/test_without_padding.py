@@ -127,7 +127,7 @@ def test_scores_and_gradients_are_those_of_rows_alone(attention: str) -> None:
 
 def test_some_passes_keep_padding(attention: str) -> None:
     """Windows, other attention, architectures with other layers, and rows with little padding."""
-    ids, mask = batch()
+    _, mask = batch()
 
     def is_padded(model: Any, mask: Tensor = mask) -> bool:
         return without_padding(model, model_inputs(model, torch.ones_like(mask), mask), mask)[1] is None
