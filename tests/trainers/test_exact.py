@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from rlhf.config.schema import build_config
 from rlhf.errors import ConfigError
@@ -124,6 +125,18 @@ def refusal(function: Any, *arguments: Any, **options: Any) -> str:
 def test_a_model_whose_attention_depends_on_the_batch_is_refused_with_its_first_module(build):
     line = refusal(build, attention="sdpa")
     assert "first in model.layers.0.self_attn" in line and "engine.kernels={attention: eager}" in line
+
+
+def test_first_module_that_depends_on_the_batch_is_named_though_padding_is_left_out(build, monkeypatch):
+    plain, seen = LlamaDecoderLayer.forward, set()
+
+    def scaled(module: LlamaDecoderLayer, hidden: torch.Tensor, **options: Any) -> torch.Tensor:
+        seen.add(hidden.shape[:2])
+        return plain(module, hidden, **options) * (1 + hidden.shape[:2].numel() / 1000)
+
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", scaled)
+    assert "first in model.layers.0 (LlamaDecoderLayer)" in refusal(build)
+    assert (1, 64) in seen  # 60 real tokens of 4 x 24
 
 
 def test_quantized_weights_with_a_product_for_few_rows_are_refused_until_another_is_chosen(build, accelerator):

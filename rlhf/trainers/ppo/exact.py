@@ -23,7 +23,7 @@ from rlhf.generation.decoder import Decoder
 from rlhf.generation.hybrid_engine import generation_mode
 from rlhf.losses.log_probs import exact_sums
 from rlhf.models.dropout import is_stochastic
-from rlhf.models.forward import LogProbs
+from rlhf.models.forward import LogProbs, model_inputs, without_padding
 from rlhf.models.quantized import find_quantized_layers
 from rlhf.trainers.context import StageContext
 
@@ -34,8 +34,8 @@ Score = Callable[[Tensor, Tensor, int], LogProbs]
 
 KEY = "ppo.generation_exact"
 
-_LENGTHS, _STEPS = (6, 4, 3, 1), 5
-"""Tokens of the prompts of the first comparison, and tokens that it draws."""
+_LENGTHS, _STEPS = (19, 12, 7, 2), 5
+"""Tokens of the prompts of the first comparison, and tokens that it draws; scoring leaves their padding out."""
 
 
 @contextmanager
@@ -118,7 +118,8 @@ def _find_mismatch(context: StageContext, actor: TrainingEngine, decoder: Decode
     for row, length in enumerate(_LENGTHS):  # alone, and without its padding
         part = slice(row, row + 1), slice(columns - length, None)
         same &= torch.equal(score(row_ids[part], row_mask[part], _STEPS).log_probs[0], drawn.log_probs[row])
-    return "" if same else drawn_outputs.first_difference(scored_outputs, RealTokens(row_mask))
+    tokens = without_padding(actor.module, model_inputs(actor.module, row_ids, row_mask), row_mask)[1]
+    return "" if same else drawn_outputs.first_difference(scored_outputs, tokens)
 
 
 class _Outputs:
@@ -146,18 +147,18 @@ class _Outputs:
                 stack.callback(module.register_forward_hook(record(name)).remove)
             yield
 
-    def first_difference(self, scored: _Outputs, tokens: RealTokens) -> str:
+    def first_difference(self, scored: _Outputs, tokens: RealTokens | None) -> str:
         """Return the first module of which the last decoding step and a pass over whole rows differ.
 
         Args:
             scored: outputs of that pass.
-            tokens: those of the rows, which the pass may have computed as one row.
+            tokens: those that the pass computed as one row; None: it computed the rows.
         """
         for name, (kind, drawn) in self._outputs.items():
             of_rows = scored._outputs.get(name, (kind, drawn[:0]))[1]
-            if of_rows.shape[:2] == (1, len(tokens.places)):
+            if tokens is not None and of_rows.shape[:2] == (1, len(tokens.places)):
                 of_rows = tokens.spread(of_rows)
-            # The last drawn token was not read by generation.
-            if of_rows.shape[1:2] > (1,) and not torch.equal(drawn[:, -1], of_rows[:, -2]):
+            # The last drawn token was not read by generation; the output layer may have computed its targets alone.
+            if len(of_rows) == len(drawn) and of_rows.shape[1] > 1 and not torch.equal(drawn[:, -1], of_rows[:, -2]):
                 return f"{name} ({kind})"
         return "the log-probabilities, or in rows that are scored alone"
