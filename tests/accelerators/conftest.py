@@ -153,7 +153,8 @@ def decode_calls(monkeypatch) -> Counter[str]:
             return call
 
         calls = {name: counted(name) for name in ("pack", "linear", "decode")}
-        return SimpleNamespace(amx=functions.amx, lanes=functions.lanes, **calls)
+        others = {name: getattr(functions, name) for name in ("amx", "lanes", "heads_at_once", "rows_at_once")}
+        return SimpleNamespace(**calls, **others)
 
     monkeypatch.setattr(decode, "_functions", counting)
     return counts

@@ -153,9 +153,25 @@ def test_caches_that_cannot_be_written_to_are_left_to_the_layers(decode_calls, c
     torch.testing.assert_close(output, expected, rtol=0, atol=2**-6 * expected.abs().max().item())
 
 
+@torch.no_grad()
+def test_layer_without_positions_fails_as_before(decode_calls):
+    """decode.c would compute it without rotations."""
+    layer, hidden = model_of().model.layers[0], torch.randn(3, 1, 96, dtype=torch.bfloat16)
+    restore = decode.prepare(layer, True)
+    decode_calls.clear()
+    with pytest.raises(TypeError):
+        layer(hidden, **{cache_argument(layer): OneColumn()})
+    restore()
+    assert not decode_calls["decode"]
+
+
 def listened(model: Any) -> None:
     model.model.layers[0].mlp.down_proj.register_forward_hook(lambda module, inputs, output: output * 2)
     model.model.layers[1].self_attn.register_forward_pre_hook(lambda module, inputs: None)
+
+
+def observed(model: Any) -> None:
+    model.model.layers[1].register_forward_hook(lambda module, inputs, output: None)
 
 
 def another_forward(model: Any) -> None:
@@ -225,7 +241,8 @@ OBSTACLES: dict[str, tuple[dict[str, Any], Any, str]] = {
     "activation": ({"hidden_act": "tanh"}, None, "its activation is tanh"),
     "needs": ({"family": "opt", "do_layer_norm_before": False}, None, "its do_layer_norm_before is False"),
     "direction": ({}, both_directions, "its attention looks at later tokens"),
-    "hook": ({}, listened, "its parts have hooks"),
+    "hook": ({}, listened, "a layer or a part of it has hooks"),
+    "hook of a layer": ({}, observed, "a layer or a part of it has hooks"),
     "adapters": ({}, adapted, "it has a Linear of another library or class"),
     "mlp": ({}, other_mlp, "it has a MLP of another library or class"),
     "forward": ({}, another_forward, "its LlamaMLP has another forward pass"),

@@ -346,7 +346,8 @@ static inline __attribute__((always_inline)) void attend(const int count, const 
     }
     for (int head = 0; head < count; head++) {
         float *scores = room + head * width;
-        const float found = largest_of(most[head]), largest = found > -__FLT_MAX__ ? found : -__FLT_MAX__;
+        const float top = largest_of(most[head]);
+        const float largest = top > -__FLT_MAX__ ? top : -__FLT_MAX__; // exponentials of -inf alone are 0, not NaN
         vector total = all(0);
         for (long column = 0; column < columns; column += LANES) {
             const vector numbers = exponential(floats_at(scores + column) - largest);
@@ -546,4 +547,7 @@ void linear(const Linear *linear, const number *from, long rows, number *to, num
     threads.parallel(linear_share, &task, 0, 0);
 }
 
+// What the caller's memory depends on.
 int lanes(void) { return LANES; }
+int heads_at_once(void) { return TOGETHER; }
+int rows_at_once(void) { return ROWS; }

@@ -32,11 +32,8 @@ from accelerators.types import KernelImpl, Support
 DTYPES = {torch.float32: (), torch.bfloat16: (compiler.BF16,)}
 """Numbers that decode.c is compiled for, with the compiler's flags."""
 
-ROWS, TOGETHER = 16, 4
-"""Rows multiplied at a time, and heads computed at a time; as in decode.c."""
-
 MOST = 512
-"""Largest number of rows for products of `decode.c`. Prompts without AMX may have more: so many tokens at a time.
+"""Largest number of rows for products of `decode.c`. Without AMX, longer prompts are computed in parts of this size.
 On an Intel Xeon with AMX, oneDNN is faster for many rows: a weight [3072, 576] takes (decode.c, oneDNN), in us, 136
 and 281 for 16 rows, 229 and 395 for 64, 884 and 669 for 512."""
 
@@ -45,6 +42,9 @@ _CACHES = ("cache", "past_key_values", "layer_past")
 
 _UNUSUAL = ("encoder_hidden_states", "output_attentions")
 """Arguments of layers that decode.c knows nothing of, if they are given."""
+
+_NEEDED = ("position_embeddings", "alibi")
+"""Arguments without which decode.c computes no layer whose forward pass has them."""
 
 logger = logging.getLogger(__name__)
 
@@ -204,8 +204,10 @@ def _is_read(hidden: Tensor, dtype: torch.dtype) -> bool:
     )
 
 
-def _rounded_up(rows: int) -> int:
-    return -(-rows // ROWS) * ROWS
+def _in_blocks(rows: int, functions: ctypes.CDLL) -> int:
+    """Return rows, rounded up to those of whole blocks."""
+    block: int = functions.rows_at_once()
+    return -(-rows // block) * block
 
 
 class _Packed:
@@ -253,6 +255,7 @@ class _Stack:
     def __init__(self, family: Family, layers: Sequence[Any], parts: Sequence[Parts]) -> None:
         self._family, self._modules, self._plain = family, layers, [layer.forward for layer in layers]
         self._signature = inspect.signature(type(layers[0]).forward)
+        self._needed = [name for name in _NEEDED if name in self._signature.parameters]
         self._dtype = parts[0].weights["out"][0].dtype
         self._functions = _functions(self._dtype)
         self._packed: list[_Packed] = []
@@ -330,18 +333,20 @@ class _Stack:
         if (
             decode_buffers is None
             or any(named.get(name) is not None and named[name] is not False for name in _UNUSUAL)
+            or any(named.get(name) is None for name in self._needed)
             or any(module._forward_hooks or module._forward_pre_hooks for module in self._modules)
         ):
             return None
         positions = self._positions(start, named.get("position_embeddings"), rows, tokens)
         kept, place = decode_buffers(self._groups, self._size, self._dtype) or ([], 0)
-        if positions is None or not kept or not self._fits(kept, rows):
+        if not kept or not self._fits(kept, rows):
             return None
         columns = kept[0].shape[2]
         if not 0 <= place <= columns - tokens:
             return None
         masks = self._masks(named.get("attention_mask"), named.get("alibi"), rows, tokens, columns)
-        if isinstance(masks, str):
+        if positions is None or isinstance(masks, str):
+            _report(type(self._modules[0]).__name__, "its masks or positions are of an unknown form")
             return None
         return self._run(start, hidden.contiguous(), positions, masks, place)
 
@@ -382,12 +387,12 @@ class _Stack:
         rows, tokens, _ = hidden.shape
         output, first, end = torch.empty_like(hidden), self._kept[0], self._ends[start]
         at_once = max(1, MOST // tokens) if tokens > 1 else rows
-        most = _rounded_up(min(rows, at_once) * tokens)
+        most = _in_blocks(min(rows, at_once) * tokens, self._functions)
         width, columns = self._heads * self._size, first.shape[2]
         sizes = width + 2 * self._groups * self._size, self._hidden, max(width, self._hidden), self._inner, self._hidden
         qkv, sums, heads, inner, inputs = (hidden.new_empty(most * size) for size in sizes)
         threads = torch.get_num_threads()
-        scores = torch.empty(threads, TOGETHER, columns + self._functions.lanes(), dtype=torch.float32)
+        scores = torch.empty(threads, self._functions.heads_at_once(), columns + self._functions.lanes())
         shares = torch.empty(self._experts, most, dtype=torch.float32)
         order = torch.empty(threads, most if self._experts else 0, dtype=torch.int64)
         kept = ctypes.byref(self._pointers, 2 * start * ctypes.sizeof(_pointer))
@@ -450,10 +455,9 @@ class _Output:
             return plain
         input = input.contiguous()
         output = input.new_empty(*input.shape[:-1], self._packed.outputs)
-        blocks = input.new_empty(_rounded_up(rows) * self._packed.inputs)
-        _functions(self._dtype).linear(
-            *(ctypes.byref(self._linear), input.data_ptr(), rows, output.data_ptr(), blocks.data_ptr())
-        )
+        functions = _functions(self._dtype)
+        blocks = input.new_empty(_in_blocks(rows, functions) * self._packed.inputs)
+        functions.linear(ctypes.byref(self._linear), input.data_ptr(), rows, output.data_ptr(), blocks.data_ptr())
         return output
 
 

@@ -256,12 +256,12 @@ def read(family: Family, layer: Any) -> Parts | str:
 
 def _obstacle(family: Family, layer: Any) -> str:
     """Return why a layer is not what its family's name says; "" if it is."""
-    own = type(layer).__module__
-    if any(part._forward_hooks or part._forward_pre_hooks for part in layer.modules() if part is not layer):
-        return "its parts have hooks"
+    code = type(layer).__module__
+    if any(part._forward_hooks or part._forward_pre_hooks for part in layer.modules()):
+        return "a layer or a part of it has hooks"
     for part in _computing_parts(layer):
         kind = type(part).__module__
-        if kind != own and not kind.startswith(_OTHERS):
+        if kind != code and not kind.startswith(_OTHERS):
             return f"it has a {type(part).__name__} of another library or class"
         if replaced(part):
             return f"its {type(part).__name__} has another forward pass"
