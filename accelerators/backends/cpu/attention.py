@@ -1,7 +1,7 @@
 """The CPU's attention: products of matrices over a few rows of the batch at a time, so that scores stay in its caches.
 
-Heads that share keys are rows of one product, so no key is repeated in memory. Decoding, training and scoring use the
-same code, and torch's attention is used if it is faster: see `SQUARES`.
+Heads that share keys are rows of one product, so no key is repeated in memory. Training, scoring and decoding use this
+code, except for layers that `kernels/decode.c` computes. Torch's attention is used if it is faster: see `SQUARES`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PART = 2**21
 twice as long."""
 
 KEPT = 2
-"""Probabilities are saved for the backward pass up to this many keys per number of a head: they then take no more
+"""Probabilities are saved for the backward pass up to this multiple of a head's size in keys: they then take no more
 memory than query and output, and computing them again would add a quarter to the time of both passes."""
 
 _LACKING = ("s_aux", "sinks", "indices", "block_indices", "softcap")
@@ -227,7 +227,7 @@ def _faster_than_sdpa(accelerator: object) -> Support:
     return Support(
         True,
         f"products of matrices, faster than torch's attention up to {limits}; torch's beyond; "
-        "gets padded rows from models that compute real tokens alone",
+        "other layers of a model then need not compute padding",
     )
 
 

@@ -3,7 +3,7 @@
 #include "numbers.h"
 #include "threads.h"
 
-// RMSNorm (Zhang and Sennrich 2019) of numbers with that scale, rounded as transformers does; the result is not.
+// RMSNorm (Zhang and Sennrich 2019) of numbers with that scale, which transformers rounds before the weight.
 static inline vector normed(const number *from, float scale, const number *weight)
 {
     return rounded(load(from) * scale) * load(weight);

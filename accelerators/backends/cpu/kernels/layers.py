@@ -26,9 +26,6 @@ FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "
 SILU = ("silu", "swish")
 """Names of SiLU in transformers' configurations."""
 
-LANES = 16
-"""Sizes are multiples of this; as in bf16.h."""
-
 
 def part(module: nn.Module) -> str:
     """Return the role of a module in transformers' code of a family, e.g. "RMSNorm"; "" for other modules."""
@@ -76,7 +73,7 @@ def _mlp(self: Any, x: Tensor) -> Tensor:
 
 
 def _is_known(tensor: Tensor) -> bool:
-    return tensor.dtype == torch.bfloat16 and tensor.is_cpu and tensor.shape[-1] % LANES == 0
+    return tensor.dtype == torch.bfloat16 and tensor.is_cpu and tensor.shape[-1] % _functions().lanes() == 0
 
 
 @cache
@@ -108,8 +105,8 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
         hidden, weight, scales = ctx.saved_tensors
         gradient, size = gradient.contiguous(), hidden.shape[-1]
-        of_hidden, threads = torch.empty_like(hidden), compiler.torch_functions().omp_get_max_threads()
-        of_weight = hidden.new_zeros(threads, size, dtype=torch.float32)
+        of_hidden = torch.empty_like(hidden)
+        of_weight = hidden.new_zeros(torch.get_num_threads(), size, dtype=torch.float32)
         _functions().norm_backward(
             *(gradient.data_ptr(), hidden.data_ptr(), scales.data_ptr(), len(scales), size),
             *(weight.data_ptr(), of_hidden.data_ptr(), of_weight.data_ptr()),

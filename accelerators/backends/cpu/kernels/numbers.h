@@ -157,7 +157,7 @@ static inline float largest_of(vector numbers)
     return numbers[0];
 }
 
-static inline vector exponential(vector x) // relative error below 2e-7; 0 below -87
+static inline vector exponential(vector x) // relative error below 3e-7 from -1 to 0, 4e-6 elsewhere; 0 below -87
 {
     const vector lowest = all(-87.0f), highest = all(88.0f);
     const vector power = choose(x > highest, highest, larger(x, lowest)) * 1.44269504f; // NaN stays NaN
