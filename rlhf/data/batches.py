@@ -123,7 +123,7 @@ def collate_ppo(
     }
 
 
-class Part(NamedTuple):
+class MicroBatchRows(NamedTuple):
     """The rows of one micro-batch.
 
     Attributes:
@@ -220,9 +220,9 @@ class Batches(Generic[E]):
 
     def step(self, index: int) -> list[Batch]:
         """Return this rank's micro-batches of global batch `index`, counted from the start of the first epoch."""
-        return [self.collate(part.examples, part.real) for part in self.parts(index)]
+        return [self.collate(rows.examples, rows.real) for rows in self.micro_batches(index)]
 
-    def parts(self, index: int) -> list[Part]:
+    def micro_batches(self, index: int) -> list[MicroBatchRows]:
         """Return the rows of each of these micro-batches."""
         rows, size = [(number, self._examples[number]) for number in self.numbers(index)], self._micro_batch_size
         positions: Sequence[int] = self._share
@@ -231,12 +231,12 @@ class Batches(Generic[E]):
             positions = range(self._rank, self._batch_size, self._world_size)
         real = len(rows)
         rows += rows[-1:] * (self._batch_size - real)
-        parts = []
+        micro_batches = []
         for start in range(0, len(positions), size):
             places = positions[start : start + size]
             numbers = [rows[place][0] for place in places if place < real]
-            parts.append(Part([rows[place][1] for place in places], numbers))
-        return parts
+            micro_batches.append(MicroBatchRows([rows[place][1] for place in places], numbers))
+        return micro_batches
 
 
 def example_length(example: Demonstration | Pair) -> int:

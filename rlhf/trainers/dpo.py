@@ -31,6 +31,7 @@ from rlhf.losses.dpo import preference_losses, sequence_log_probs
 from rlhf.losses.log_probs import masked
 from rlhf.models.forward import completion_log_probs
 from rlhf.models.lora import without_adapters
+from rlhf.models.shape import ModelFlops, TextLengths
 from rlhf.reporting.progress import progress
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.greedy_samples import GreedySamples
@@ -84,6 +85,13 @@ class DPOTrainer(SupervisedTrainer):
         """Return a part of the mean loss over pairs, and the statistics of the pairs."""
         losses, sums = preference_sums(model, batch, self.context.config.dpo, self.context.observation)
         return losses / total.clamp_min(1), sums
+
+    def flops(self, texts: TextLengths, models: Sequence[ModelFlops]) -> float:
+        """Return the FLOPs of an update on these texts, and of a live reference's forward pass if there is one."""
+        if self.context.config.dpo.reference != "beside":
+            return super().flops(texts, models)
+        reference = models[1] if len(models) > 1 else replace(models[0], adapters=0)
+        return super().flops(texts, models) + reference.forward(texts)
 
     def average(self, sums: Metrics) -> Metrics:
         """Return the means of `preference_sums`."""

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.config.schema import EpochConfig, RewardConfig
-from rlhf.data.batches import Part, collate_reward, collate_sft, count_padding, digest_batches, example_length
+from rlhf.data.batches import (
+    MicroBatchRows,
+    collate_reward,
+    collate_sft,
+    count_padding,
+    digest_batches,
+    example_length,
+)
 from rlhf.data.examples import Demonstration, Pair
 from rlhf.data.stage_dataset import StageData
 from rlhf.engine import distributed
@@ -32,7 +38,7 @@ from rlhf.models.forward import (
     without_padding,
 )
 from rlhf.models.scalar_head import describe_loading
-from rlhf.models.shape import TextLengths
+from rlhf.models.shape import ModelFlops, TextLengths
 from rlhf.reporting.step_records import RankStep
 from rlhf.trainers.context import ModelLoader, StageContext
 from rlhf.trainers.greedy_samples import GreedySamples
@@ -113,14 +119,14 @@ class SupervisedTrainer:
     def step(self, index: int) -> Metrics:
         """Take one optimizer step on global batch `index`."""
         context, engine = self.context, self.engine
-        parts = self.batches.parts(index)
-        on_host = [self.batches.collate(part.examples, part.real) for part in parts]
+        micro_batches = self.batches.micro_batches(index)
+        on_host = [self.batches.collate(rows.examples, rows.real) for rows in micro_batches]
         self._step = RankStep(
-            [number for part in parts for number in part.numbers], digests={"rows": digest_batches(on_host)}
+            [number for rows in micro_batches for number in rows.numbers], digests={"rows": digest_batches(on_host)}
         )
         wrong = sum(
-            self.count_wrong_targets(batch, part.examples, part.real)
-            for batch, part in zip(on_host, parts, strict=True)
+            self.count_wrong_targets(batch, rows.examples, rows.real)
+            for batch, rows in zip(on_host, micro_batches, strict=True)
         )
         batches: Sequence[Batch] = [context.accelerator.to_device(batch) for batch in on_host]
         with context.phases("training"):
@@ -138,9 +144,10 @@ class SupervisedTrainer:
             sums.add(**text_sums(batch), **count_padding(batch))
         sums.add(wrong_targets=context.accelerator.to_device(torch.tensor(float(wrong))))
         totals = sums.read()
-        checks = {"wrong_targets": totals.pop("wrong_targets"), **self._count_rows(index, parts)}
+        checks = {"wrong_targets": totals.pop("wrong_targets"), **self._count_rows(index, micro_batches)}
         texts = TextLengths(*(totals.pop(f"read_{name}") for name in TextLengths._fields))
-        context.phases.count_work("training", tokens=texts.tokens, flops=self._flops(texts))
+        flops = None if context.model_flops is None else self.flops(texts, [*context.model_flops.values()])
+        context.phases.count_work("training", tokens=texts.tokens, flops=flops)
         share = padding_share({key: totals.pop(key) for key in ("present", "positions")})
         metrics = self.average(totals)
         if rescored:
@@ -148,12 +155,12 @@ class SupervisedTrainer:
             metrics["score_gap"] = max(gaps)
         return metrics | checks | rates | {"padding_share": share, "grad_norm": engine.grad_norm()}
 
-    def _count_rows(self, index: int, parts: Sequence[Part]) -> Metrics:
+    def _count_rows(self, index: int, micro_batches: Sequence[MicroBatchRows]) -> Metrics:
         """Count the rows of a step; return those repeated so far after the first step, an epoch, and the last step."""
         if index % self.epoch_steps == 0:
             self._row_counts.start_epoch()
-        for part in parts:
-            self._row_counts.add(part.numbers)
+        for rows in micro_batches:
+            self._row_counts.add(rows.numbers)
         ends = (index + 1) % self.epoch_steps == 0 or index + 1 == self.total_steps
         return self._row_counts.compare() if index == 0 or ends else {}
 
@@ -209,15 +216,14 @@ class SupervisedTrainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
 
-    def _flops(self, texts: TextLengths) -> float | None:
-        """Return the FLOPs of an update on these texts, and of a live reference's forward pass if there is one."""
-        context = self.context
-        if context.model_flops is None:
-            return None
-        trained, *frozen = context.model_flops.values()
-        live = context.directory.name == "dpo" and context.config.dpo.reference == "beside"
-        scored = frozen[0] if frozen else replace(trained, adapters=0)
-        return trained.update(texts) + (scored.forward(texts) if live else 0)
+    def flops(self, texts: TextLengths, models: Sequence[ModelFlops]) -> float:
+        """Return the FLOPs of an update on these texts.
+
+        Args:
+            texts: lengths of the texts.
+            models: the trained model, and those that only score.
+        """
+        return models[0].update(texts)
 
 
 def text_sums(batch: Batch) -> Batch:
