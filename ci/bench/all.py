@@ -1,4 +1,4 @@
-"""Run every benchmark that has a target, one after the other, and print one table of the results.
+"""Run every comparison with TRL and generate(), one after the other, and print one table of the results.
 
     bash ci/bench/setup_trl.sh                    once: create TRL's environments
     python ci/bench/all.py                        all rows of a CPU
