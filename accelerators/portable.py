@@ -78,9 +78,9 @@ def register_attention(
         attend: called as transformers calls attention: (module, query [B, H, T, D], key and value [B, G, S, D], mask
             [B, 1 or H, T, S] or None, with `scaling`, `dropout` and other features) -> ([B, T, H, D], None).
         lacking: features that some models pass and `attend` does not implement.
-        takes_real_tokens: models may compute the real tokens of a padded batch alone. `attend` still gets padded rows
-            of queries, keys and values, with 0 for padding, and its output of padding is dropped. That pays if copying
-            rows costs less than computing padding, and if other sizes in each batch cost nothing.
+        takes_real_tokens: models may compute the real tokens of a padded batch, and some padding, as one row. `attend`
+            still gets padded rows of queries, keys and values, with 0 for other padding, whose output is dropped. That
+            pays if copying rows costs less than computing padding, and if a few dozen sizes of batches cost nothing.
 
     Returns:
         `name`, as the factory of an `attention` returns it. A call with a lacking feature raises `AcceleratorError`,

@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 class RealTokens:
-    """The places of the N real tokens of a batch [B, T], row by row.
+    """The places of N tokens of a batch [B, T], row by row: all real ones, and perhaps some padding.
 
     Args:
-        mask: [B, T], not 0 for real tokens; at least one.
+        mask: [B, T], not 0 for these tokens; at least one.
     """
 
     ARGUMENT = "real_tokens"
@@ -24,7 +24,7 @@ class RealTokens:
         self.places = mask.flatten().nonzero().squeeze(1)
         """[N], their indices in the flattened batch."""
         self.numbers = (mask.flatten().ne(0).cumsum(0) - 1).clamp_min(0)
-        """[B * T], the number of each real token among them; of padding, that of a real token next to it."""
+        """[B * T], the number of each of them, from 0; of others, that of the one before, or 0."""
 
     def select(self, padded: Tensor) -> Tensor:
         """Return the numbers of real tokens: [B, T, ...] -> [1, N, ...]."""

@@ -39,7 +39,7 @@ LEAST_PADDING = 1 / 16
 """Smallest share of padding that is left out: copying rows for attention takes about 3 % of a training step."""
 
 COUNTS = ShapePolicy("bucketed", pad_to_multiple=16, first=16, growth=33 / 32, largest=1 << 20)
-"""The numbers of tokens that are computed alone. They are few, since libraries compile and keep products for each."""
+"""Numbers of tokens in the one row of a pass without padding: few, since libraries keep a product for each of them."""
 
 TOKENWISE = frozenset(
     (
@@ -69,7 +69,7 @@ TOKENWISE = frozenset(
         "starcoder2",
     )
 )
-"""Architectures of transformers in which only attention reads other tokens, and gets all arguments of a pass."""
+"""Architectures of transformers in which only attention reads other tokens, and the arguments of a pass reach it."""
 
 _is_plain: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 """True if the logits of a model are the output layer's result, unchanged; by the models examined so far."""
@@ -256,9 +256,9 @@ def model_inputs(model: Any, input_ids: Tensor, attention_mask: Tensor, cache: C
 
 
 def without_padding(model: Any, inputs: dict[str, Any], read: Tensor) -> tuple[dict[str, Any], RealTokens | None]:
-    """Return the inputs of a pass that computes some tokens of a batch alone, as one row, and these tokens.
+    """Return the inputs of a pass over the tokens of a batch as one row, without the padding, and these tokens.
 
-    Where that is impossible or does not pay, return `inputs` and None. It needs an architecture of `TOKENWISE` and an
+    If that is impossible or does not pay, return `inputs` and None. It needs an architecture of `TOKENWISE` and an
     attention that takes such a row, and pays from `LEAST_PADDING` on. Some padding fills their number up to the next of
     `COUNTS`.
 
@@ -350,8 +350,8 @@ def compute_log_probs(
     with contextlib.ExitStack() as stack:
         if places is not None:
             assert head is not None
-            more = (0, COUNTS.bucket(count) - count)
-            places, labels = nn.functional.pad(places, more), nn.functional.pad(labels, more)
+            padding = (0, COUNTS.bucket(count) - count)
+            places, labels = nn.functional.pad(places, padding), nn.functional.pad(labels, padding)
 
             def select(_: nn.Module, args: tuple[Tensor]) -> Tensor:  # [B, T, H] -> [1, N, H]
                 return args[0].flatten(0, -2).index_select(0, places).unsqueeze(0)

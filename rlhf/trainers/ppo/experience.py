@@ -43,7 +43,7 @@ class MicroBatch(NamedTuple):
         return tensor[:, max(start - self.prompt, 0) : start + self.completion]
 
     def positions(self, batch_rows: int) -> int:
-        """Return the tokens that a pass computes, padding included, if the batch has `batch_rows` rows."""
+        """Return the tokens of the rows, padding included, if the batch has `batch_rows` rows."""
         return (batch_rows if self.rows is None else len(self.rows)) * (self.prompt + self.completion)
 
 

@@ -99,7 +99,7 @@ def length_sums(rollout: Rollout, rows: Tensor) -> Batch:
 
 
 def padding_sums(rollout: Rollout) -> Batch:
-    """Return the positions that one model's scoring pass computes, and how many hold a token of a real row."""
+    """Return the positions of the rows that one model scores, and how many hold a token of a real row."""
     present = (rollout.attention_mask * rollout.row_mask.unsqueeze(1)).sum()
     computed = sum(micro_batch.positions(len(rollout.row_mask)) for micro_batch in rollout.micro_batches)
     return {"present": present, "positions": torch.full_like(present, computed)}
