@@ -382,7 +382,9 @@ IMPLEMENTATIONS = Check(
 )
 CONFORMANCE = Check("conformance", "no check of the conformance kit fails", check_conformance)
 ZERO = Check(
-    "zero", "ZeRO 0 to 3 of two ranks give the losses of one; LoRA changes every adapter and nothing else", check_zero
+    "zero",
+    "ZeRO 0 to 3 of several ranks give the losses of one; LoRA changes every adapter and nothing else",
+    check_zero,
 )
 RESUME = Check(
     "resume", "a checkpoint gives the same losses on this device, in its other modes, on the CPU", check_resume

@@ -157,8 +157,8 @@ class PPOConfig(TrainingConfig):
     )
     generation_weights: Literal["auto", "whole", "layerwise", "tensor_parallel"] = Field(
         "auto",
-        description="ZeRO-3's weights in rollouts: whole on each rank, layerwise (gathered layer by layer, slow), "
-        "tensor_parallel (split over ranks); auto: the first that fits in memory",
+        description="ZeRO-3's weights in rollouts: whole on each rank, tensor_parallel (split over ranks), "
+        "layerwise (gathered layer by layer, slow); auto: the first of them that fits in memory",
     )
     generation_exact: bool = Field(
         False,

@@ -71,7 +71,10 @@ class VLLMRollouts:
             RunError: vLLM ends, or does not answer in time.
         """
         if (folder / "adapter_config.json").is_file():
-            raise ModelError(f"{folder}: is an adapter, and vLLM starts from a whole model; write one: rlhf export")
+            raise ModelError(
+                f"{folder}: is an adapter, and vLLM starts from a whole model; merge it into its model with peft's "
+                "merge_and_unload, and save that"
+            )
         config = read_json(folder / "config.json")
         text = config.get("text_config", config)
         if "vocab_size" not in text:
