@@ -63,7 +63,7 @@ class DivergedError(RLHFError):
 
 
 class StepNotTakenError(DivergedError):
-    """The gradients of a step are not finite, so the weights are those before it.
+    """The gradients of an update are not finite, so it was not made; earlier updates of the same step were.
 
     Attributes:
         reason: what is not finite, and where.

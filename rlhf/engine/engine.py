@@ -270,6 +270,7 @@ class TrainingEngine:
 
     def apply(self) -> None:
         """Update the weights with the gradients of the last `step`, unless these are not finite."""
+        skipped = self.skipped
         if self._clips_itself:
             clip = self.accelerator.kernels.get("clip_grad_norm", required=True)
             trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
@@ -278,7 +279,6 @@ class TrainingEngine:
                 for parameter in trained:
                     parameter.grad = None
                 self.engine.skipped_steps += 1
-        skipped = self.skipped
         if self.precision.loss_scaling:
             self.overflows_always |= patches.step_at_lowest_scale(self.engine)
         else:

@@ -106,6 +106,7 @@ def take_step(
     """
     most, phase = context.config.alarms.skip_not_finite, context.phases.current
     before: dict[str, Any] = {}
+    updates = _count_updates(trainer)
     try:
         with measure_step(trainer, context, index) as metrics:
             before = trainer.state_dict() if most else {}
@@ -119,7 +120,9 @@ def take_step(
         context.left_out.append(done)
         context.phases.current = phase
         trainer.load_state_dict(before)
-        state = f"step {done} is left out ({len(context.left_out)} of at most {most}): {error.reason}"
+        made = [name for name, count in _count_updates(trainer).items() if count > updates[name]]
+        earlier = f", after updates of the {' and the '.join(made)} model" if made else ""
+        state = f"step {done} is left out{earlier} ({len(context.left_out)} of at most {most}): {error.reason}"
         line = f"{stage}: warning: {LEFT_OUT}: {state}"
         with console.loudly():
             context.say(line)
@@ -127,6 +130,11 @@ def take_step(
         return {}
     _record_contents(trainer, context, index + 1, metrics)
     return metrics
+
+
+def _count_updates(trainer: Trainer) -> dict[str, int]:
+    """Return the number of updates that were made of each model."""
+    return {name: engine.steps - engine.skipped for name, engine in trainer.engines.items()}
 
 
 def _record_contents(trainer: Trainer, context: StageContext, step: int, metrics: Metrics) -> None:

@@ -84,7 +84,7 @@ class Watch:
     def _look_at_output(self, model: str, path: str, layer: nn.Module, inputs: Any, output: Any) -> None:
         for tensor in _list_tensors(output):
             self.look_at(tensor, model, path, "output")
-            if tensor.requires_grad and self.origin is None:
+            if tensor.requires_grad:  # on every rank: backward passes of ZeRO-3 gather weights
                 tensor.register_hook(partial(self.look_at, model=model, layer=path, quantity="gradient"))
                 self.first = tensor if self.first is None else self.first
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rlhf.checkpoint.export import save_model
+from rlhf.engine.engine import NotFiniteError
 from rlhf.engine.fp32_weights import EMA
 from tests.engine.engines import (
     DECAY,
@@ -138,6 +139,16 @@ def test_average_is_saved_as_any_model_is(accelerator, zero_stage, lora, tokeniz
     expected = base + 16.0 / lora * up @ down
     torch.testing.assert_close(average[f"{name}.weight"].double(), expected, rtol=1e-6, atol=1e-8)
     assert not torch.allclose(model[f"{name}.weight"].double(), expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_update_that_is_not_finite_does_not_move_the_average(accelerator, zero_stage, precision):
+    engine, _ = followed(build(accelerator, zero_stage, precision), steps=2)
+    saved = [tensor.clone() for tensor in engine.ema.tensors]
+    with pytest.raises(NotFiniteError):
+        engine.step([IDS], scaled(float("nan")))
+    assert all(torch.equal(*pair) for pair in zip(engine.ema.tensors, saved))
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])

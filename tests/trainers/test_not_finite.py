@@ -28,7 +28,7 @@ from tests.trainers.test_ppo import scalar
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_update_with_wrong_gradients_is_not_made(accelerator, zero_stage, precision, value):
-    """And the next one is the same as without it: moments, the rate and the average have not moved."""
+    """And the next one is the same as without it: moments and the rate have not moved."""
     first, whole = (build(accelerator, zero_stage, precision) for _ in range(2))
     step(first)
     step(whole)
@@ -145,6 +145,16 @@ def test_left_out_step_changes_nothing_and_is_counted(ppo: Any, capsys: Any) -> 
         take_step(trainer, context, 1)
 
 
+def test_left_out_step_names_the_models_that_it_has_updated(ppo: Any, capsys: Any) -> None:
+    trainer = ppo("critic", 1)
+    context = replace(trainer.context, config=build_config({"alarms": {"skip_not_finite": 1}}))
+    weights = masters(trainer.actor)
+    assert take_step(trainer, context, 0) == {}
+    assert any(not torch.equal(tensor, weights[name]) for name, tensor in masters(trainer.actor).items())
+    line = "step 1 is left out, after updates of the actor model (1 of at most 1): the gradients of the critic model"
+    assert line in capsys.readouterr().out
+
+
 def test_number_of_left_out_steps_survives_a_restart(accelerator, recipe, tmp_path, monkeypatch):
     """A later process leaves out what the limit still allows, and the summary names all of them."""
     monkeypatch.setattr(loop, "explain_step", lambda *arguments: "somewhere")
@@ -201,6 +211,31 @@ with distributed.start_process_group(accelerators.select("cpu", environ={})) as 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_no_rank_takes_a_step_that_is_wrong_on_one(forks: Forks, precision: str) -> None:
     forks.ranks(2, TWO_RANKS.replace("PRECISION", precision))
+
+
+ONE_KNOWS = """
+import accelerators, torch
+from rlhf.engine import distributed
+from rlhf.engine.engine import NotFiniteError
+from rlhf.trainers.not_finite import Watch, _repeat_training
+from tests.engine.engines import IDS, build, loss
+with distributed.start_process_group(accelerators.select("cpu", environ={})) as accelerator:
+    rank = distributed.world().rank
+    engine = build(accelerator, 3, rows=2)
+    rows = {"input_ids": IDS.chunk(2)[rank]}
+    failed = NotFiniteError(engine, [rows], lambda model, rows: loss(model, rows["input_ids"]))
+    with Watch({"test": engine.module}) as watch:
+        watch.micro_batch = rows
+        if rank:
+            watch.look_at(torch.tensor([float("nan")]), "test", "a layer", "output")
+        _repeat_training(failed, watch)
+    assert (watch.origin is not None) == bool(rank)
+    assert distributed.all_gather_objects(rank) == [0, 1]
+"""
+
+
+def test_rank_that_has_found_the_origin_still_gathers_weights_for_the_others(forks: Forks) -> None:
+    forks.ranks(2, ONE_KNOWS)
 
 
 ONE_FAILS = """
