@@ -122,7 +122,9 @@ def _drawing(reading: Reading) -> str | None:
     if reading.config.ppo.rollout.staleness and reading.now != reading.first:  # of the weights before
         return None
     if reading.config.ppo.rollout.where:  # of another precision, perhaps; the hand-over has compared the weights
-        limit = _GAP_GROWTH * max(reading.now.get("handover_gap", 0.0), _MIN_GAP_LIMIT["fp32"])
+        if "handover_gap" not in reading.now:  # the rollout is a recorded one
+            return None
+        limit = _GAP_GROWTH * max(reading.now["handover_gap"], _MIN_GAP_LIMIT["fp32"])
         if gap > limit:
             return (
                 f"the rollout was not drawn from the weights that were handed over: the gap is {gap:.2g} nats per "

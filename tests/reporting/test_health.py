@@ -177,6 +177,15 @@ def test_invariants_are_judged_from_the_first_step_by_precision(
     assert [warning.rule.name for warning in warnings if warning.rule.is_invariant] == [*monitor.lines] == rules
 
 
+def test_gap_to_servers_is_judged_by_their_hand_over_alone() -> None:
+    """A recorded rollout has none."""
+    monitor = HealthMonitor(build_config({"ppo": {"rollout": {"where": ["http://a:1"]}}}), "ppo", precision="bf16")
+    assert monitor.judge_step(1, PPO | {"draw_gap": 0.012}) == []
+    assert monitor.judge_step(2, PPO | {"draw_gap": 0.012, "handover_gap": 0.011}) == []
+    (warning,) = monitor.judge_step(3, PPO | {"draw_gap": 0.06, "handover_gap": 0.011})
+    assert warning.rule.name == "drawing" and "handed over" in warning.state
+
+
 def test_any_gap_of_an_exact_run_breaks_an_invariant() -> None:
     monitor = HealthMonitor(build_config({"ppo": {"generation_exact": True}}), "ppo")
     assert monitor.judge_step(1, PPO | {"draw_gap": 0.0}) == []

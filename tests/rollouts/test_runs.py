@@ -338,6 +338,17 @@ def test_correction_weighs_what_a_server_in_bf16_has_drawn(
         assert record["correction_weight"] == pytest.approx(1, abs=0.02 if correction == "tis" else 1)
 
 
+@pytest.mark.slow
+def test_rounding_of_a_server_is_no_alarm_on_any_rank(rlhf: Any, begun: Path, serve: Any, tmp_path: Path) -> None:
+    """Each rank judges the numbers of its steps, so each must know the gap of the hand-over."""
+    run, server = (
+        copy(begun, tmp_path / "run"),
+        serve("--precision", "bf16") if native_bf16() else pytest.skip("no bf16"),
+    )
+    rlhf("ppo", "--output", run, "--ranks", 2, *sets(where(server), "alarms.stop=true"))
+    assert all(record["draw_gap"] > 1e-4 for record in steps(run))
+
+
 def test_token_without_weight_teaches_nothing(rlhf: Any, begun: Path, serve: Any, tmp_path: Path) -> None:
     server = Proxy(serve(), faulty_draws(jitter))
     norms = {}

@@ -79,6 +79,7 @@ class RolloutServers:
             context.exits.callback(server.close)  # a call must not hold up the end of the process
         self._probe = [list(row[:PROBE_TOKENS]) for row in prompts if len(row) > 1][:PROBE_ROWS]
         self._ledgers: list[Ledger] = []  # on rank 0
+        self._compared: Metrics = {}
 
     def _meet(self, server: RolloutServer) -> Ledger:
         """Check that a server has the trainer's model.
@@ -131,7 +132,7 @@ class RolloutServers:
             confirmed: dict[int, str] = {}
             if main:
                 confirmed = self._send(folder, here, is_first=self._version is None and not version[0])
-        confirmed = distributed.all_gather_objects(confirmed)[0]
+        confirmed, self._compared = distributed.all_gather_objects((confirmed, self._compare()))[0]
         for number, receipt in confirmed.items():
             self._servers[number].receipt = receipt
         self._usable, self._version = [self._servers[number] for number in confirmed], version
@@ -279,10 +280,14 @@ class RolloutServers:
     # --- records
 
     def metrics(self) -> Metrics:
-        """Return the numbers of the latest hand-over: those of the worst server."""
+        """Return the numbers of the latest hand-over, the same on all ranks: those of the worst server."""
+        return {"rollout_servers": float(len(self._usable)), **self._compared}
+
+    def _compare(self) -> Metrics:
+        """Return the worst numbers of the ledgers, which rank 0 has."""
         gaps = [ledger.gap for ledger in self._ledgers if ledger.gap is not None]
         slopes = [ledger.slope.value for ledger in self._ledgers if ledger.slope]
-        metrics: Metrics = {"rollout_servers": float(len(self._usable))}
+        metrics: Metrics = {}
         if gaps:
             metrics["handover_gap"] = max(gaps)
         if slopes:
