@@ -118,7 +118,7 @@ class DecodeState:
         # Column of the next token in `ids`, and column of the latest token in the cache.
         self.draw_column = torch.empty(1, dtype=torch.long, device=device)
         self.cache_column = torch.empty(1, dtype=torch.long, device=device)
-        self.step_count = 0
+        self.step_count, self.copies = 0, 1
         if not self.cache.can_narrow:
             widths = widths[-1:]
         self.prompt_width = prompt_length if self.cache.can_narrow else columns
@@ -143,7 +143,7 @@ class DecodeState:
     def start(self, prompts: PromptBatch) -> None:
         """Reset the buffers, read the prompts, each once, and draw the first token."""
         rows, prompt_length = prompts.ids.shape
-        copies = prompts.copies if self.cache.can_drop_rows else 1
+        self.copies = copies = prompts.copies if self.cache.can_drop_rows else 1
         self.rows, self.step_count = rows, 0
         self.order.copy_(torch.arange(rows, device=self.order.device))
         self.attention_mask[:, :prompt_length] = prompts.mask

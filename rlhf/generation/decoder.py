@@ -65,6 +65,7 @@ class Decoder:
         random: the generator of random numbers, on the host; all ranks must seed it alike.
         forced: the ids to draw in the next calls, [B, A] on the host, instead of sampled ones; None: ids are sampled.
         steps: the decoding steps of the latest call, in all of its batches; each adds a token to every row.
+        copies: completions for which the latest call read a prompt once.
         is_interrupted: another thread may set it; the call that generates then ends with `DecodingInterrupted`.
     """
 
@@ -103,7 +104,7 @@ class Decoder:
         self.random = torch.Generator(accelerator.host_device())
         self.forced: Tensor | None = None
         self._capture: Capture | None = accelerator.capture if self.rank_group.can_capture else None
-        self.steps = 0
+        self.steps, self.copies = 0, 1
         self.is_interrupted = False
         self._states: list[DecodeState] = []
         self._seen_shapes: set[torch.Size] = set()
@@ -274,6 +275,7 @@ class Decoder:
         finally:
             state.cache.reset()
         self.steps += state.step_count
+        self.copies = state.copies
         length = self.shapes.length(state.step_count, self.max_new_tokens)
         return tuple(self.rank_group.select_own(tensor)[:, :length].clone() for tensor in state.drawn())
 

@@ -207,6 +207,8 @@ def _resolve_group_size(model: Any, ppo: PPOConfig, ranks: int) -> int:
     obstacle = next(iter(obstacles.values()), "a machine with one rank cannot split a model")
     if ppo.tensor_parallel and (possible := [size for size in sizes if not find_split_obstacle(model, size)]):
         raise ConfigError(f"ppo.tensor_parallel: {obstacle}; use {possible[0]}")
+    if ppo.tensor_parallel:
+        raise ConfigError(f"ppo.tensor_parallel: {obstacle}; remove it, and set ppo.generation_weights=layerwise")
     raise ConfigError(f"ppo.generation_weights: {obstacle}; use layerwise, or whole if a device has memory for it")
 
 

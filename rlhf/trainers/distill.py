@@ -122,7 +122,8 @@ class DistillTrainer:
         prompts = self.accelerator.to_device(own)
         with context.phases("generation"):
             rollout = self.draw(prompts)
-            self.policy.finish_rollout()
+            if not self.given:
+                self.policy.count_steps()
         self._contents.rollout = rollout
         report_rollout(context.observation, rollout, "student")
         with context.phases("scoring"):

@@ -108,6 +108,7 @@ def test_prompt_of_several_completions_is_read_once(accelerator, name, shapes):
     for _ in range(2):  # the second one uses the first one's buffers again, if shapes are static
         decode.random.manual_seed(5)
         drawn = decode.generate(model, *repeated, SamplingConfig(), copies)
+        assert decode.copies == copies
     hook.remove()
     assert [shape[0] for shape in read if shape[1] == 6] == [3, 3]
     numbers = torch.rand(length, 12, generator=torch.Generator().manual_seed(5))
@@ -120,6 +121,9 @@ def test_prompt_of_several_completions_is_read_once(accelerator, name, shapes):
             near = (sums - numbers[place, row]).abs().min() < 1e-5
             assert near or token == torch.searchsorted(sums, numbers[place, row].double(), right=True)
             text.append(token)
+    decode.batch_size = 9  # two batches of 6, which is no multiple of 4
+    decode.generate(model, *repeated, SamplingConfig(), copies)
+    assert decode.copies == 1
 
 
 def test_row_ends_with_its_end_token_and_padding_follows(accelerator):

@@ -82,7 +82,8 @@ def test_settings_that_do():
             lambda: llama(60),
             3,
             {"tensor_parallel": 3},
-            f"ppo.generation_weights: 4 heads cannot be divided among 3 ranks; {LAYERWISE}",
+            "ppo.tensor_parallel: 4 heads cannot be divided among 3 ranks; remove it, and set "
+            "ppo.generation_weights=layerwise",
         ),
         (
             lambda: llama(60, intermediate_size=49),

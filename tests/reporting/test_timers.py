@@ -131,7 +131,8 @@ def test_phases_of_a_ppo_step_count_real_rows_only(accelerator):
     }
     forward = actor.forward(policy) + scalar.forward(values)
     context.config = build_config({"ppo": {"batch_size": 4}})
-    record_arithmetic(context, totals, 1, reused=True)
+    record_arithmetic(context, totals, 1, reused=True, copies=None)
+    assert recorded["generation"] == {"tokens": 5, "flops": 0}  # drawn elsewhere
     assert recorded["training"] == {"tokens": 9, "flops": actor.update(policy) + scalar.update(values) - forward}
 
 

@@ -25,7 +25,7 @@ OURS = re.compile(
 def assert_ours(done: subprocess.CompletedProcess[str]) -> None:
     """Every line is one of ours; after the samples of PPO the closing table and its samples follow."""
     assert done.returncode == 0
-    assert done.stderr == ""
+    assert re.fullmatch(r"(rlhf: note: .* not computed in C: a size is no multiple of \d+\n)?", done.stderr)
     before, table = re.split(r"\n(?= +before +after\n)", done.stdout)
     assert [line for line in before.splitlines() if not OURS.fullmatch(line)] == []
     assert "before" in table.splitlines()[0]

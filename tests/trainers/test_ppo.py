@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from accelerators import Memory
 from tests.families.table import BY_NAME
 from tests.families.table import build as architecture
 from tests.helpers import llama
@@ -45,6 +46,17 @@ def build(accelerator, recipe, tokenizer, tmp_path):
         return build_ppo(accelerator, tmp_path, recipe, tokenizer, models, **options, **changes)
 
     return ppo
+
+
+@pytest.mark.parametrize(("total", "is_kept"), [(1, False), (1 << 40, True)])
+def test_evaluation_scores_without_large_caches(build, monkeypatch, total, is_kept):
+    """As a rollout does: the plan counts no cache while completions are scored."""
+    ppo, seen = build(llama), []
+    monkeypatch.setattr(ppo.accelerator, "memory", lambda: Memory(0, 0, total=total))
+    ppo.reward.register_forward_hook(lambda *call: seen.append(bool(ppo.decoder._states)))
+    ppo.evaluate("before")
+    ppo.step(0)
+    assert len(seen) > 1 and set(seen) == {is_kept}
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2, "dropout": 0.5}])

@@ -198,6 +198,7 @@ def record_arithmetic(
     updates: float,
     pretraining: TextLengths | None = None,
     *,
+    copies: int | None = 1,
     reused: bool = False,
 ) -> None:
     """Record the tokens and FLOPs of a step's phases in `context.phases`.
@@ -205,6 +206,7 @@ def record_arithmetic(
     Args:
         sums: those of `rollout_sums`, over all ranks.
         pretraining: raw text of each update, in addition to the rollout's.
+        copies: completions for which a prompt was read once; None: another process drew the rollout.
         reused: the update differentiates the passes that scored policy and critic, and makes no other passes.
     """
     settings, model_flops = context.config.ppo, context.model_flops
@@ -222,9 +224,7 @@ def record_arithmetic(
         updated = sum(trained.values()) - (sum(scored[name] for name in trained) if reused else 0)
         prompts = TextLengths(sums["prompt_tokens"], sums["prompt_squares"], 0)
         flops = {
-            "generation": actor.forward(
-                generation_lengths(sums["rows"], prompts, texts, copies=settings.method.group_size)
-            ),
+            "generation": actor.forward(generation_lengths(sums["rows"], prompts, texts, copies)) if copies else 0,
             "scoring": sum(scored.values()),
             "training": passes * updated + updates * actor.update(raw_text),
         }

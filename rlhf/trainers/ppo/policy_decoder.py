@@ -82,6 +82,7 @@ class PolicyDecoder:
             completions = decoder.generate(model, ids, mask, self._sampling, copies)
             if self._engine.zero_stage == 3:  # the next gather may use other addresses, which a recorded step cannot
                 decoder.release()
+        decoder.release_if_large()
         self._context.accelerator.step_boundary("rollout/end")
         return self.join(prompts, completions)
 
@@ -102,9 +103,8 @@ class PolicyDecoder:
             log_probs=completions.log_probs,
         )
 
-    def finish_rollout(self) -> None:
-        """Free large buffers before training, and count the steps of decoding."""
-        self.decoder.release_if_large()
+    def count_steps(self) -> None:
+        """Count the steps of the latest `generate` as those of the phase `generation`."""
         if self.decoder.steps:
             phases = self._context.phases
             phases.count_decode_steps("generation", self.decoder.steps, step_bytes=self._step_bytes)

@@ -224,7 +224,8 @@ class PPOTrainer:
         checks = self._check_first_step(reward_fn is None) if index == 0 else {}
         totals = sums.read()
         raw_text = self.pretraining.texts if self.pretraining else None
-        record_arithmetic(self.context, totals, updates, raw_text, reused=self._reuses_passes)
+        copies = None if self.servers or self.given else self.decoder.copies
+        record_arithmetic(self.context, totals, updates, raw_text, reused=self._reuses_passes, copies=copies)
         metrics = rollout_means(totals) | draw_means(totals)
         metrics |= {key: totals[key] / updates for key in _UPDATE_METRICS if key in totals}
         metrics |= {"update_gap": totals["update_gap"]} if "update_gap" in totals else {}
@@ -278,7 +279,8 @@ class PPOTrainer:
         """Draw and score completions of step `index`'s `prompts`, and estimate advantages; add metrics to `sums`."""
         with self.context.phases("generation"):
             rollout = self.draw(prompts, index)
-            self.policy.finish_rollout()
+            if not self.given:
+                self.policy.count_steps()
         report_rollout(self.context.observation, rollout)
         with self.context.phases("scoring"):
             scores = self.score(rollout, examples, reward_fn, for_update=self._reuses_passes)
