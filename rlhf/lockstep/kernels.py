@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import optimizer as hooks
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from accelerators import RealTokens
 from rlhf.lockstep.places import find_line
 from rlhf.lockstep.rounding import SPREAD, unit
 from rlhf.lockstep.truth import HOST
@@ -47,10 +48,17 @@ def _judged_attention(name: str, attend: Callable[..., Any], blame: Blame) -> Ca
         if not options.get("dropout") and options.get("s_aux") is None:
             is_causal = options.get("is_causal")
             is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            tokens: RealTokens | None = options.get(RealTokens.ARGUMENT)
+            outputs = result[0]
             with torch.no_grad():
+                if tokens is not None:  # the mask is that of padded rows
+                    heads = (tokens.spread(part.transpose(1, 2)).transpose(1, 2) for part in (query, key, value))
+                    (query, key, value), outputs = heads, tokens.spread(outputs)
                 inputs = _host(query), _host(key), _host(value), _host(mask)
                 truth, seen = attend_exactly(*inputs, is_causal, options.get("scaling"))
-                _compare_attention(name, _host(result[0]), truth, seen, query, blame)
+                if tokens is not None:
+                    seen &= _host(tokens.spread(torch.ones_like(result[0]))[..., :1]) > 0
+                _compare_attention(name, _host(outputs), truth, seen, query, blame)
         return result
 
     return judged

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from accelerators import RealTokens, register_attention
 from rlhf.lockstep.kernels import attend_exactly, judge_kernels, update_exactly
 
 Blamed = list[tuple[Any, ...]]
@@ -53,6 +54,19 @@ def test_attention_without_its_mask_is_blamed(
     with judge_kernels({"mine"}, lambda *fault: blamed.append(fault)):
         ALL_ATTENTION_FUNCTIONS["mine"](None, *inputs, left_padded())
     assert [fault[0] for fault in blamed] == (["attention (mine)"] if drop else [])
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_attention_of_real_tokens_is_judged_in_the_rows_of_its_mask(
+    inputs: tuple[torch.Tensor, ...], drop: bool
+) -> None:
+    name = register_attention(f"of-real-tokens-{drop}", attend(drop), takes_real_tokens=True)
+    tokens = RealTokens(torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]]))
+    heads = [tokens.select(part.transpose(1, 2)).transpose(1, 2) for part in inputs]
+    blamed: Blamed = []
+    with judge_kernels({name}, lambda *fault: blamed.append(fault)):
+        ALL_ATTENTION_FUNCTIONS[name](None, *heads, left_padded(), real_tokens=tokens)
+    assert [fault[0] for fault in blamed] == ([f"attention ({name})"] if drop else [])
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
