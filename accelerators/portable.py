@@ -101,7 +101,7 @@ def register_attention(
                 raise AcceleratorError(f"attention {name}: it does not support {feature}; use a model without it")
         tokens = features.pop(RealTokens.ARGUMENT, None)
         if tokens is not None:
-            query, key, value = (tokens.spread(heads.transpose(1, 2)).transpose(1, 2) for heads in (query, key, value))
+            query, key, value = map(tokens.spread_heads, (query, key, value))
         result = attend(module, query, key, value, *args, **features)
         # Once for passes and once for decoding, because this is called for each layer of each step. In compiled code
         # the check costs nothing, and a set that it changes would cause a second compilation.

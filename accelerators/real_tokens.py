@@ -34,3 +34,7 @@ class RealTokens:
         """Return rows of the batch, with 0 for padding: [1, N, ...] -> [B, T, ...]."""
         rows = tokens.new_zeros(self.numbers.numel(), *tokens.shape[2:]).index_copy(0, self.places, tokens[0])
         return rows.view(*self.shape, *tokens.shape[2:])
+
+    def spread_heads(self, heads: Tensor) -> Tensor:
+        """Return queries, keys or values as rows of the batch, with 0 for padding: [1, H, N, D] -> [B, H, T, D]."""
+        return self.spread(heads.transpose(1, 2)).transpose(1, 2)

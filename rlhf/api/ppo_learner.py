@@ -159,7 +159,6 @@ class PPOLearner:
             replies: list[str] = []
             for place, batch in self._texts.batches(examples):
                 replies += self._texts.completions(self.trainer.generate(batch))[: len(examples[place])]
-            self.trainer.decoder.release_if_large()
             return replies
 
     @overload

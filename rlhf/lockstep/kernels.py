@@ -49,16 +49,15 @@ def _judged_attention(name: str, attend: Callable[..., Any], blame: Blame) -> Ca
             is_causal = options.get("is_causal")
             is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
             tokens: RealTokens | None = options.get(RealTokens.ARGUMENT)
-            outputs = result[0]
+            output, real = result[0], True
             with torch.no_grad():
                 if tokens is not None:  # the mask is that of padded rows
-                    heads = (tokens.spread(part.transpose(1, 2)).transpose(1, 2) for part in (query, key, value))
-                    (query, key, value), outputs = heads, tokens.spread(outputs)
+                    query, key, value = map(tokens.spread_heads, (query, key, value))
+                    real = _host(tokens.spread(torch.ones_like(output[..., :1]))) > 0
+                    output = tokens.spread(output)
                 inputs = _host(query), _host(key), _host(value), _host(mask)
                 truth, seen = attend_exactly(*inputs, is_causal, options.get("scaling"))
-                if tokens is not None:
-                    seen &= _host(tokens.spread(torch.ones_like(result[0]))[..., :1]) > 0
-                _compare_attention(name, _host(outputs), truth, seen, query, blame)
+                _compare_attention(name, _host(output), truth, seen & real, query, blame)
         return result
 
     return judged

@@ -90,8 +90,7 @@ class Watch:
 
     def look_at(self, tensor: Tensor, model: str, layer: str, quantity: str) -> None:
         """Remember where a tensor comes from if it is the first that is not finite."""
-        wrong = ~torch.isfinite(tensor.detach())
-        if self.origin is not None or not wrong.any():
+        if self.origin is not None or not (wrong := ~torch.isfinite(tensor.detach())).any():
             return
         count = len(_get(self.micro_batch, "input_ids"))
         rows: list[int] = list(range(count))

@@ -30,7 +30,7 @@ PART = 2**21
 twice as long."""
 
 KEPT = 2
-"""Probabilities are saved for the backward pass up to this multiple of a head's size in keys: they then take no more
+"""Probabilities are saved for the backward pass up to this many keys for each number of a head. They then take no more
 memory than query and output, and computing them again would add a quarter to the time of both passes."""
 
 _LACKING = ("s_aux", "sinks", "indices", "block_indices", "softcap")

@@ -44,7 +44,7 @@ _UNUSUAL = ("encoder_hidden_states", "output_attentions")
 """Arguments of layers that decode.c knows nothing of, if they are given."""
 
 _NEEDED = ("position_embeddings", "alibi")
-"""Arguments without which decode.c computes no layer whose forward pass has them."""
+"""Arguments of layers: one whose forward pass takes them is computed by decode.c only if they are given."""
 
 logger = logging.getLogger(__name__)
 
