@@ -61,7 +61,9 @@ def test_attention_of_real_tokens_is_judged_in_the_rows_of_its_mask(
     inputs: tuple[torch.Tensor, ...], drop: bool
 ) -> None:
     name = register_attention(f"of-real-tokens-{drop}", attend(drop), takes_real_tokens=True)
-    tokens = RealTokens(torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]]))
+    tokens = RealTokens(
+        torch.tensor([[1, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1]])
+    )  # and the last token of a row is padding
     heads = [tokens.select(part.transpose(1, 2)).transpose(1, 2) for part in inputs]
     blamed: Blamed = []
     with judge_kernels({name}, lambda *fault: blamed.append(fault)):

@@ -21,6 +21,7 @@ import pytest
 
 from accelerators.backends.cpu.info import native_bf16
 from rlhf.reporting.step_records import read_steps
+from tests.forks import Forks
 from tests.helpers import assert_same_weights, llama, sets, start, user_environment
 from tests.serving.processes import Server
 from tests.trainers.test_keys import RECORDS, table
@@ -338,9 +339,35 @@ def test_correction_weighs_what_a_server_in_bf16_has_drawn(
         assert record["correction_weight"] == pytest.approx(1, abs=0.02 if correction == "tis" else 1)
 
 
+TWO_RANKS = """
+import accelerators, numpy
+from pathlib import Path
+from types import SimpleNamespace
+from rlhf.engine import distributed
+from rlhf.trainers.ppo import rollout_servers
+with distributed.start_process_group(accelerators.select("cpu", environ={})):
+    is_main = distributed.world().is_main
+    servers = object.__new__(rollout_servers.RolloutServers)
+    vars(servers).update(
+        _drawing=None, _version=(0, 0), _failures=[], _lost=[], _usable=[], _compared={}, _engine=None,
+        _servers=[SimpleNamespace(receipt="")], _sends_adapter=True, _report=lambda lines: None,
+        _ledgers=[SimpleNamespace(gap=0.01, slope=SimpleNamespace(value=0.9))] if is_main else [],
+        _context=SimpleNamespace(directory=SimpleNamespace(path=Path.cwd())),
+        _score_probe=lambda: numpy.zeros(1), _send=lambda *given, **options: {0: "receipt"},
+    )
+    rollout_servers.save_adapter = lambda *given: None
+    servers.hand_over((1, 1))
+    assert servers.metrics() == {"rollout_servers": 1, "handover_gap": 0.01, "handover_slope": 0.9}, servers.metrics()
+"""
+
+
+def test_all_ranks_know_the_gap_of_a_hand_over(forks: Forks) -> None:
+    """Each judges the numbers of its steps; only rank 0 compares the answers of servers."""
+    forks.ranks(2, TWO_RANKS)
+
+
 @pytest.mark.slow
 def test_rounding_of_a_server_is_no_alarm_on_any_rank(rlhf: Any, begun: Path, serve: Any, tmp_path: Path) -> None:
-    """Each rank judges the numbers of its steps, so each must know the gap of the hand-over."""
     run, server = (
         copy(begun, tmp_path / "run"),
         serve("--precision", "bf16") if native_bf16() else pytest.skip("no bf16"),
