@@ -32,6 +32,7 @@ STAGES = ("sft", "reward", "dpo")
 SHAPES = ("--shape smollm2-360m --apart", "--shape smollm2-1.7b --lora 8 --apart")
 ROWS = (
     f"ppo_step.py {SHORT}",
+    "rollout.py --prompt 128 --completion 1 --batch 16",
     f"rollout.py {SHORT} --batch 16",
     f"rollout.py {SHORT} --batch 64",
     f"rollout.py {LONG} --batch 16",

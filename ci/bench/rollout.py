@@ -2,6 +2,7 @@
 
     python ci/bench/rollout.py                                              135M, batch 16, 16 + 32 tokens
     python ci/bench/rollout.py --prompt 128 --completion 128 --batch 64
+    python ci/bench/rollout.py --prompt 128 --completion 1                  prefill: one token, drawn after the prompt
     python ci/bench/rollout.py --prompt 128 --batch 64 --copies 8           as GRPO draws: eight rows of each prompt
     python ci/bench/rollout.py --compiled                                   also try torch.compile for generate()
     python ci/bench/rollout.py --accelerator cuda --shape llama-2-7b --prompt 256 --completion 256
@@ -32,10 +33,9 @@ from random_models import make
 SHAPE = "smollm2-135m"
 OURS, GENERATE = "ours", "generate()"
 SIZES = ((16, 32), (128, 128))
-# Targets: the speedup over generate() on a CPU and on a GPU, and the share of the machine's limit: with 16 rows or
-# fewer on a CPU the weights' bytes decide, with more rows the operations.
-SPEED, ON_GPU = 3.0, 7.1
-SHARE_OF_BYTES, SHARE = 0.75, 0.6
+# Targets: the speedup over generate(), and the share of the machine's limit: by rows, and of one token, the prefill.
+SPEED, SHARES, PREFILL_SHARE = 3.0, {16: 0.75, 64: 0.6}, 0.6
+SPEED_ON_GPU, SHARE_ON_GPU = 7.1, 0.6
 UNCOMPILED = "torch.compile was not tried: generate() does not compile on a CPU by default; --compiled tries it"
 
 
@@ -107,16 +107,9 @@ def rows(sides: dict[str, Any], limit: float, arguments: argparse.Namespace) -> 
     """Return the rows: time against generate(), and against the machine's limit."""
     what = f"rollout, {arguments.shape}, {arguments.batch} x ({arguments.prompt} + {arguments.completion})"
     what += f", {arguments.copies} of each prompt" if arguments.copies > 1 else ""
-    on_cpu = arguments.accelerator == "cpu"
-    sizes = (arguments.prompt, arguments.completion)
-    is_usual = arguments.batch in (16, 64) and sizes in SIZES and arguments.copies == 1
-    target_on_cpu = on_cpu and arguments.shape == SHAPE and is_usual
-    target_on_gpu = not on_cpu and arguments.shape == "llama-2-7b"
-    target = SPEED if target_on_cpu else ON_GPU if target_on_gpu else None
+    speed, share = targets(arguments)
     ours, baseline = (sides[name]["median_seconds"] for name in (OURS, GENERATE))
-    by_bytes = on_cpu and arguments.batch <= 16
-    share = (SHARE_OF_BYTES if by_bytes else SHARE) if target_on_cpu or target_on_gpu else None
-    against = report.row(f"{what}, against generate()", ours=ours, baseline=baseline, unit="s", target=target)
+    against = report.row(f"{what}, against generate()", ours=ours, baseline=baseline, unit="s", target=speed)
     if arguments.copies > 1:  # the limit is for prompts that are all read
         return [against]
     return [
@@ -125,20 +118,33 @@ def rows(sides: dict[str, Any], limit: float, arguments: argparse.Namespace) -> 
     ]
 
 
+def targets(arguments: argparse.Namespace) -> tuple[float | None, float | None]:
+    """Return the targets for the speedup over generate() and for the share of the limit; None if there is none."""
+    if arguments.accelerator != "cpu":
+        return (SPEED_ON_GPU, SHARE_ON_GPU) if arguments.shape == "llama-2-7b" else (None, None)
+    if arguments.shape != SHAPE or arguments.copies > 1 or arguments.batch not in SHARES:
+        return None, None
+    if arguments.completion == 1:
+        return None, PREFILL_SHARE
+    return (SPEED, SHARES[arguments.batch]) if (arguments.prompt, arguments.completion) in SIZES else (None, None)
+
+
 def explain_limit(limit: dict[str, Any], facts: dict[str, Any], speed: dict[str, float]) -> str:
     """Return lines on the arithmetic of the limit and on the settings of generate() that were tried."""
     prefill, step, steps = limit["prefill"], limit["decode_step"], limit["decode_steps"]
     tried = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in facts["tried"].items())
-    return "\n".join(
-        [
-            f"generate(): {facts['setting']}, the fastest of: {tried}",
-            f"limit: {speed['bytes_per_second'] / 1e9:.1f} GB/s, {speed['flops_per_second'] / 1e12:.3f} TFLOP/s",
-            f"  prefill: {prefill['bytes'] / 1e9:.3f} GB, {prefill['flops'] / 1e9:.1f} GFLOP: {prefill['seconds']} s",
+    lines = [
+        f"generate(): {facts['setting']}, the fastest of: {tried}",
+        f"limit: {speed['bytes_per_second'] / 1e9:.1f} GB/s, {speed['flops_per_second'] / 1e12:.3f} TFLOP/s",
+        f"  prefill: {prefill['bytes'] / 1e9:.3f} GB, {prefill['flops'] / 1e9:.1f} GFLOP: {prefill['seconds']} s",
+    ]
+    if steps["count"]:
+        lines += [
             f"  decode step, {step['which']}: {step['bytes'] / 1e9:.3f} GB: {1e3 * step['seconds_for_bytes']:.2f} ms; "
             f"{step['flops'] / 1e9:.2f} GFLOP: {1e3 * step['seconds_for_flops']:.2f} ms",
             f"  all {steps['count']} decode steps: {steps['seconds']} s; with the prefill: {limit['seconds']} s",
         ]
-    )
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -61,9 +61,8 @@ def test_attention_of_real_tokens_is_judged_in_the_rows_of_its_mask(
     inputs: tuple[torch.Tensor, ...], drop: bool
 ) -> None:
     name = register_attention(f"of-real-tokens-{drop}", attend(drop), takes_real_tokens=True)
-    tokens = RealTokens(
-        torch.tensor([[1, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1]])
-    )  # and the last token of a row is padding
+    # left_padded() pads the second row's start; here the first row's end is padding too.
+    tokens = RealTokens(torch.tensor([[1, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1]]))
     heads = [tokens.select(part.transpose(1, 2)).transpose(1, 2) for part in inputs]
     blamed: Blamed = []
     with judge_kernels({name}, lambda *fault: blamed.append(fault)):
