@@ -33,7 +33,7 @@ from random_models import make
 SHAPE = "smollm2-135m"
 OURS, GENERATE = "ours", "generate()"
 SIZES = ((16, 32), (128, 128))
-# Targets: the speedup over generate(), and the share of the machine's limit: by rows, and of one token, the prefill.
+# Targets: the speedup over generate(), and the share of the machine's limit: of a rollout, by its rows; of a prefill.
 SPEED, SHARES, PREFILL_SHARE = 3.0, {16: 0.75, 64: 0.6}, 0.6
 SPEED_ON_GPU, SHARE_ON_GPU = 7.1, 0.6
 UNCOMPILED = "torch.compile was not tried: generate() does not compile on a CPU by default; --compiled tries it"

@@ -13,7 +13,8 @@ from tests.forks import Forks
 from tests.helpers import user_environment
 
 # The process forks at every STEP-th import after the first; the child gets the signal there and continues. It does not
-# fork once torch.distributed has threads, which a child would wait for at its end: the last signal is to itself.
+# fork once torch.distributed has threads, because a child would wait for them when it ends. So the process sends the
+# last signal to itself.
 SCRIPT = """
 import json, os, signal, sys, threading
 number, step, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]

@@ -30,8 +30,8 @@ PART = 2**21
 twice as long."""
 
 KEPT = 2
-"""Probabilities are saved for the backward pass up to this many keys for each number of a head. They then take no more
-memory than query and output, and computing them again would add a quarter to the time of both passes."""
+"""Probabilities are saved for the backward pass if a row has at most this many keys per dimension of a head. They then
+take no more memory than query and output, and computing them again would add a quarter to the time of both passes."""
 
 _LACKING = ("s_aux", "sinks", "indices", "block_indices", "softcap")
 """Features that transformers may pass to an attention implementation and this one lacks."""

@@ -44,7 +44,7 @@ _UNUSUAL = ("encoder_hidden_states", "output_attentions")
 """Arguments of layers that decode.c knows nothing of, if they are given."""
 
 _NEEDED = ("position_embeddings", "alibi")
-"""Arguments of layers: one whose forward pass takes them is computed by decode.c only if they are given."""
+"""If the forward pass of a layer takes one of these arguments, decode.c computes the layer only if a call passes it."""
 
 logger = logging.getLogger(__name__)
 
