@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from accelerators import OPERATIONS, AcceleratorError, Support, choose_precision, portable_kernels
+from accelerators import OPERATIONS, Accelerator, AcceleratorError, Support, choose_precision, portable_kernels
 from accelerators.backends.cpu.backend import CPU
 from tests.accelerators.fake_plugins import fast
 
@@ -21,6 +21,12 @@ def test_trainers_ask_for_every_operation():
     if any(re.search(r"\baccelerator\.capture\b", source) for source in sources):
         asked.add("graph_capture")
     assert asked == set(OPERATIONS)
+
+
+def test_page_for_authors_names_every_member():
+    page = (Path(__file__).parents[2] / "docs" / "write-a-backend.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"\w+", page))
+    assert not {name for name in vars(Accelerator) if not name.startswith("_")} - named
 
 
 # a backend with the defaults

@@ -371,6 +371,27 @@ def test_rows_have_the_lengths_that_are_asked_for(bench, model_folder: Path, sta
     assert len(lengths) > 4 and lengths <= set(range(16, 129))
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (3, 0.75)),
+        ({"prompt": 128, "completion": 128, "batch": 64}, (3, 0.6)),
+        ({"prompt": 128, "completion": 1}, (None, 0.6)),
+        ({"batch": 32}, (None, None)),
+        ({"prompt": 20}, (None, None)),
+        ({"copies": 4}, (None, None)),
+        ({"shape": "llama-2-7b"}, (None, None)),
+        ({"accelerator": "cuda"}, (None, None)),
+        ({"accelerator": "cuda", "shape": "llama-2-7b"}, (7.1, 0.6)),
+    ],
+)
+def test_rollouts_have_their_targets(bench, changes: dict, expected: tuple[float | None, float | None]) -> None:
+    import rollout
+
+    usual = {"accelerator": "cpu", "shape": rollout.SHAPE, "prompt": 16, "completion": 32, "batch": 16, "copies": 1}
+    assert rollout.targets(argparse.Namespace(**usual | changes)) == expected
+
+
 def test_operations_of_a_step_are_counted_by_hand(bench) -> None:
     """No attention: three passes, two operations for each weight and token; SFT predicts its replies."""
     import supervised
