@@ -1,6 +1,6 @@
 """List the measured figures of the pages with their age, mark old ones in the pages, and measure them again.
 
-    python ci/bench/figures.py                    each figure: its commit, and how many commits changed its code since
+    python ci/bench/figures.py                    each figure: its commit, and how many files of its code changed since
     python ci/bench/figures.py --write            write the notes of the pages: machine, date, commit, older or not
     python ci/bench/figures.py --check            exit with 1 if a page is wrong about a figure's age
     python ci/bench/figures.py --measure [ID ...] measure again what this machine can, and write values and notes
@@ -8,15 +8,19 @@
 `figures.yaml` has every figure: its text on each page, the template that makes the text from a result, the command, and
 the code that it is about. A result is a JSON file of `results/`, or the stages of a run's folder. The rows of results
 are also figures of `README.md` in this folder. `tests/docs/test_figures.py` finds figures of pages that are not there.
+A change of comments and docstrings alone makes no figure old.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import functools
 import importlib.util
 import io
 import json
 import os
+import re
 import string
 import subprocess
 import sys
@@ -115,10 +119,33 @@ def texts(entry: dict[str, Any]) -> list[tuple[str, str]]:
     return listed + [(ROWS, f"| {' | '.join(report.cells(row))} |") for row in rows if "ratio" in row]
 
 
-def count_commits(entry: dict[str, Any]) -> int | None:
-    """Return how many commits changed the code of an entry since its measurement; None if git lacks its commit."""
-    answer = _git("rev-list", "--count", f"{entry['commit']}..HEAD", "--", *entry["code"].split())
-    return int(answer) if answer else None
+def count_changes(entry: dict[str, Any]) -> int | None:
+    """Return how many files of an entry's code have changed since its measurement; None if git lacks its commit."""
+    commit = str(entry["commit"])  # YAML reads seven digits as a number
+    if not _git("rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}"):
+        return None
+    names = _git("diff", "--name-only", "--no-renames", commit, "HEAD", "--", *entry["code"].split()).splitlines()
+    return sum(_statements(commit, name) != _statements("HEAD", name) for name in names)
+
+
+@functools.cache
+def _statements(commit: str, name: str) -> str:
+    """Return a file's code without its comments and docstrings."""
+    text = _git("show", f"{commit}:{name}")
+    if name.endswith((".c", ".h")):
+        return " ".join(re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.DOTALL).split())
+    if not name.endswith(".py"):
+        return text
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        for field, statements in ast.iter_fields(node):
+            if isinstance(statements, list):
+                setattr(node, field, [statement for statement in statements if not _is_docstring(statement)])
+    return ast.dump(tree)
+
+
+def _is_docstring(node: Any) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def _git(*words: str) -> str:
@@ -201,8 +228,8 @@ def main() -> None:
         return
     wrong = []
     for entry in entries:
-        count = count_commits(entry)
-        age = "its commit is not in git" if count is None else f"commits since: {count}" if count else "current"
+        count = count_changes(entry)
+        age = "its commit is not in git" if count is None else f"files changed since: {count}" if count else "current"
         print(f"{entry['id']:24} {entry['date']} {entry['commit']}  {age:24} {entry['command']}")
         if entry["older"] != (older := count != 0):
             wrong.append(entry["id"])

@@ -188,9 +188,29 @@ def test_page_says_that_code_has_changed_since(repository, monkeypatch, capsys) 
     with pytest.raises(SystemExit, match=r"wrong about the age of one; run python ci/bench/figures\.py --write"):
         _run(repository, monkeypatch, "--check")
     _run(repository, monkeypatch, "--write")
-    assert "commits since: 1" in capsys.readouterr().out
+    assert "files changed since: 1" in capsys.readouterr().out
     assert "a chip, 2 cores" in (text := (repository.root / "page.md").read_text()) and "changed since" in text
     _run(repository, monkeypatch, "--check")
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "words", "code"),
+    [
+        ("a.py", '"""One."""\nx = "1"', '"""Two."""\n# why\nx = "1"', '"""Two."""\nx = "2"'),
+        ("a.h", "int f(int x);", "int f(int x); // a\n/* b\n */", "long f(int x);"),
+    ],
+)
+def test_comments_make_no_figure_old(repository, name: str, before: str, words: str, code: str) -> None:
+    path = repository.root / "code" / name
+    (entry,) = repository.module.load()["measured"]
+    counts = []
+    for text in (before, words, code):
+        path.write_text(text)
+        commit = _commit(repository.root)
+        repository.module._statements.cache_clear()
+        counts.append(repository.module.count_changes(entry))
+        entry["commit"] = commit
+    assert counts == [1, 0, 1]
 
 
 def test_measure_writes_value_commit_and_note(repository, monkeypatch) -> None:
