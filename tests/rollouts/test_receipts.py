@@ -158,6 +158,16 @@ def test_rounding_of_the_trainer_is_no_missing_change(rate: float) -> None:
     assert ledger.check(*map(score, sides)) != "", "a change that is well above rounding is missed"
 
 
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_change_within_rounding_says_something_only_if_the_trainer_is_exact(is_exact: bool) -> None:
+    """In bf16 both sides may round alike at one hand-over, and half of a small change apart at the next."""
+    generator = np.random.default_rng(0)
+    numbers, change = generator.normal(size=1000), 0.05 * generator.normal(size=1000)
+    ledger = Ledger("bf16", is_exact)
+    assert ledger.check(numbers, numbers) == ""
+    assert ("is 0.50" in ledger.check(numbers + change, numbers + change / 2)) is is_exact
+
+
 def test_slope_is_the_share_that_arrived() -> None:
     pair = Pair("fp32", rate=1e-4)
     pair.hand_over()
