@@ -22,7 +22,7 @@ import pytest
 from rlhf.errors import DependencyError, ModelError, RunError
 from rlhf.rollouts.client import RolloutServer, ServerError
 from rlhf.rollouts.protocol import DrawRequest, ScoreRequest
-from rlhf.serving import python_environments
+from rlhf.serving import python_environments, supervisor
 from rlhf.serving.vllm import VLLMRollouts
 from tests.helpers import llama, sets
 from tests.serving.processes import Server
@@ -223,7 +223,7 @@ def test_vllm_ends_with_a_server_that_is_killed(forks: Any, folder: Path, python
     assert files.is_dir()
     os.kill(server.process.pid, signal.SIGKILL)
     server.process.communicate()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + supervisor.GRACE / 2  # so that SIGTERM ends it
     while is_stand_in(running, tmp_path) or files.exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
