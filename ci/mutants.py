@@ -174,6 +174,10 @@ def _run_pytest(arguments: list[str], output: Path, failed: Path) -> None:
 
         class Failures:
             tests = skipped = 0
+            folder = ""  # pytest's root, from here: a plugin's tests have another
+
+            def pytest_configure(self, config: Any) -> None:
+                self.folder = os.path.relpath(config.rootpath)
 
             def pytest_runtest_logreport(self, report: Any) -> None:
                 self.tests += report.when == "setup"
@@ -182,8 +186,9 @@ def _run_pytest(arguments: list[str], output: Path, failed: Path) -> None:
 
             def pytest_collectreport(self, report: Any) -> None:
                 if report.failed:
+                    path, *rest = report.nodeid.partition("::")
                     with failed.open("a") as file:
-                        print(json.dumps(report.nodeid), file=file)
+                        print(json.dumps("".join([os.path.normpath(f"{self.folder}/{path}"), *rest])), file=file)
 
         # Slow tests too: -m "" takes the marker's place in pyproject.toml.
         failures = Failures()
