@@ -121,11 +121,11 @@ def texts(entry: dict[str, Any]) -> list[tuple[str, str]]:
 
 def count_changes(entry: dict[str, Any]) -> int | None:
     """Return how many files of an entry's code have changed since its measurement; None if git lacks its commit."""
-    commit = str(entry["commit"])  # YAML reads seven digits as a number
-    if not _git("rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}"):
+    then, now = (_git("rev-parse", "--verify", "--quiet", f"{name}^{{commit}}") for name in (entry["commit"], "HEAD"))
+    if not then:
         return None
-    names = _git("diff", "--name-only", "--no-renames", commit, "HEAD", "--", *entry["code"].split()).splitlines()
-    return sum(_statements(commit, name) != _statements("HEAD", name) for name in names)
+    names = _git("diff", "--name-only", "--no-renames", then, now, "--", *entry["code"].split()).splitlines()
+    return sum(_statements(then, name) != _statements(now, name) for name in names)
 
 
 @functools.cache

@@ -207,7 +207,6 @@ def test_comments_make_no_figure_old(repository, name: str, before: str, words: 
     for text in (before, words, code):
         path.write_text(text)
         commit = _commit(repository.root)
-        repository.module._statements.cache_clear()
         counts.append(repository.module.count_changes(entry))
         entry["commit"] = commit
     assert counts == [1, 0, 1]
