@@ -186,9 +186,10 @@ def _run_pytest(arguments: list[str], output: Path, failed: Path) -> None:
 
             def pytest_collectreport(self, report: Any) -> None:
                 if report.failed:
-                    path, *rest = report.nodeid.partition("::")
+                    path, separator, name = report.nodeid.partition("::")
+                    path = os.path.normpath(f"{self.folder}/{path}")
                     with failed.open("a") as file:
-                        print(json.dumps("".join([os.path.normpath(f"{self.folder}/{path}"), *rest])), file=file)
+                        print(json.dumps(f"{path}{separator}{name}"), file=file)
 
         # Slow tests too: -m "" takes the marker's place in pyproject.toml.
         failures = Failures()

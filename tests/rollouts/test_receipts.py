@@ -159,8 +159,8 @@ def test_rounding_of_the_trainer_is_no_missing_change(rate: float) -> None:
 
 
 @pytest.mark.parametrize("is_exact", [True, False])
-def test_change_within_rounding_says_something_only_if_the_trainer_is_exact(is_exact: bool) -> None:
-    """In bf16 both sides may round alike at one hand-over, and half of a small change apart at the next."""
+def test_change_as_small_as_rounding_is_judged_only_for_an_exact_trainer(is_exact: bool) -> None:
+    """The sides agree at first; then the server shows half of a change that is as large as rounding in bf16."""
     generator = np.random.default_rng(0)
     numbers, change = generator.normal(size=1000), 0.05 * generator.normal(size=1000)
     ledger = Ledger("bf16", is_exact)

@@ -223,7 +223,7 @@ def test_vllm_ends_with_a_server_that_is_killed(forks: Any, folder: Path, python
     assert files.is_dir()
     os.kill(server.process.pid, signal.SIGKILL)
     server.process.communicate()
-    deadline = time.monotonic() + supervisor.GRACE / 2  # so that SIGTERM ends it
+    deadline = time.monotonic() + supervisor.GRACE / 2  # before SIGKILL would end it
     while is_stand_in(running, tmp_path) or files.exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
