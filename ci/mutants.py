@@ -20,6 +20,7 @@ import argparse
 import contextlib
 import ctypes
 import gc
+import importlib.util
 import json
 import os
 import queue
@@ -268,6 +269,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.check:
         print(f"{len(chosen) - len(problems)} of {len(chosen)} faults have their place and their tests")
         return 2 if problems else 0
+    if importlib.util.find_spec("pytest") is None:
+        parser.error(f"pytest is missing in {sys.prefix}; install the tests' packages: pip install '.[test]'")
     started = time.monotonic()
     verdicts = [Verdict(fault, problem=problem) for fault, problem in problems.items()]
     with tempfile.TemporaryDirectory(prefix="rlhf-mutants-") as folder:
