@@ -75,6 +75,7 @@ def masks(rows: int, heads: int, queries: int, keys: int) -> dict[str, Tensor | 
 
 
 SIZES = {"grouped": (3, 6, 2, 20, 20), "plain": (2, 4, 4, 7, 12), "one": (2, 4, 1, 9, 9), "token": (3, 6, 2, 1, 30)}
+SIZES |= {"blocks": (3, 6, 2, 150, 150), "blocks after others": (2, 4, 4, 130, 190)}
 """Rows, heads, heads of keys, queries, keys."""
 
 
@@ -86,6 +87,7 @@ SIZES = {"grouped": (3, 6, 2, 20, 20), "plain": (2, 4, 4, 7, 12), "one": (2, 4, 
 def test_outputs_and_gradients_are_those_of_the_definition(monkeypatch, delegated, sizes, mask, part, limit):
     torch.manual_seed(0)
     monkeypatch.setattr(cpu_attention, "PART", part)
+    monkeypatch.setattr(cpu_attention, "BLOCK", 64)
     monkeypatch.setattr(cpu_attention, "KEPT", limit)
     rows, heads, groups, queries, keys = SIZES[sizes]
     query, key = drawn(rows, heads, queries, 16).requires_grad_(), drawn(rows, groups, keys, 16).requires_grad_()
@@ -171,17 +173,53 @@ def test_query_that_sees_nothing_has_finite_gradients(dtype, queries):
     torch.testing.assert_close(output[0].float(), mean, atol=2e-2, rtol=0)
 
 
-def test_torchs_attention_takes_long_rows_and_dropout(monkeypatch, delegated):
-    monkeypatch.setitem(cpu_attention.SQUARES, torch.float32, 8)
+def lowest_above_diagonal(queries: int, keys: int) -> Tensor:
+    return torch.full((1, 1, queries, keys), torch.finfo(torch.float32).min).triu(1 + keys - queries)
+
+
+def test_keys_that_a_mask_hides_from_a_block_are_not_computed():
+    causal = lowest_above_diagonal(150, 150)
+    blocks = [slice(0, 64), slice(64, 128), slice(128, 150)]
+    assert cpu_attention._blocks(causal, 150, 150, 64) == list(zip(blocks, (64, 128, 150)))
+    assert cpu_attention._blocks(causal, 150, 150, 150) == [(slice(0, 150), 150)]
+    assert cpu_attention._blocks(None, 150, 150, 64) == list(zip(blocks, (150, 150, 150)))
+    later = lowest_above_diagonal(150, 190)
+    assert cpu_attention._blocks(later, 150, 190, 64) == list(zip(blocks, (104, 168, 190)))
+    of_several = causal.repeat(2, 3, 1, 1)
+    of_several[1, 2, 70, 130] = 0  # one head of one row sees a later key
+    assert cpu_attention._blocks(of_several, 150, 150, 64) == list(zip(blocks, (64, 150, 150)))
+    of_several = causal.repeat(2, 1, 1, 1)
+    of_several[1, :, 3] = -torch.inf  # sees nothing, so all count alike
+    assert cpu_attention._blocks(of_several, 150, 150, 64) == list(zip(blocks, (150, 128, 150)))
+
+
+def test_blocks_of_queries_cost_no_precision(monkeypatch):
+    """A key's gradient is a sum over blocks. In bfloat16, 16 additions would double its error."""
+    torch.manual_seed(0)
+    given = [drawn(1, heads, 1024, 64, dtype=torch.bfloat16).requires_grad_() for heads in (3, 1, 1)]
+    wanted, mask = torch.randn(1, 1024, 3, 64).bfloat16(), lowest_above_diagonal(1024, 1024)
+    truth = torch.autograd.grad(exact(*given, mask, 0.125), given, wanted.double())
+    errors = {}
+    for block in (64, 4096):
+        monkeypatch.setattr(cpu_attention, "BLOCK", block)
+        output = cpu_attention.attend(SimpleNamespace(), *given, mask.bfloat16())[0]
+        own = torch.autograd.grad(output, given, wanted)
+        errors[block] = [(((a.double() - b) ** 2).mean() / (b**2).mean()).sqrt() for a, b in zip(own, truth)]
+    assert all(a <= 1.2 * b for a, b in zip(errors[64], errors[4096])), errors
+
+
+def test_torchs_attention_takes_other_dtypes_and_dropout(delegated):
     module = SimpleNamespace(is_causal=True, num_key_value_groups=2)
-    long, short = ([drawn(2, heads, tokens, 8) for heads in (4, 2, 2)] for tokens in (9, 8))
-    output = cpu_attention.attend(module, *long, None, scaling=0.3)[0]
+    given = [drawn(2, heads, 9, 8) for heads in (4, 2, 2)]
+    output = cpu_attention.attend(module, *(tensor.double() for tensor in given), None, scaling=0.3)[0]
     assert len(delegated) == 1
-    lowest = torch.full((9, 9), torch.finfo(torch.float32).min).triu(1)
-    torch.testing.assert_close(output.double(), exact(*long, lowest, 0.3), atol=1e-5, rtol=1e-5)
-    cpu_attention.attend(module, *short, None)
+    expected = exact(*given, lowest_above_diagonal(9, 9), 0.3)
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(
+        cpu_attention.attend(module, *given, None, scaling=0.3)[0].double(), expected, atol=1e-5, rtol=1e-5
+    )
     assert len(delegated) == 1
-    cpu_attention.attend(module, *short, None, dropout=0.5)
+    cpu_attention.attend(module, *given, None, dropout=0.5)
     assert len(delegated) == 2
 
 

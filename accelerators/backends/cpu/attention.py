@@ -1,12 +1,15 @@
 """The CPU's attention: products of matrices over a few rows of the batch at a time, so that scores stay in its caches.
 
-Heads that share keys are rows of one product, so no key is repeated in memory. Training, scoring and decoding use this
-code, except for layers that `kernels/decode.c` computes. Torch's attention is used if it is faster: see `SQUARES`.
+Heads that share keys are rows of one product, so no key is repeated in memory. Keys that a mask hides from a block of
+queries, as those of later tokens, are not computed. Training, scoring and decoding use this code, except for layers
+that `kernels/decode.c` computes. Torch's attention is used for other dtypes than `DTYPES`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,15 +22,19 @@ from accelerators.types import KernelImpl, Support
 ATTENTION = "cpu_composed"
 """The name among transformers' attention implementations."""
 
-SQUARES = {torch.bfloat16: 2048, torch.float32: 192}
-"""Products of matrices are faster than torch's attention if queries times keys are at most the square of this.
-Two cores of an AMD EPYC with avx512_bf16, 9 heads of 64 that share 3, in ms, torch first; forward and backward, bf16:
-10.1 and 1.1 for 16 rows of 48, 57 and 21 for 16 of 256, 303 and 171 for 2 of 2,048 (the longest measured); forward
-alone, fp32: 1.2 and 0.7 for 16 of 48, 11.1 and 10.1 for 16 of 192, 18.6 and 18.3 for 16 of 256."""
+DTYPES = (torch.bfloat16, torch.float32)
+"""Products of matrices are faster than torch's attention in these. Two cores of an AMD EPYC with avx512_bf16, causal
+masks, 9 heads of 64 that share 3, forward and backward, in ms, torch first; bf16: 10.1 and 1.1 for 16 rows of 48, 62
+and 22 for 16 of 256, 153 and 59 for 4 of 1,024, 631 and 220 for 1 of 4,096; fp32: 56 and 48 for 16 of 256, 201 and 139
+for 4 of 1,024, 831 and 511 for 1 of 4,096."""
 
 PART = 2**21
 """Scores computed at a time: 4 MB in bf16. An eighth of it takes up to 1.5 times as long, all scores at once up to
 twice as long."""
+
+BLOCK = 512
+"""Rows of queries, of all heads that share a key head, that are multiplied at a time with the keys that a mask shows to
+any of them. With 384 the products are up to a fifth slower, with 768 more hidden keys are computed."""
 
 KEPT = 2
 """Probabilities are saved for the backward pass if a row has at most this many keys per dimension of a head. They then
@@ -98,30 +105,26 @@ def _pays(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> boo
         or (mask is not None and mask.requires_grad)
     ):
         return False
-    queries, keys = query.shape[2], key.shape[2]
     if invariant.is_active():
         return True  # torch's attention adds up keys in blocks
-    if queries == 1:
-        # oneDNN copies keys that are part of a longer buffer before it multiplies them (torch 2.13).
-        return key.dtype == torch.float32 or key.is_contiguous()
-    return queries * keys <= SQUARES.get(query.dtype, 0) ** 2
+    # oneDNN copies 16-bit keys that are part of a longer buffer before it multiplies them (torch 2.13).
+    copied = query.shape[2] == 1 and key.dtype != torch.float32 and not key.is_contiguous()
+    return query.dtype in DTYPES and not copied
 
 
-def _to_add(mask: Tensor | None, query: Tensor, groups: int) -> Tensor | None:
-    """Return the mask to add, [B, G, H / G, T, S] in the queries' dtype; a view if `mask` is of that form already."""
-    if mask is None:
-        return None
-    if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
-    grouped: Tensor = mask.to(query.dtype).expand(*query.shape[:3], -1).unflatten(1, (groups, -1))
-    return grouped
+def _to_add(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return the mask to add to scores of `dtype`; `mask` itself if it is that already."""
+    if mask is None or mask.dtype != torch.bool:
+        return None if mask is None else mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
 
 
 def _of_one_token(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Return the result of `_Composed` for a decoding step, whose operators are too short to be split into parts."""
-    grouped = _grouped(query, key).flatten(0, 1)
-    probabilities = query.new_empty(len(grouped), grouped.shape[1], key.shape[2])
-    _probabilities(probabilities, grouped, key.flatten(0, 1), _to_add(mask, query, key.shape[1]), scale)
+    added = _spread(_to_add(mask, query.dtype), query, key.shape[1])
+    queries = _grouped(query, key.shape[1]).flatten(0, 1).flatten(1, 2)
+    probabilities = query.new_empty(*queries.shape[:2], key.shape[2])
+    _probabilities(probabilities, queries, key.flatten(0, 1), added, scale)
     return torch.bmm(probabilities, value.flatten(0, 1)).view(len(query), 1, query.shape[1], -1)
 
 
@@ -135,77 +138,151 @@ class _Composed(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, keep: bool
     ) -> Tensor:
-        groups = key.shape[1]
-        grouped = _grouped(query, key)
-        added = _to_add(mask, query, groups)
+        grouped, mask_to_add = _grouped(query, key.shape[1]), _to_add(mask, query.dtype)
+        added = _spread(mask_to_add, query, key.shape[1])
         output = value.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
-        of_groups = output.transpose(1, 2).unflatten(1, (groups, -1))
-        parts = _parts(grouped, key)
-        saved = query.new_empty(*grouped.shape[:3], key.shape[2]) if keep else None
-        room = _room(parts, grouped, key)
+        of_groups = _grouped(output.transpose(1, 2), key.shape[1])
+        parts = _parts(grouped, key, mask_to_add, whole=keep)
+        saved = query.new_empty(*grouped.shape[:4], key.shape[2]) if keep else None
+        room = _room(parts, grouped)
         for part in parts:
-            queries, keys, values = _at(part, grouped, key, value)
-            probabilities = room[: len(queries)] if saved is None else saved[part].flatten(0, 1)
-            _probabilities(probabilities, queries, keys, None if added is None else added[part], scale)
-            result = of_groups[part]
-            result.copy_(torch.bmm(probabilities, values).view(result.shape))
+            queries, keys, values = part.queries_of(grouped), part.keys_of(key), part.keys_of(value)
+            probabilities = part.scores(room, queries) if saved is None else part.queries_of(saved)
+            _probabilities(probabilities, queries, keys, part.mask_of(added), scale)
+            part.write_queries(of_groups, torch.bmm(probabilities, values))
         ctx.save_for_backward(grouped, key, value, None if keep else mask, saved)
-        ctx.scale = scale
+        ctx.scale, ctx.parts = scale, parts
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         grouped, key, value, mask, saved = ctx.saved_tensors
-        added = _to_add(mask, gradient.transpose(1, 2), key.shape[1])
-        of_output = _grouped(gradient.transpose(1, 2), key)
-        of_query, of_key, of_value = (torch.empty(t.shape, dtype=t.dtype) for t in (grouped, key, value))
-        parts = _parts(grouped, key)
-        score_room, probability_room = _room(parts, grouped, key), _room(parts, grouped, key)
+        groups, parts, (rows, queries, heads, _) = key.shape[1], ctx.parts, gradient.shape
+        of_output = _grouped(gradient.transpose(1, 2), groups)
+        added = _spread(_to_add(mask, key.dtype), gradient.transpose(1, 2), groups)
+        of_query = key.new_empty(rows, queries, heads, key.shape[3]).transpose(1, 2)
+        of_groups = _grouped(of_query, groups)
+        # Blocks of queries see the same keys: the sums of their shares are float32.
+        shared = any(part.shares_keys for part in parts)
+        start = partial(torch.zeros, dtype=torch.float32) if shared else partial(torch.empty, dtype=key.dtype)
+        of_key, of_value = start(key.shape), start(value.shape)
+        score_room, probability_room = _room(parts, grouped), _room(parts, grouped)
         for part in parts:
-            queries, keys, values, outputs = _at(part, grouped, key, value, of_output)
-            of_queries, of_keys, of_values = _at(part, of_query, of_key, of_value)
-            of_scores = score_room[: len(queries)]
+            queries, outputs = part.queries_of(grouped), part.queries_of(of_output)
+            keys, values = part.keys_of(key), part.keys_of(value)
+            of_scores = part.scores(score_room, queries)
             if saved is None:
-                probabilities = probability_room[: len(queries)]
-                _probabilities(probabilities, queries, keys, None if added is None else added[part], ctx.scale)
+                probabilities = part.scores(probability_room, queries)
+                _probabilities(probabilities, queries, keys, part.mask_of(added), ctx.scale)
             else:
-                probabilities = saved[part].flatten(0, 1)
-            torch.bmm(probabilities.transpose(1, 2), outputs, out=of_values)
+                probabilities = part.queries_of(saved)
+            part.add_keys(of_value, torch.bmm(probabilities.transpose(1, 2), outputs))
             torch.bmm(outputs, values.transpose(1, 2), out=of_scores)
             # In place: each number depends on itself and on a sum that is computed before.
             torch._softmax_backward_data(of_scores, probabilities, -1, probabilities.dtype, grad_input=of_scores)
-            _scaled_product(of_queries, of_scores, keys, ctx.scale)
-            _scaled_product(of_keys, of_scores.transpose(1, 2), queries, ctx.scale)
-        of_query = of_query.view(len(grouped), gradient.shape[2], gradient.shape[1], -1)
-        return of_query, of_key, of_value, None, None, None
+            part.write_queries(of_groups, _scaled_product(of_scores, keys, ctx.scale))
+            part.add_keys(of_key, _scaled_product(of_scores.transpose(1, 2), queries, ctx.scale))
+        return of_query, of_key.to(key.dtype), of_value.to(value.dtype), None, None, None
 
 
-def _grouped(heads: Tensor, key: Tensor) -> Tensor:
-    """Return [B, H, T, D] as [B, G, H / G * T, D]: queries that share keys are rows of one matrix."""
-    return heads.reshape(len(heads), key.shape[1], -1, heads.shape[3])
+class _Part(NamedTuple):
+    """Rows, key heads and queries that are computed at a time, and the number of keys that these queries see at most.
+
+    Queries of all heads that share a key head are rows of one matrix.
+    """
+
+    rows: slice
+    groups: slice
+    queries: slice
+    keys: int
+    shares_keys: bool
+
+    def queries_of(self, grouped: Tensor) -> Tensor:
+        """Return this part of [B, G, T, H / G, D] as matrices [N, R, D]."""
+        return self._select(grouped).flatten(0, 1).flatten(1, 2)
+
+    def keys_of(self, keys: Tensor) -> Tensor:
+        """Return this part of [B, G, S, D] as matrices [N, S, D]."""
+        return keys[self.rows, self.groups, : self.keys].flatten(0, 1)
+
+    def mask_of(self, added: Tensor | None) -> Tensor | None:
+        return None if added is None else self._select(added)[..., : self.keys]
+
+    def scores(self, room: Tensor, queries: Tensor) -> Tensor:
+        """Return memory for the scores of `queries` [N, R, D]: [N, R, S]."""
+        shape = (*queries.shape[:2], self.keys)
+        return room[: math.prod(shape)].view(shape)
+
+    def write_queries(self, grouped: Tensor, part: Tensor) -> None:
+        """Write matrices [N, R, D] to this part of [B, G, T, H / G, D]."""
+        selected = self._select(grouped)
+        selected.copy_(part.view(selected.shape))
+
+    def add_keys(self, keys: Tensor, part: Tensor) -> None:
+        """Add matrices [N, S, D] to this part of [B, G, S, D]; write them if no other part has these keys."""
+        selected = keys[self.rows, self.groups, : self.keys]
+        (Tensor.add_ if self.shares_keys else Tensor.copy_)(selected, part.view(selected.shape))
+
+    def _select(self, grouped: Tensor) -> Tensor:
+        return grouped[self.rows, self.groups, self.queries]
 
 
-def _parts(grouped: Tensor, key: Tensor) -> list[tuple[slice, slice]]:
-    """Return rows and key heads to compute at a time: at most `PART` scores, or those of one key head."""
-    rows, groups, queries = grouped.shape[:3]
-    of_head = queries * key.shape[2]
-    if at_once := PART // (groups * of_head):
-        return [(slice(row, row + at_once), slice(None)) for row in range(0, rows, at_once)]
-    at_once = max(1, PART // of_head)
-    slices = [slice(group, group + at_once) for group in range(0, groups, at_once)]
-    return [(slice(row, row + 1), heads) for row in range(rows) for heads in slices]
+def _grouped(heads: Tensor, groups: int) -> Tensor:
+    """Return a view of [B, H, T, D] as [B, G, T, H / G, D]."""
+    grouped: Tensor = heads.unflatten(1, (groups, -1)).transpose(2, 3)
+    return grouped
 
 
-def _room(parts: list[tuple[slice, slice]], grouped: Tensor, key: Tensor) -> Tensor:
-    """Return memory for the scores of the first part, which is the largest: [N, R, S]."""
-    rows, heads, queries = grouped[parts[0]].shape[:3]
-    return grouped.new_empty(rows * heads, queries, key.shape[2])
+def _spread(added: Tensor | None, heads: Tensor, groups: int) -> Tensor | None:
+    """Return a view of a mask for [B, H, T, ...] as [B, G, T, H / G, S]."""
+    return None if added is None else _grouped(added.expand(*heads.shape[:3], -1), groups)
 
 
-def _at(part: tuple[slice, slice], *tensors: Tensor) -> list[Tensor]:
-    """Return a part of [B, G, ...] as a batch of matrices [N, ...]."""
-    return [tensor[part].flatten(0, 1) for tensor in tensors]
+def _parts(grouped: Tensor, key: Tensor, added: Tensor | None, whole: bool) -> list[_Part]:
+    """Return all parts: of at most `PART` scores each, or those of one block of one row's key head.
+
+    Args:
+        grouped: the queries, [B, G, T, H / G, D].
+        key: [B, G, S, D].
+        added: the mask to add, [1 or B, 1 or H, T, S].
+        whole: do not divide the queries of a row.
+    """
+    rows, groups, queries, heads = grouped.shape[:4]
+    parts = []
+    length = queries if whole else max(64, BLOCK // heads // 64 * 64)  # products of a multiple of 64 are fast
+    blocks = _blocks(added, queries, key.shape[2], length)
+    for block, keys in blocks:
+        of_head = (block.stop - block.start) * heads * keys
+        heads_at_once = min(groups, max(1, PART // of_head))
+        rows_at_once = max(1, PART // (groups * of_head))
+        for row in range(0, rows, rows_at_once):
+            for group in range(0, groups, heads_at_once):
+                at_once = slice(row, row + rows_at_once), slice(group, group + heads_at_once)
+                parts.append(_Part(*at_once, block, keys, len(blocks) > 1))
+    return parts
+
+
+def _blocks(added: Tensor | None, queries: int, keys: int, length: int) -> list[tuple[slice, int]]:
+    """Return blocks of `length` queries, and how many keys to compute for each: a mask may hide the last ones from all.
+
+    Such keys have probability 0, unless a query sees nothing: it gets all of them.
+    """
+    blocks = [slice(first, min(first + length, queries)) for first in range(0, queries, length)]
+    if added is None or len(blocks) == 1:
+        return [(block, keys) for block in blocks]
+    lowest, seen = torch.finfo(added.dtype).min, []
+    for block in blocks:
+        causal = min(block.stop + max(keys - queries, 0), keys)
+        visible, hidden = added.expand(-1, -1, queries, keys)[:, :, block].tensor_split([causal], dim=3)
+        suffices = (causal == keys or hidden.amax() <= lowest) and visible.amax(-1).amin() > lowest
+        seen.append(causal if suffices else keys)
+    return list(zip(blocks, seen))
+
+
+def _room(parts: list[_Part], grouped: Tensor) -> Tensor:
+    """Return memory for the scores of the largest part."""
+    return grouped.new_empty(max(math.prod(part._select(grouped).shape[:4]) * part.keys for part in parts))
 
 
 def _probabilities(out: Tensor, queries: Tensor, keys: Tensor, mask: Tensor | None, scale: float) -> None:
@@ -218,16 +295,17 @@ def _probabilities(out: Tensor, queries: Tensor, keys: Tensor, mask: Tensor | No
     torch.softmax(out, -1, out=out)
 
 
-def _scaled_product(out: Tensor, first: Tensor, second: Tensor, scale: float) -> None:
-    torch.baddbmm(out, first, second, beta=0.0, alpha=scale, out=out)
+def _scaled_product(first: Tensor, second: Tensor, scale: float) -> Tensor:
+    out = first.new_empty(*first.shape[:2], second.shape[2])
+    return torch.baddbmm(out, first, second, beta=0.0, alpha=scale, out=out)
 
 
 def _faster_than_sdpa(accelerator: object) -> Support:
-    limits = " and ".join(f"{limit} tokens in {str(dtype).removeprefix('torch.')}" for dtype, limit in SQUARES.items())
+    dtypes = " and ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
     return Support(
         True,
-        f"products of matrices, faster than torch's attention up to {limits}; torch's beyond; "
-        "other layers of a model then need not compute padding",
+        f"products of matrices without keys that a mask hides, faster than torch's attention in {dtypes}; torch's in "
+        "other dtypes; other layers of a model then need not compute padding",
     )
 
 
