@@ -138,7 +138,7 @@ class _Composed(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, keep: bool
     ) -> Tensor:
-        grouped, mask_to_add = _grouped(query, key.shape[1]), _to_add(mask, query.dtype)
+        grouped, mask_to_add = _grouped(query, key.shape[1]).contiguous(), _to_add(mask, query.dtype)
         added = _spread(mask_to_add, query, key.shape[1])
         output = value.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
         of_groups = _grouped(output.transpose(1, 2), key.shape[1])
@@ -177,12 +177,12 @@ class _Composed(torch.autograd.Function):
                 _probabilities(probabilities, queries, keys, part.mask_of(added), ctx.scale)
             else:
                 probabilities = part.queries_of(saved)
-            part.add_keys(of_value, torch.bmm(probabilities.transpose(1, 2), outputs))
+            part.add_keys(of_value, probabilities.transpose(1, 2), outputs, 1.0)
             torch.bmm(outputs, values.transpose(1, 2), out=of_scores)
             # In place: each number depends on itself and on a sum that is computed before.
             torch._softmax_backward_data(of_scores, probabilities, -1, probabilities.dtype, grad_input=of_scores)
             part.write_queries(of_groups, _scaled_product(of_scores, keys, ctx.scale))
-            part.add_keys(of_key, _scaled_product(of_scores.transpose(1, 2), queries, ctx.scale))
+            part.add_keys(of_key, of_scores.transpose(1, 2), queries, ctx.scale)
         return of_query, of_key.to(key.dtype), of_value.to(value.dtype), None, None, None
 
 
@@ -199,7 +199,7 @@ class _Part(NamedTuple):
     shares_keys: bool
 
     def queries_of(self, grouped: Tensor) -> Tensor:
-        """Return this part of [B, G, T, H / G, D] as matrices [N, R, D]."""
+        """Return this part of [B, G, H / G, T, D] as matrices [N, R, D]."""
         return self._select(grouped).flatten(0, 1).flatten(1, 2)
 
     def keys_of(self, keys: Tensor) -> Tensor:
@@ -215,27 +215,30 @@ class _Part(NamedTuple):
         return room[: math.prod(shape)].view(shape)
 
     def write_queries(self, grouped: Tensor, part: Tensor) -> None:
-        """Write matrices [N, R, D] to this part of [B, G, T, H / G, D]."""
+        """Write matrices [N, R, D] to this part of [B, G, H / G, T, D]."""
         selected = self._select(grouped)
         selected.copy_(part.view(selected.shape))
 
-    def add_keys(self, keys: Tensor, part: Tensor) -> None:
-        """Add matrices [N, S, D] to this part of [B, G, S, D]; write them if no other part has these keys."""
-        selected = keys[self.rows, self.groups, : self.keys]
-        (Tensor.add_ if self.shares_keys else Tensor.copy_)(selected, part.view(selected.shape))
+    def add_keys(self, keys: Tensor, first: Tensor, second: Tensor, scale: float) -> None:
+        """Add a product of matrices, [N, S, D], to this part of [B, G, S, D]; write it if no other has these keys."""
+        selected = self.keys_of(keys)
+        if self.shares_keys:
+            selected.add_(torch.bmm(first, second), alpha=scale)
+        else:
+            _scaled_product(first, second, scale, out=selected)
 
     def _select(self, grouped: Tensor) -> Tensor:
-        return grouped[self.rows, self.groups, self.queries]
+        return grouped[self.rows, self.groups, :, self.queries]
 
 
 def _grouped(heads: Tensor, groups: int) -> Tensor:
-    """Return a view of [B, H, T, D] as [B, G, T, H / G, D]."""
-    grouped: Tensor = heads.unflatten(1, (groups, -1)).transpose(2, 3)
+    """Return a view of [B, H, T, D] as [B, G, H / G, T, D]."""
+    grouped: Tensor = heads.unflatten(1, (groups, -1))
     return grouped
 
 
 def _spread(added: Tensor | None, heads: Tensor, groups: int) -> Tensor | None:
-    """Return a view of a mask for [B, H, T, ...] as [B, G, T, H / G, S]."""
+    """Return a view of a mask for [B, H, T, ...] as [B, G, H / G, T, S]."""
     return None if added is None else _grouped(added.expand(*heads.shape[:3], -1), groups)
 
 
@@ -243,12 +246,12 @@ def _parts(grouped: Tensor, key: Tensor, added: Tensor | None, whole: bool) -> l
     """Return all parts: of at most `PART` scores each, or those of one block of one row's key head.
 
     Args:
-        grouped: the queries, [B, G, T, H / G, D].
+        grouped: the queries, [B, G, H / G, T, D].
         key: [B, G, S, D].
         added: the mask to add, [1 or B, 1 or H, T, S].
         whole: do not divide the queries of a row.
     """
-    rows, groups, queries, heads = grouped.shape[:4]
+    rows, groups, heads, queries = grouped.shape[:4]
     parts = []
     length = queries if whole else max(64, BLOCK // heads // 64 * 64)  # products of a multiple of 64 are fast
     blocks = _blocks(added, queries, key.shape[2], length)
@@ -295,8 +298,8 @@ def _probabilities(out: Tensor, queries: Tensor, keys: Tensor, mask: Tensor | No
     torch.softmax(out, -1, out=out)
 
 
-def _scaled_product(first: Tensor, second: Tensor, scale: float) -> Tensor:
-    out = first.new_empty(*first.shape[:2], second.shape[2])
+def _scaled_product(first: Tensor, second: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
+    out = first.new_empty(*first.shape[:2], second.shape[2]) if out is None else out
     return torch.baddbmm(out, first, second, beta=0.0, alpha=scale, out=out)
 
 
