@@ -74,8 +74,14 @@ def masks(rows: int, heads: int, queries: int, keys: int) -> dict[str, Tensor | 
     }
 
 
-SIZES = {"grouped": (3, 6, 2, 20, 20), "plain": (2, 4, 4, 7, 12), "one": (2, 4, 1, 9, 9), "token": (3, 6, 2, 1, 30)}
-SIZES |= {"blocks": (3, 6, 2, 150, 150), "blocks after others": (2, 4, 4, 130, 190)}
+SIZES = {
+    "grouped": (3, 6, 2, 20, 20),
+    "plain": (2, 4, 4, 7, 12),
+    "one": (2, 4, 1, 9, 9),
+    "token": (3, 6, 2, 1, 30),
+    "blocks": (3, 6, 2, 150, 150),
+    "blocks after a prefix": (2, 4, 4, 130, 190),
+}
 """Rows, heads, heads of keys, queries, keys."""
 
 
@@ -189,7 +195,7 @@ def test_keys_that_a_mask_hides_from_a_block_are_not_computed():
     of_several[1, 2, 70, 130] = 0  # one head of one row sees a later key
     assert cpu_attention._blocks(of_several, 150, 150, 64) == list(zip(blocks, (64, 150, 150)))
     of_several = causal.repeat(2, 1, 1, 1)
-    of_several[1, :, 3] = -torch.inf  # sees nothing, so all count alike
+    of_several[1, :, 3] = -torch.inf  # this query sees nothing, and gets the mean of all values
     assert cpu_attention._blocks(of_several, 150, 150, 64) == list(zip(blocks, (150, 128, 150)))
 
 

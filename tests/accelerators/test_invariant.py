@@ -69,8 +69,8 @@ def test_softmax_keeps_what_is_not_a_number(inside):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_of_a_long_row_is_that_of_each_token_alone(inside, dtype):
-    """Keys of other tokens are not computed in blocks of queries, and the cache of one token is longer than its row.
-    Torch's attention, which is otherwise used for one bfloat16 token and such a cache, adds up keys in blocks."""
+    """A block of queries has other keys than a single token, whose cache is longer than its row. Torch's attention,
+    which is otherwise used for a bfloat16 token with such a cache, adds up keys in blocks."""
     torch.manual_seed(0)
     layer = torch.nn.Module()
     query, cache = torch.randn(1, 4, 700, 32).to(dtype), torch.randn(2, 1, 2, 720, 32).to(dtype)

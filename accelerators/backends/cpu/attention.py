@@ -1,8 +1,8 @@
 """The CPU's attention: products of matrices over a few rows of the batch at a time, so that scores stay in its caches.
 
 Heads that share keys are rows of one product, so no key is repeated in memory. Keys that a mask hides from a block of
-queries, as those of later tokens, are not computed. Training, scoring and decoding use this code, except for layers
-that `kernels/decode.c` computes. Torch's attention is used for other dtypes than `DTYPES`.
+queries, such as those of later tokens, are left out. Training, scoring and decoding use this code, except for layers
+that `kernels/decode.c` computes. Torch's attention computes dtypes that are not in `DTYPES`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ ATTENTION = "cpu_composed"
 
 DTYPES = (torch.bfloat16, torch.float32)
 """Products of matrices are faster than torch's attention in these. Two cores of an AMD EPYC with avx512_bf16, causal
-masks, 9 heads of 64 that share 3, forward and backward, in ms, torch first; bf16: 10.1 and 1.1 for 16 rows of 48, 62
-and 22 for 16 of 256, 153 and 59 for 4 of 1,024, 631 and 220 for 1 of 4,096; fp32: 56 and 48 for 16 of 256, 201 and 139
-for 4 of 1,024, 831 and 511 for 1 of 4,096."""
+masks, 9 heads of 64 that share 3, forward and backward, in ms, torch first; bf16: 57 and 22 for 16 rows of 256, 147 and
+50 for 4 of 1,024, 616 and 184 for 1 of 4,096; fp32: 2.8 and 3.0 for 16 of 48, 55 and 51 for 16 of 256, 202 and 138 for
+4 of 1,024, 836 and 467 for 1 of 4,096. If a mask hides no later key, which causal models do not have, products in fp32
+take up to 1.4 times as long as torch's attention."""
 
 PART = 2**21
 """Scores computed at a time: 4 MB in bf16. An eighth of it takes up to 1.5 times as long, all scores at once up to
@@ -34,7 +35,7 @@ twice as long."""
 
 BLOCK = 512
 """Rows of queries, of all heads that share a key head, that are multiplied at a time with the keys that a mask shows to
-any of them. With 384 the products are up to a fifth slower, with 768 more hidden keys are computed."""
+any of them. For 4 rows of 1,024, 256 takes 1.04 times as long, and 1,024 takes 1.09 times."""
 
 KEPT = 2
 """Probabilities are saved for the backward pass if a row has at most this many keys per dimension of a head. They then
@@ -138,17 +139,17 @@ class _Composed(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, keep: bool
     ) -> Tensor:
-        grouped, mask_to_add = _grouped(query, key.shape[1]).contiguous(), _to_add(mask, query.dtype)
-        added = _spread(mask_to_add, query, key.shape[1])
+        grouped, added = _grouped(query, key.shape[1]).contiguous(), _to_add(mask, query.dtype)
+        grouped_mask = _spread(added, query, key.shape[1])
         output = value.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
         of_groups = _grouped(output.transpose(1, 2), key.shape[1])
-        parts = _parts(grouped, key, mask_to_add, whole=keep)
+        parts = _parts(grouped, key, added, whole=keep)
         saved = query.new_empty(*grouped.shape[:4], key.shape[2]) if keep else None
         room = _room(parts, grouped)
         for part in parts:
             queries, keys, values = part.queries_of(grouped), part.keys_of(key), part.keys_of(value)
             probabilities = part.scores(room, queries) if saved is None else part.queries_of(saved)
-            _probabilities(probabilities, queries, keys, part.mask_of(added), scale)
+            _probabilities(probabilities, queries, keys, part.mask_of(grouped_mask), scale)
             part.write_queries(of_groups, torch.bmm(probabilities, values))
         ctx.save_for_backward(grouped, key, value, None if keep else mask, saved)
         ctx.scale, ctx.parts = scale, parts
@@ -160,11 +161,11 @@ class _Composed(torch.autograd.Function):
         grouped, key, value, mask, saved = ctx.saved_tensors
         groups, parts, (rows, queries, heads, _) = key.shape[1], ctx.parts, gradient.shape
         of_output = _grouped(gradient.transpose(1, 2), groups)
-        added = _spread(_to_add(mask, key.dtype), gradient.transpose(1, 2), groups)
+        grouped_mask = _spread(_to_add(mask, key.dtype), gradient.transpose(1, 2), groups)
         of_query = key.new_empty(rows, queries, heads, key.shape[3]).transpose(1, 2)
         of_groups = _grouped(of_query, groups)
-        # Blocks of queries see the same keys: the sums of their shares are float32.
-        shared = any(part.shares_keys for part in parts)
+        # Several blocks of queries see the same keys: the sums of their shares are float32.
+        shared = any(part.queries != parts[0].queries for part in parts)
         start = partial(torch.zeros, dtype=torch.float32) if shared else partial(torch.empty, dtype=key.dtype)
         of_key, of_value = start(key.shape), start(value.shape)
         score_room, probability_room = _room(parts, grouped), _room(parts, grouped)
@@ -174,15 +175,15 @@ class _Composed(torch.autograd.Function):
             of_scores = part.scores(score_room, queries)
             if saved is None:
                 probabilities = part.scores(probability_room, queries)
-                _probabilities(probabilities, queries, keys, part.mask_of(added), ctx.scale)
+                _probabilities(probabilities, queries, keys, part.mask_of(grouped_mask), ctx.scale)
             else:
                 probabilities = part.queries_of(saved)
-            part.add_keys(of_value, probabilities.transpose(1, 2), outputs, 1.0)
+            part.write_keys(of_value, probabilities.transpose(1, 2), outputs, 1.0, add=shared)
             torch.bmm(outputs, values.transpose(1, 2), out=of_scores)
             # In place: each number depends on itself and on a sum that is computed before.
             torch._softmax_backward_data(of_scores, probabilities, -1, probabilities.dtype, grad_input=of_scores)
             part.write_queries(of_groups, _scaled_product(of_scores, keys, ctx.scale))
-            part.add_keys(of_key, of_scores.transpose(1, 2), queries, ctx.scale)
+            part.write_keys(of_key, of_scores.transpose(1, 2), queries, ctx.scale, add=shared)
         return of_query, of_key.to(key.dtype), of_value.to(value.dtype), None, None, None
 
 
@@ -196,7 +197,6 @@ class _Part(NamedTuple):
     groups: slice
     queries: slice
     keys: int
-    shares_keys: bool
 
     def queries_of(self, grouped: Tensor) -> Tensor:
         """Return this part of [B, G, H / G, T, D] as matrices [N, R, D]."""
@@ -219,10 +219,10 @@ class _Part(NamedTuple):
         selected = self._select(grouped)
         selected.copy_(part.view(selected.shape))
 
-    def add_keys(self, keys: Tensor, first: Tensor, second: Tensor, scale: float) -> None:
-        """Add a product of matrices, [N, S, D], to this part of [B, G, S, D]; write it if no other has these keys."""
+    def write_keys(self, keys: Tensor, first: Tensor, second: Tensor, scale: float, *, add: bool) -> None:
+        """Write `scale * first second` [N, S, D] to this part of [B, G, S, D], or add it to what is there."""
         selected = self.keys_of(keys)
-        if self.shares_keys:
+        if add:
             selected.add_(torch.bmm(first, second), alpha=scale)
         else:
             _scaled_product(first, second, scale, out=selected)
@@ -262,14 +262,14 @@ def _parts(grouped: Tensor, key: Tensor, added: Tensor | None, whole: bool) -> l
         for row in range(0, rows, rows_at_once):
             for group in range(0, groups, heads_at_once):
                 at_once = slice(row, row + rows_at_once), slice(group, group + heads_at_once)
-                parts.append(_Part(*at_once, block, keys, len(blocks) > 1))
+                parts.append(_Part(*at_once, block, keys))
     return parts
 
 
 def _blocks(added: Tensor | None, queries: int, keys: int, length: int) -> list[tuple[slice, int]]:
-    """Return blocks of `length` queries, and how many keys to compute for each: a mask may hide the last ones from all.
+    """Return blocks of `length` queries, each with the number of keys to compute: all but the last if those are hidden.
 
-    Such keys have probability 0, unless a query sees nothing: it gets all of them.
+    Hidden keys have probability 0, except for a query that sees nothing: its block computes all keys.
     """
     blocks = [slice(first, min(first + length, queries)) for first in range(0, queries, length)]
     if added is None or len(blocks) == 1:
