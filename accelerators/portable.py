@@ -78,9 +78,10 @@ def register_attention(
         attend: called as transformers calls attention: (module, query [B, H, T, D], key and value [B, G, S, D], mask
             [B, 1 or H, T, S] or None, with `scaling`, `dropout` and other features) -> ([B, T, H, D], None).
         lacking: features that some models pass and `attend` does not implement.
-        takes_real_tokens: models may compute the real tokens of a padded batch, and some padding, as one row. `attend`
-            still gets padded rows of queries, keys and values, with 0 for other padding, whose output is dropped. That
-            pays if copying rows costs less than computing padding, and if a few dozen sizes of batches cost nothing.
+        takes_real_tokens: models may compute the distinct real tokens of a batch, and some others, as one row. `attend`
+            still gets padded rows of queries, keys and values, with 0 for padding, and `needed` [B, T], True for the
+            queries whose output is used. That pays if copying rows costs less than computing padding, and if a few
+            dozen sizes of batches cost nothing.
 
     Returns:
         `name`, as the factory of an `attention` returns it. A call with a lacking feature raises `AcceleratorError`,
@@ -102,6 +103,7 @@ def register_attention(
         tokens = features.pop(RealTokens.ARGUMENT, None)
         if tokens is not None:
             query, key, value = map(tokens.spread_heads, (query, key, value))
+            features["needed"] = tokens.mask
         result = attend(module, query, key, value, *args, **features)
         # Once for passes and once for decoding, because this is called for each layer of each step. In compiled code
         # the check costs nothing, and a set that it changes would cause a second compilation.

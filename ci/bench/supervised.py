@@ -148,10 +148,17 @@ def count_tokens(work: dict[str, Any]) -> int:
 
 
 def step_flops(shape: Shape, work: dict[str, Any]) -> int:
-    """Return the operations of a step of SFT or reward training, three forward passes, without those of padding."""
-    texts = [(len(prompt), len(reply)) for prompt, *replies in work["rows"] for reply in replies]
+    """Return the operations of a step of SFT or reward training, three forward passes, without those of padding.
+
+    The prompt of a pair counts once.
+    """
     read = work["stage"] == "sft"  # a reward model has no output matrix
-    return 3 * sum(forward_flops(shape, 1, prompt + reply, reply if read else 0) for prompt, reply in texts)
+    forward = 0
+    for prompt, *replies in work["rows"]:
+        for reply in replies:
+            forward += forward_flops(shape, 1, len(prompt) + len(reply), len(reply) if read else 0)
+        forward -= (len(replies) - 1) * forward_flops(shape, 1, len(prompt), 0)
+    return 3 * forward
 
 
 def describe_step(arguments: argparse.Namespace, lengths: tuple[int, int] | None) -> str:

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from accelerators import RealTokens, ShapePolicy, takes_real_tokens
+from accelerators import RealTokens, takes_real_tokens
 from rlhf.losses.divergence import Logits, token_divergences
 from rlhf.losses.fused_lm_head import projected_log_probs
 from rlhf.losses.log_probs import token_log_probs, token_log_probs_and_entropy
+from rlhf.models.dropout import is_stochastic
 from rlhf.models.transformers_patches import build_causal_mask, cache_argument
 from rlhf.models.weight_loading import is_sharded
 
@@ -35,11 +36,8 @@ LARGE = 64 << 20
 """Bytes of 16-bit logits above which they are not stored. Fused, the projection's forward and backward passes of 512
 rows take 15 % longer, since logits are computed twice; with more rows the difference shrinks, and memory is scarce."""
 
-LEAST_PADDING = 1 / 16
-"""Smallest share of padding that is left out: copying rows for attention takes about 3 % of a training step."""
-
-COUNTS = ShapePolicy("bucketed", pad_to_multiple=16, first=16, growth=33 / 32, largest=1 << 20)
-"""Numbers of tokens in the one row of a pass without padding: few, since libraries keep a product for each of them."""
+LEAST_SAVED = 1 / 16
+"""Smallest share of tokens that is left out: copying rows for attention takes about 3 % of a training step."""
 
 TOKENWISE = frozenset(
     (
@@ -100,8 +98,7 @@ class ScalarHead(nn.Module):
         ones. Other scores mean nothing.
         """
         backbone = getattr(self.model, self.model.base_model_prefix)
-        read = attention_mask if read is None else read
-        inputs, tokens = without_padding(backbone, model_inputs(backbone, input_ids, attention_mask), read)
+        inputs, tokens = in_one_row(backbone, model_inputs(backbone, input_ids, attention_mask), attention_mask, read)
         scores: Tensor = self.model.score(backbone(**inputs).last_hidden_state).squeeze(-1)
         return scores if tokens is None else tokens.spread(scores)
 
@@ -136,7 +133,7 @@ def completion_log_probs(
     first = input_ids.shape[1] - completion_length
     labels = input_ids[:, first:]
     asked: dict[str, Any] = {"temperature": temperature, "entropy": entropy}
-    alone, tokens = without_padding(model, inputs, attention_mask)
+    alone, tokens = in_one_row(model, inputs, attention_mask)
     if tokens is None:
         return compute_log_probs(model, inputs, labels, **asked)
     del alone["logits_to_keep"]
@@ -255,17 +252,22 @@ def model_inputs(model: Any, input_ids: Tensor, attention_mask: Tensor, cache: C
     return inputs
 
 
-def without_padding(model: Any, inputs: dict[str, Any], read: Tensor) -> tuple[dict[str, Any], RealTokens | None]:
-    """Return the inputs of a pass over the tokens of a batch as one row, without the padding, and these tokens.
+def in_one_row(
+    model: Any, inputs: dict[str, Any], attention_mask: Tensor, read: Tensor | None = None
+) -> tuple[dict[str, Any], RealTokens | None]:
+    """Return the inputs of a pass over the tokens of a batch as one row, and these tokens.
 
-    If that is impossible or does not pay, return `inputs` and None. It needs an architecture of `TOKENWISE` and an
-    attention that takes such a row, and pays from `LEAST_PADDING` on. Some padding fills their number up to the next of
-    `COUNTS`.
+    Padding is left out, and so are prompts, or other first tokens, that an earlier row has too (`first_rows`), unless
+    the pass draws at random. If that is impossible or does not pay, return `inputs` and None. It needs an architecture
+    of `TOKENWISE` and an attention that takes such a row, and pays from `LEAST_SAVED` on. Some of the tokens left out
+    fill their number up (`round_count`).
 
     Args:
         model: a language model of transformers.
         inputs: its `model_inputs`.
-        read: [B, T], 1 for the tokens to compute: all real ones, and padding whose results are used.
+        attention_mask: [B, T].
+        read: [B, T], 1 for the tokens whose results are used: all real ones, and perhaps some padding. None: all real
+            ones.
     """
     mask, model = inputs["attention_mask"], getattr(model, "module", model)  # under DeepSpeed
     if (
@@ -274,15 +276,38 @@ def without_padding(model: Any, inputs: dict[str, Any], read: Tensor) -> tuple[d
         or not type(model).__module__.startswith("transformers.models.")
         or model.config.model_type not in TOKENWISE
         or not takes_real_tokens(model.config._attn_implementation)
-        or not (count := int(read.count_nonzero()))
-        or (rounded := COUNTS.bucket(count)) > read.numel() * (1 - LEAST_PADDING)
     ):
         return inputs, None
-    padding = read.flatten() == 0
-    filling = padding & (padding.cumsum(0) <= rounded - count)
-    tokens = RealTokens(read + filling.view_as(read))
+    needed, rows = (attention_mask if read is None else read).bool(), None
+    if not (model.training and is_stochastic(model)):
+        rows = first_rows(inputs["input_ids"], attention_mask)
+        needed = needed & (rows == torch.arange(len(rows), device=rows.device).unsqueeze(1))
+    count = int(needed.count_nonzero())
+    rounded = round_count(count)
+    if not count or rounded > needed.numel() * (1 - LEAST_SAVED):
+        return inputs, None
+    others = ~needed.flatten()
+    filling = others & (others.cumsum(0) <= rounded - count)
+    tokens = RealTokens(needed | filling.view_as(needed), rows)
     alone = {name: tokens.select(inputs[name]) for name in ("input_ids", "position_ids")}
     return inputs | alone | {RealTokens.ARGUMENT: tokens}, tokens
+
+
+def round_count(count: int) -> int:
+    """Return how many tokens to compute in one row if `count` must be: the next multiple of 16, or of about a 32nd.
+
+    Few numbers, since libraries keep a product for each; those of full batches, such as 6 x 256, are among them.
+    """
+    step = max(16, 1 << count.bit_length() >> 6)
+    return -(-count // step) * step
+
+
+def first_rows(input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """Return, for each token of [B, T], the first row that is the same up to its column; for padding its own row."""
+    same = (input_ids.unsqueeze(1) == input_ids) & (attention_mask.unsqueeze(1) == attention_mask)
+    first = same.cumprod(-1, dtype=torch.uint8).argmax(1)  # the first of equal numbers
+    own = torch.arange(len(input_ids), device=input_ids.device).unsqueeze(1)
+    return torch.where(attention_mask.bool(), first, own)
 
 
 def accepts_positions(model: nn.Module) -> bool:
@@ -350,7 +375,7 @@ def compute_log_probs(
     with contextlib.ExitStack() as stack:
         if places is not None:
             assert head is not None
-            padding = (0, COUNTS.bucket(count) - count)
+            padding = (0, round_count(count) - count)
             places, labels = nn.functional.pad(places, padding), nn.functional.pad(labels, padding)
 
             def select(_: nn.Module, args: tuple[Tensor]) -> Tensor:  # [B, T, H] -> [1, N, H]

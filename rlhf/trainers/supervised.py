@@ -33,9 +33,9 @@ from rlhf.models.dropout import is_stochastic
 from rlhf.models.forward import (
     completion_log_probs,
     compute_log_probs,
+    in_one_row,
     model_inputs,
     sequence_scores,
-    without_padding,
 )
 from rlhf.models.scalar_head import describe_loading
 from rlhf.models.shape import ModelFlops, TextLengths
@@ -305,7 +305,7 @@ def negative_log_likelihood(model: nn.Module, batch: Batch, observation: Observa
         log_probs = masked(log_probs, batch["loss_mask"][:, 1:])
     else:
         labels = ids.flatten().index_select(0, targets)
-        inputs, tokens = without_padding(model, model_inputs(model, ids, mask), mask)
+        inputs, tokens = in_one_row(model, model_inputs(model, ids, mask), mask)
         places = targets - 1
         if tokens is not None:
             places = tokens.numbers.index_select(0, places)

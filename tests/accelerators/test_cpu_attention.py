@@ -214,6 +214,28 @@ def test_blocks_of_queries_cost_no_precision(monkeypatch):
     assert all(a <= 1.2 * b for a, b in zip(errors[64], errors[4096])), errors
 
 
+@pytest.mark.parametrize("limit", [2, 0], ids=["kept", "again"])
+def test_only_needed_queries_are_computed(monkeypatch, limit):
+    monkeypatch.setattr(cpu_attention, "KEPT", limit)
+    given = [drawn(4, heads, 130, 64).requires_grad_() for heads in (6, 2, 2)]
+    needed = torch.zeros(4, 130, dtype=torch.bool)
+    needed[0], needed[1:, 128:] = True, True
+    needed[3] = False
+    mask, wanted = lowest_above_diagonal(130, 130), drawn(4, 130, 6, 64) * needed[..., None, None]
+    output = cpu_attention.attend(SimpleNamespace(), *given, mask, scaling=0.125, needed=needed)[0]
+    truth = exact(*given, mask, 0.125)
+    torch.testing.assert_close(output[needed].double(), truth[needed], atol=1e-5, rtol=1e-5)
+    own = torch.autograd.grad(output, given, wanted)
+    torch.testing.assert_close(own, torch.autograd.grad(truth, given, wanted.double()), atol=1e-4, rtol=1e-4)
+    grouped = cpu_attention._grouped(given[0], 2)
+    parts = cpu_attention._parts(grouped, given[1], mask, needed, whole=limit == 2)
+    computed = [(part.rows, part.queries) for part in parts]
+    if limit:
+        assert computed == [(slice(0, 3), slice(0, 130))]
+    else:
+        assert computed == [(slice(0, 1), slice(0, 128)), (slice(0, 3), slice(128, 130))]
+
+
 def test_torchs_attention_takes_other_dtypes_and_dropout(delegated):
     module = SimpleNamespace(is_causal=True, num_key_value_groups=2)
     given = [drawn(2, heads, 9, 8) for heads in (4, 2, 2)]

@@ -393,14 +393,17 @@ def test_rollouts_have_their_targets(bench, changes: dict, expected: tuple[float
 
 
 def test_operations_of_a_step_are_counted_by_hand(bench) -> None:
-    """No attention: three passes, two operations for each weight and token; SFT predicts its replies."""
+    """No attention: three passes, two operations for each weight and token, once for both prompts of a pair.
+
+    SFT predicts its replies.
+    """
     import supervised
 
     shape = bench.arithmetic.Shape(**SHAPE | {"body": 10, "vocabulary": 100, "layers": 0})
     rows = [[[1] * 3, [1] * 5, [1] * 4], [[1] * 2, [1] * 7, [1]]]
     demonstrations = [row[:2] for row in rows]
     assert supervised.step_flops(shape, {"stage": "sft", "rows": demonstrations}) == 6 * (10 * 17 + 100 * 12)
-    assert supervised.step_flops(shape, {"stage": "reward", "rows": rows}) == 6 * 10 * (8 + 7 + 9 + 3)
+    assert supervised.step_flops(shape, {"stage": "reward", "rows": rows}) == 6 * 10 * (3 + 5 + 4 + 2 + 7 + 1)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -59,6 +60,7 @@ def attend(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
+    needed: Tensor | None = None,
     **features: Any,
 ) -> tuple[Tensor, None]:
     """Attend as transformers calls it.
@@ -74,6 +76,7 @@ def attend(
         dropout: probability; torch's attention handles it.
         scaling: factor of the scores; None: 1 / sqrt(D).
         is_causal: None: the module's.
+        needed: [B, T], True for the queries whose results are used; None: all. Other results mean nothing.
         **features: further arguments of the model.
 
     Returns:
@@ -95,7 +98,7 @@ def attend(
     if queries == 1 and not trained:
         return _of_one_token(query, key, value, attention_mask, scale), None
     keep = trained and keys <= KEPT * query.shape[3]
-    return _Composed.apply(query, key, value, attention_mask, scale, keep), None
+    return _Composed.apply(query, key, value, attention_mask, needed, scale, keep), None
 
 
 def _pays(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
@@ -137,13 +140,20 @@ class _Composed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, keep: bool
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        needed: Tensor | None,
+        scale: float,
+        keep: bool,
     ) -> Tensor:
         grouped, added = _grouped(query, key.shape[1]).contiguous(), _to_add(mask, query.dtype)
         grouped_mask = _spread(added, query, key.shape[1])
         output = value.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
         of_groups = _grouped(output.transpose(1, 2), key.shape[1])
-        parts = _parts(grouped, key, added, whole=keep)
+        parts = _parts(grouped, key, added, needed, whole=keep)
         saved = query.new_empty(*grouped.shape[:4], key.shape[2]) if keep else None
         room = _room(parts, grouped)
         for part in parts:
@@ -152,7 +162,7 @@ class _Composed(torch.autograd.Function):
             _probabilities(probabilities, queries, keys, part.mask_of(grouped_mask), scale)
             part.write_queries(of_groups, torch.bmm(probabilities, values))
         ctx.save_for_backward(grouped, key, value, None if keep else mask, saved)
-        ctx.scale, ctx.parts = scale, parts
+        ctx.scale, ctx.parts, ctx.complete = scale, parts, needed is None
         return output
 
     @staticmethod
@@ -162,11 +172,12 @@ class _Composed(torch.autograd.Function):
         groups, parts, (rows, queries, heads, _) = key.shape[1], ctx.parts, gradient.shape
         of_output = _grouped(gradient.transpose(1, 2), groups)
         grouped_mask = _spread(_to_add(mask, key.dtype), gradient.transpose(1, 2), groups)
-        of_query = key.new_empty(rows, queries, heads, key.shape[3]).transpose(1, 2)
+        fill = torch.empty if ctx.complete else torch.zeros  # what no part computes has no gradient
+        of_query = fill(rows, queries, heads, key.shape[3], dtype=key.dtype).transpose(1, 2)
         of_groups = _grouped(of_query, groups)
         # Several blocks of queries see the same keys: the sums of their shares are float32.
         shared = any(part.queries != parts[0].queries for part in parts)
-        start = partial(torch.zeros, dtype=torch.float32) if shared else partial(torch.empty, dtype=key.dtype)
+        start = partial(torch.zeros, dtype=torch.float32) if shared else partial(fill, dtype=key.dtype)
         of_key, of_value = start(key.shape), start(value.shape)
         score_room, probability_room = _room(parts, grouped), _room(parts, grouped)
         for part in parts:
@@ -184,7 +195,7 @@ class _Composed(torch.autograd.Function):
             torch._softmax_backward_data(of_scores, probabilities, -1, probabilities.dtype, grad_input=of_scores)
             part.write_queries(of_groups, _scaled_product(of_scores, keys, ctx.scale))
             part.write_keys(of_key, of_scores.transpose(1, 2), queries, ctx.scale, add=shared)
-        return of_query, of_key.to(key.dtype), of_value.to(value.dtype), None, None, None
+        return of_query, of_key.to(key.dtype), of_value.to(value.dtype), None, None, None, None
 
 
 class _Part(NamedTuple):
@@ -242,13 +253,16 @@ def _spread(added: Tensor | None, heads: Tensor, groups: int) -> Tensor | None:
     return None if added is None else _grouped(added.expand(*heads.shape[:3], -1), groups)
 
 
-def _parts(grouped: Tensor, key: Tensor, added: Tensor | None, whole: bool) -> list[_Part]:
+def _parts(grouped: Tensor, key: Tensor, added: Tensor | None, needed: Tensor | None, whole: bool) -> list[_Part]:
     """Return all parts: of at most `PART` scores each, or those of one block of one row's key head.
+
+    Blocks without a needed query are left out.
 
     Args:
         grouped: the queries, [B, G, H / G, T, D].
         key: [B, G, S, D].
         added: the mask to add, [1 or B, 1 or H, T, S].
+        needed: [B, T], the queries whose results are used; None: all.
         whole: do not divide the queries of a row.
     """
     rows, groups, heads, queries = grouped.shape[:4]
@@ -259,11 +273,18 @@ def _parts(grouped: Tensor, key: Tensor, added: Tensor | None, whole: bool) -> l
         of_head = (block.stop - block.start) * heads * keys
         heads_at_once = min(groups, max(1, PART // of_head))
         rows_at_once = max(1, PART // (groups * of_head))
-        for row in range(0, rows, rows_at_once):
-            for group in range(0, groups, heads_at_once):
-                at_once = slice(row, row + rows_at_once), slice(group, group + heads_at_once)
-                parts.append(_Part(*at_once, block, keys))
+        for used in [range(rows)] if needed is None else _runs(needed[:, block].any(1).tolist()):
+            for row in used[::rows_at_once]:
+                for group in range(0, groups, heads_at_once):
+                    at_once = slice(row, min(row + rows_at_once, used.stop)), slice(group, group + heads_at_once)
+                    parts.append(_Part(*at_once, block, keys))
     return parts
+
+
+def _runs(flags: list[bool]) -> list[range]:
+    """Return the ranges of places with a true flag, each as long as possible."""
+    runs = (list(run) for flag, run in groupby(range(len(flags)), flags.__getitem__) if flag)
+    return [range(run[0], run[-1] + 1) for run in runs]
 
 
 def _blocks(added: Tensor | None, queries: int, keys: int, length: int) -> list[tuple[slice, int]]:

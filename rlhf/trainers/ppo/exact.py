@@ -23,7 +23,7 @@ from rlhf.generation.decoder import Decoder
 from rlhf.generation.hybrid_engine import generation_mode
 from rlhf.losses.log_probs import exact_sums
 from rlhf.models.dropout import is_stochastic
-from rlhf.models.forward import LogProbs, model_inputs, without_padding
+from rlhf.models.forward import LogProbs, in_one_row, model_inputs
 from rlhf.models.quantized import find_quantized_layers
 from rlhf.trainers.context import StageContext
 
@@ -118,7 +118,7 @@ def _find_mismatch(context: StageContext, actor: TrainingEngine, decoder: Decode
     for row, length in enumerate(_LENGTHS):  # alone, and without its padding
         part = slice(row, row + 1), slice(columns - length, None)
         same &= torch.equal(score(row_ids[part], row_mask[part], _STEPS).log_probs[0], drawn.log_probs[row])
-    tokens = without_padding(actor.module, model_inputs(actor.module, row_ids, row_mask), row_mask)[1]
+    tokens = in_one_row(actor.module, model_inputs(actor.module, row_ids, row_mask), row_mask)[1]
     return "" if same else drawn_outputs.first_difference(scored_outputs, tokens)
 
 

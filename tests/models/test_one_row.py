@@ -1,4 +1,4 @@
-"""A pass over the real tokens of a batch: each row's numbers and gradients are those of the row alone."""
+"""A pass over the distinct tokens of a batch: each row's numbers and gradients are those of the row alone."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from accelerators import AcceleratorError, RealTokens
 from rlhf.config.schema import RewardConfig
 from rlhf.models import forward
 from rlhf.models.compatibility import explain_missing_attention
-from rlhf.models.forward import ScalarHead, completion_log_probs, model_inputs, without_padding
+from rlhf.models.dropout import set_dropout
+from rlhf.models.forward import ScalarHead, completion_log_probs, in_one_row, model_inputs
 from rlhf.trainers.supervised import pair_loss
 from tests.families.table import FAMILIES, build
 from tests.helpers import llama
 
-LEFT, RIGHT = (7, 0, 3, 0), (0, 6, 4, 0)
+PADDED = (7, 0), (0, 6), (3, 4), (0, 0)
 """Padding of each row before and after its tokens."""
+
+SHARED = (2, 0), (2, 0), (2, 3), (1, 0)
+"""The same, if rows share tokens; distinct are 14, 8, 3 and 15."""
 
 COMPLETION = 8
 
@@ -31,10 +35,14 @@ def attention() -> str:
     return name
 
 
-def batch() -> tuple[Tensor, Tensor]:
+def batch(padding: Any = PADDED) -> tuple[Tensor, Tensor]:
     ids = torch.randint(3, 60, (4, 16), generator=torch.Generator().manual_seed(1))
+    if padding is SHARED:
+        ids[1:3, :8] = ids[0, :8]
+        ids[2, 8:10] = ids[1, 8:10]
+        ids[3, 2:8] = ids[0, 2:8]  # after one token more
     mask = torch.ones_like(ids)
-    for row, (left, right) in enumerate(zip(LEFT, RIGHT)):
+    for row, (left, right) in enumerate(padding):
         mask[row, :left] = mask[row, 16 - right :] = 0
     return ids * mask, mask
 
@@ -66,19 +74,22 @@ def rows_seen(model: Any) -> list[int]:
     return seen
 
 
+@pytest.mark.parametrize(("padding", "computed"), [(PADDED, 48), (SHARED, 48)], ids=["padded", "shared"])
 @pytest.mark.parametrize("name", sorted(forward.TOKENWISE))
-def test_log_probs_and_gradients_are_those_of_rows_alone(name: str, attention: str) -> None:
-    model, (ids, mask) = of_architecture(name, attention), batch()
+def test_log_probs_and_gradients_are_those_of_rows_alone(
+    name: str, padding: Any, computed: int, attention: str
+) -> None:
+    model, (ids, mask) = of_architecture(name, attention), batch(padding)
     targets = mask[:, -COMPLETION:].bool() & mask[:, -COMPLETION - 1 : -1].bool()
     seen = rows_seen(model)
     result = completion_log_probs(model, ids, mask, COMPLETION, temperature=0.7, entropy=True)
-    assert seen == [48]  # 44 real ones, up to the next of COUNTS
+    assert seen == [computed]
     assert result.entropy is not None
     assert not result.log_probs[~targets].any() and not result.entropy[~targets].any()
 
     model.set_attn_implementation("eager")
     total = torch.zeros(())
-    for row, (left, right) in enumerate(zip(LEFT, RIGHT)):
+    for row, (left, right) in enumerate(padding):
         alone = ids[row : row + 1, left : 16 - right]
         log_probs = (model(input_ids=alone, use_cache=False).logits[0, :-1] / 0.7).log_softmax(-1)
         count = COMPLETION - right
@@ -103,24 +114,25 @@ def test_gradients_are_the_same_with_checkpoints(attention: str) -> None:
     torch.testing.assert_close(actual, expected)
 
 
-def test_scores_and_gradients_are_those_of_rows_alone(attention: str) -> None:
+@pytest.mark.parametrize(("padding", "computed"), [(PADDED, 48), (SHARED, 48)], ids=["padded", "shared"])
+def test_scores_and_gradients_are_those_of_rows_alone(padding: Any, computed: int, attention: str) -> None:
     from transformers import LlamaForSequenceClassification
 
     config = llama(60).config
     config.num_labels = 1
     config._attn_implementation = attention
     torch.manual_seed(0)
-    head, (ids, mask) = ScalarHead(LlamaForSequenceClassification(config)).eval(), batch()
+    head, (ids, mask) = ScalarHead(LlamaForSequenceClassification(config)).eval(), batch(padding)
     seen = rows_seen(head.model)
     scores = head(ids, mask)
-    assert seen == [48] and scores.shape == ids.shape
+    assert seen == [computed] and scores.shape == ids.shape
     total = torch.zeros(())
-    for row, (left, right) in enumerate(zip(LEFT, RIGHT)):
+    for row, (left, right) in enumerate(padding):
         alone = ids[row : row + 1, left : 16 - right]
         one = head(alone, torch.ones_like(alone))[0]
         torch.testing.assert_close(scores[row, left : 16 - right], one, atol=1e-5, rtol=0)
         total = total + one[-1] ** 2
-    last = torch.tensor([15 - right for right in RIGHT])
+    last = torch.tensor([15 - right for _, right in padding])
     actual = gradients(head, (scores[torch.arange(4), last] ** 2).sum())
     torch.testing.assert_close(actual, gradients(head, total), atol=1e-5, rtol=1e-4)
 
@@ -130,7 +142,8 @@ def test_some_passes_keep_padding(attention: str) -> None:
     _, mask = batch()
 
     def is_padded(model: Any, mask: Tensor = mask) -> bool:
-        return without_padding(model, model_inputs(model, torch.ones_like(mask), mask), mask)[1] is None
+        ids = torch.arange(mask.numel()).view_as(mask) % 60  # rows share no token
+        return in_one_row(model, model_inputs(model, ids, mask), mask)[1] is None
 
     model = of_architecture("llama", attention)
     assert not is_padded(model)
@@ -161,10 +174,10 @@ def test_other_architectures_would_gain_nothing_from_the_list(
     model, (ids, mask) = build(family.configuration(), MODEL_FOR_CAUSAL_LM_MAPPING).eval(), batch()
     monkeypatch.setattr(forward, "TOKENWISE", frozenset([model.config.model_type]))
     if explain_missing_attention(type(model), attention):
-        assert without_padding(model, model_inputs(model, ids, mask), mask)[1] is None
+        assert in_one_row(model, model_inputs(model, ids, mask), mask)[1] is None
         return
     model.set_attn_implementation(attention)
-    inputs, tokens = without_padding(model, model_inputs(model, ids, mask), mask)
+    inputs, tokens = in_one_row(model, model_inputs(model, ids, mask), mask)
     if tokens is None:
         assert inputs["attention_mask"].dim() == 2  # layers with windows or states build their masks
         return
@@ -185,11 +198,61 @@ def test_rows_come_from_real_tokens_and_return_to_them() -> None:
         assert gradient.flatten().tolist() == [0.0, 1.0, 10.0, 100.0, 0.0, 0.0]
 
 
+def test_repeated_tokens_come_from_the_row_that_has_them_first() -> None:
+    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 8], [5, 6, 9, 8], [0, 5, 6, 9], [4, 6, 7, 8]])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 0], [0, 1, 1, 1], [1, 1, 1, 1]])
+    rows = forward.first_rows(ids, mask)
+    assert rows.tolist() == [[0, 0, 0, 0], [0, 0, 1, 1], [0, 0, 1, 2], [3, 3, 3, 3], [4, 4, 4, 4]]
+    needed = mask.bool() & (rows == torch.arange(5).unsqueeze(1))
+    tokens = RealTokens(needed, rows)
+    numbers = (10.0 * ids).unsqueeze(-1).requires_grad_()
+    row = tokens.select(numbers)
+    assert row.flatten().tolist() == [50, 60, 70, 80, 90, 80, 50, 60, 90, 40, 60, 70, 80]
+    spread = tokens.spread(row).squeeze(-1)
+    assert torch.equal(spread, 10.0 * ids * mask)
+    weights = torch.arange(20.0).view(5, 4)
+    (gradient,) = torch.autograd.grad((spread * weights).sum(), numbers)
+    assert gradient.squeeze(-1).tolist() == [
+        [0 + 4 + 8, 1 + 5 + 9, 2, 3],
+        [0, 0, 6 + 10, 7],
+        [0, 0, 0, 0],
+        [0, 13, 14, 15],
+        [16, 17, 18, 19],
+    ]
+
+
+def test_gradients_of_repeated_tokens_are_added_up_in_float32() -> None:
+    """In bfloat16, 1 + 1/512 is 1."""
+    rows = torch.zeros(9, 1, dtype=torch.long)
+    tokens = RealTokens(torch.eye(9, 1), rows)
+    token = torch.zeros(1, 1, 2, dtype=torch.bfloat16, requires_grad=True)
+    parts = torch.tensor([1.0] + 8 * [2**-9], dtype=torch.bfloat16).view(9, 1, 1)
+    (gradient,) = torch.autograd.grad((tokens.spread(token) * parts).sum(), token)
+    assert gradient.tolist() == [[[1 + 2**-6, 1 + 2**-6]]]
+
+
+def test_tokens_that_are_drawn_differently_are_not_shared(attention: str) -> None:
+    """With dropout, each row has its own activations in training."""
+    model, (ids, mask) = of_architecture("gpt2", attention), batch(SHARED)
+
+    def count() -> int:
+        tokens = in_one_row(model, model_inputs(model, ids, mask), mask)[1]
+        return mask.numel() if tokens is None else len(tokens.places)
+
+    assert model.config.resid_pdrop > 0
+    assert count() == 48
+    model.train()
+    assert count() == 64
+    set_dropout(model, 0)
+    assert count() == 48
+
+
 def test_batches_have_few_numbers_of_tokens() -> None:
-    """Numbers of 16 tokens or a thirty-second part apart."""
-    counts = [forward.COUNTS.bucket(real) for real in range(1, 8193)]
-    assert all(0 <= count - real < 16 + real / 32 for real, count in enumerate(counts, 1))
-    assert len(set(counts)) <= 120
+    """Numbers of 16 tokens or a thirty-second part apart, and those of full batches."""
+    counts = [forward.round_count(real) for real in range(1, 8193)]
+    assert all(0 <= count - real < max(16, real / 32) for real, count in enumerate(counts, 1))
+    assert len(set(counts)) == 64 + 3 * 32  # to 1,024 in steps of 16; 32 more for each doubling
+    assert all(forward.round_count(rows * length) == rows * length for rows in range(1, 33) for length in (256, 512))
 
 
 @pytest.mark.parametrize(("loss", "computed"), [("last", 48), ("token", 64)])
