@@ -1,0 +1,69 @@
+"""Softmax of attention's scores on a CPU, in one pass over memory (`softmax.c`).
+
+Torch needs three: it copies the mask, adds the scores to it, and computes the softmax.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from accelerators.backends.cpu.kernels import compiler
+from accelerators.backends.cpu.kernels.dtypes import DTYPES
+
+_pointer, _long = ctypes.c_void_p, ctypes.c_long
+
+
+class _Softmax(ctypes.Structure):
+    """`Softmax` of softmax.c."""
+
+    _fields_ = (
+        *(("scores", _pointer), ("mask", _pointer), ("rows", _long), ("columns", _long)),
+        *(("sizes", _long * 4), ("steps", _long * 4), ("scale", ctypes.c_float), ("room", _pointer)),
+    )
+
+
+@cache
+def _functions(dtype: torch.dtype = torch.bfloat16) -> ctypes.CDLL:
+    functions = compiler.compiled("softmax.c", *DTYPES[dtype])
+    functions.softmax.argtypes = [_pointer]
+    return functions
+
+
+@cache
+def why_not() -> str:
+    """Return why the code cannot be used; "" if it can."""
+    if reason := compiler.why_not(_functions, "attention takes 1.2 to 2 times as long"):
+        return reason
+    for dtype in DTYPES:
+        scores = torch.tensor([[[0.0, 2.0, 4.0], [2.0, 4.0, 4.0]]], dtype=dtype)
+        mask = torch.zeros(1, 1, 1, 2, 3, dtype=dtype)
+        mask[..., 0, 2] = -torch.inf
+        exact = (scores.double() / 2 + mask[0, 0, 0]).softmax(-1)
+        softmax(scores, mask, 0.5)
+        if not torch.allclose(scores.double(), exact, atol=0.01):
+            return "the compiled softmax is wrong here"
+    return ""
+
+
+def softmax(scores: Tensor, mask: Tensor | None, scale: float) -> None:
+    """Replace scores, scaled and masked, by their softmax, which is computed in float32.
+
+    A row that the mask hides as a whole gets equal probabilities.
+
+    Args:
+        scores: [N, R, S], contiguous, of a dtype in `DTYPES`.
+        mask: of the same dtype, [B, G, H, T, S] with B * G * H * T = N * R, possibly expanded; None: none.
+        scale: factor of the scores.
+    """
+    rows, columns = scores.shape[0] * scores.shape[1], scores.shape[2]
+    room = torch.empty(torch.get_num_threads(), columns + 16, dtype=torch.float32)  # 16: the most lanes of a register
+    task = _Softmax(scores.data_ptr(), None, rows, columns, scale=scale, room=room.data_ptr())
+    if mask is not None:
+        mask = mask if mask.stride(4) == 1 else mask.contiguous()
+        task.mask = mask.data_ptr()
+        task.sizes[:], task.steps[:] = mask.shape[:4], mask.stride()[:4]
+    _functions(scores.dtype).softmax(ctypes.byref(task))
