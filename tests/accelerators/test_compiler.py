@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
+import pkgutil
 import shutil
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import pytest
 import torch
 
 from accelerators.backends.cpu import info as cpu_info
+from accelerators.backends.cpu import kernels
 from accelerators.backends.cpu.backend import CPU
 from accelerators.backends.cpu.kernels import compiler, decode, dtypes, layers, packed
 
@@ -33,7 +36,7 @@ exec {compiler} "$@"
 ANOTHER = """
 import sys, types
 sys.modules["torch"] = types.ModuleType("torch")
-from accelerators.backends.cpu.kernels import compiler, dtypes
+from accelerators.backends.cpu.kernels import compiler
 compiler.__file__ = sys.argv[1]
 print(compiler.compiled("number.c").number())
 """
@@ -50,8 +53,10 @@ def compiled_folder(tmp_path, monkeypatch) -> Iterator[Path]:
 
 
 def _forget() -> None:
-    for function in (compiler.compiled, decode._functions, decode.supported):
-        function.cache_clear()
+    for name in [module.name for module in pkgutil.iter_modules(kernels.__path__)]:
+        for value in vars(importlib.import_module(f"{kernels.__name__}.{name}")).values():
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
 
 
 @pytest.fixture
