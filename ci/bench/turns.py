@@ -180,6 +180,8 @@ class Turns:
                 break
             seconds: dict[str, float] = {}
             for name, worker in workers.items():
+                if number >= 0 and len(workers) > 1:
+                    worker.step(record=False)  # memory that was idle during the turns of others is slow at first
                 start = time.perf_counter()
                 reply = worker.step(record=False)
                 seconds[name] = time.perf_counter() - start

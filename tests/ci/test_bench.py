@@ -241,7 +241,11 @@ def test_turns_resume_unless_complete_or_settings_changed(bench, tmp_path: Path,
     assert json.loads((tmp_path / "results.json").read_text())["sides"]["ours"]["peak_gib"] == 1.5
 
 
-def test_turns_apart_run_one_side_at_a_time(bench, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("apart", "expected"),
+    [("--apart", "+a a a a -a +b b b b -b +a a a -a +b b b -b"), ("", "+a +b a b a a b b a a b b a a b b -a -b")],
+)
+def test_sides_run_apart_or_in_turns_after_an_untimed_step(bench, tmp_path: Path, apart: str, expected: str) -> None:
     limits = {"chip": "C", "threads": 1, "torch": "2", "copy_bytes_per_second": 1}
     limits |= {"read_bytes_per_second": {"sum": 1}, "flops_per_second": {"bf16": 1}}
     (tmp_path / "limits.json").write_text(json.dumps(limits))
@@ -261,10 +265,10 @@ def test_turns_apart_run_one_side_at_a_time(bench, tmp_path: Path) -> None:
 
     parser = argparse.ArgumentParser()
     bench.turns.add_arguments(parser, rounds=3, warmup=1)
-    words = ["--apart", "--limits", str(tmp_path / "limits.json"), "--output", str(tmp_path / "results.json")]
+    words = [*apart.split(), "--limits", str(tmp_path / "limits.json"), "--output", str(tmp_path / "results.json")]
     turns = bench.turns.Turns("name", "what", {}, parser.parse_args(words))
     turns.measure({name: lambda name=name: RecordingWorker(name) for name in "ab"})
-    assert " ".join(order) == "+a a a a -a +b b b b -b +a a a -a +b b b -b"
+    assert " ".join(order) == expected
     assert {name: len(steps) for name, steps in turns.steps.items()} == {"a": 3, "b": 3}
 
 
