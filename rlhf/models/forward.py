@@ -257,10 +257,10 @@ def in_one_row(
 ) -> tuple[dict[str, Any], RealTokens | None]:
     """Return the inputs of a pass over the tokens of a batch as one row, and these tokens.
 
-    Padding is left out, and so are prompts, or other first tokens, that an earlier row has too (`first_rows`), unless
-    the pass draws at random. If that is impossible or does not pay, return `inputs` and None. It needs an architecture
-    of `TOKENWISE` and an attention that takes such a row, and pays from `LEAST_SAVED` on. Some of the tokens left out
-    fill their number up (`round_count`).
+    Padding is left out, and so are first tokens that an earlier row has in the same columns, such as its prompt
+    (`first_rows`), unless the model is not causal or the pass draws at random. If that is impossible or does not pay,
+    return `inputs` and None. It needs an architecture of `TOKENWISE` and an attention that takes such a row, and pays
+    from `LEAST_SAVED` on. Some of the tokens left out fill their number up (`round_count`).
 
     Args:
         model: a language model of transformers.
@@ -279,7 +279,7 @@ def in_one_row(
     ):
         return inputs, None
     needed, rows = (attention_mask if read is None else read).bool(), None
-    if not (model.training and is_stochastic(model)):
+    if getattr(model.config, "is_causal", True) and not (model.training and is_stochastic(model)):
         rows = first_rows(inputs["input_ids"], attention_mask)
         needed = needed & (rows == torch.arange(len(rows), device=rows.device).unsqueeze(1))
     count = int(needed.count_nonzero())
@@ -294,20 +294,24 @@ def in_one_row(
 
 
 def round_count(count: int) -> int:
-    """Return how many tokens to compute in one row if `count` must be: the next multiple of 16, or of about a 32nd.
+    """Return `count` tokens rounded up, as one row computes them, in steps of 16, from 1,024 on of 1/64 to 1/32 of it.
 
     Few numbers, since libraries keep a product for each; those of full batches, such as 6 x 256, are among them.
     """
+    count = max(count, 1)
     step = max(16, 1 << count.bit_length() >> 6)
     return -(-count // step) * step
 
 
 def first_rows(input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     """Return, for each token of [B, T], the first row that is the same up to its column; for padding its own row."""
-    same = (input_ids.unsqueeze(1) == input_ids) & (attention_mask.unsqueeze(1) == attention_mask)
-    first = same.cumprod(-1, dtype=torch.uint8).argmax(1)  # the first of equal numbers
-    own = torch.arange(len(input_ids), device=input_ids.device).unsqueeze(1)
-    return torch.where(attention_mask.bool(), first, own)
+    rows = torch.arange(len(input_ids), device=input_ids.device).unsqueeze(1).repeat(1, input_ids.shape[1])
+    for row in range(1, len(rows)):  # one at a time: all pairs of rows would take memory
+        earlier = slice(row + 1)  # and itself
+        same = (input_ids[earlier] == input_ids[row]) & (attention_mask[earlier] == attention_mask[row])
+        first = same.cumprod(1, dtype=torch.uint8).argmax(0)  # the first of equal numbers
+        rows[row] = torch.where(attention_mask[row].bool(), first, row)
+    return rows
 
 
 def accepts_positions(model: nn.Module) -> bool:

@@ -36,15 +36,17 @@ def _functions(dtype: torch.dtype = torch.bfloat16) -> ctypes.CDLL:
 @cache
 def why_not() -> str:
     """Return why the code cannot be used; "" if it can."""
-    if reason := compiler.why_not(_functions, "attention takes 1.2 to 2 times as long"):
+    if reason := compiler.why_not(
+        lambda: [_functions(dtype) for dtype in DTYPES], "attention takes 1.2 to 2 times as long"
+    ):
         return reason
     for dtype in DTYPES:
-        scores = torch.tensor([[[0.0, 2.0, 4.0], [2.0, 4.0, 4.0]]], dtype=dtype)
-        mask = torch.zeros(1, 1, 1, 2, 3, dtype=dtype)
-        mask[..., 0, 2] = -torch.inf
-        exact = (scores.double() / 2 + mask[0, 0, 0]).softmax(-1)
+        scores = torch.linspace(0, 400, 2 * 37).sin().mul(4).view(1, 2, 37).to(dtype)
+        mask = torch.zeros(1, 1, 1, 2, 37, dtype=dtype)
+        mask[..., 0, 30:], mask[..., 1, :] = -torch.inf, -torch.inf  # the second row sees nothing
+        exact = (scores.double() / 2 + mask[0, 0, 0].double().clamp_min(-1e300)).softmax(-1)
         softmax(scores, mask, 0.5)
-        if not torch.allclose(scores.double(), exact, atol=0.01):
+        if not torch.allclose(scores.double(), exact, rtol=0.01, atol=1e-6):
             return "the compiled softmax is wrong here"
     return ""
 
@@ -58,8 +60,13 @@ def softmax(scores: Tensor, mask: Tensor | None, scale: float) -> None:
         scores: [N, R, S], contiguous, of a dtype in `DTYPES`.
         mask: of the same dtype, [B, G, H, T, S] with B * G * H * T = N * R, possibly expanded; None: none.
         scale: factor of the scores.
+
+    Raises:
+        ValueError: the mask has another size.
     """
     rows, columns = scores.shape[0] * scores.shape[1], scores.shape[2]
+    if mask is not None and (mask.shape[4] != columns or mask.shape[:4].numel() != rows):
+        raise ValueError(f"attention: a mask of {[*mask.shape]} does not fit scores of {[*scores.shape]}")
     room = torch.empty(torch.get_num_threads(), columns + 16, dtype=torch.float32)  # 16: the most lanes of a register
     task = _Softmax(scores.data_ptr(), None, rows, columns, scale=scale, room=room.data_ptr())
     if mask is not None:
