@@ -15,7 +15,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import accelerators
 from accelerators import AcceleratorError
 from accelerators.backends.cpu import attention as cpu_attention
-from accelerators.backends.cpu.kernels import softmax
 from rlhf.config.schema import SamplingConfig
 from rlhf.generation.decoder import Decoder
 from rlhf.lockstep.operators import OperatorJudge
@@ -45,15 +44,6 @@ def delegated(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         lambda *given, **options: calls.append(given[1]) or plain(*given, **options),
     )
     return calls
-
-
-@pytest.fixture(params=[True, False], ids=["compiled", "torch's softmax"])
-def softmaxes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a test with the compiled softmax, and as without a compiler."""
-    if not request.param:
-        monkeypatch.setattr(softmax, "why_not", lambda: "there is no C compiler")
-    elif reason := softmax.why_not():
-        pytest.skip(reason)
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -102,7 +92,6 @@ SIZES = {
 @pytest.mark.parametrize(
     ("part", "limit"), [(2**21, 2), (2**21, 0), (3000, 0), (500, 2)], ids=["kept", "again", "rows", "heads"]
 )
-@pytest.mark.usefixtures("softmaxes")
 def test_outputs_and_gradients_are_those_of_the_definition(monkeypatch, delegated, sizes, mask, part, limit):
     torch.manual_seed(0)
     monkeypatch.setattr(cpu_attention, "PART", part)
@@ -146,7 +135,6 @@ def test_without_a_mask_a_query_sees_what_it_may(causal):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("limit", [2, 0], ids=["kept", "again"])
 @pytest.mark.parametrize("queries", [1, 6])
-@pytest.mark.usefixtures("softmaxes")
 def test_minus_infinity_hides_keys_and_all_leave_their_mean(monkeypatch, kind, dtype, limit, queries):
     torch.manual_seed(0)
     monkeypatch.setattr(cpu_attention, "KEPT", limit)
@@ -193,18 +181,6 @@ def test_query_that_sees_nothing_has_finite_gradients(dtype, queries):
     torch.testing.assert_close(output[0].float(), mean, atol=2e-2, rtol=0)
 
 
-def test_without_the_compiled_softmax_it_says_why(monkeypatch):
-    """No compiler, or code that computes something else."""
-    if reason := softmax.why_not():
-        pytest.skip(reason)
-    assert "softmax" not in cpu_attention.COMPOSED.supported(None).reason
-    monkeypatch.setattr(softmax, "why_not", lambda: "there is no C compiler")
-    assert "softmax by torch's operators: there is no C compiler" in cpu_attention.COMPOSED.supported(None).reason
-    monkeypatch.undo()
-    monkeypatch.setattr(softmax, "softmax", lambda scores, mask, scale: scores.zero_())
-    assert softmax.why_not.__wrapped__() == "the compiled softmax is wrong here"
-
-
 def lowest_above_diagonal(queries: int, keys: int) -> Tensor:
     return torch.full((1, 1, queries, keys), torch.finfo(torch.float32).min).triu(1 + keys - queries)
 
@@ -238,12 +214,6 @@ def test_blocks_of_queries_cost_no_precision(monkeypatch):
         own = torch.autograd.grad(output, given, wanted)
         errors[block] = [(((a.double() - b) ** 2).mean() / (b**2).mean()).sqrt() for a, b in zip(own, truth)]
     assert all(a <= 1.2 * b for a, b in zip(errors[64], errors[4096])), errors
-
-
-def test_mask_of_another_size_is_refused():
-    given = [drawn(2, 2, tokens, 8) for tokens in (1, 9, 9)]
-    with pytest.raises(ValueError, match="does not fit"):
-        cpu_attention.attend(SimpleNamespace(), *given, torch.zeros(2, 1, 1, 5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
