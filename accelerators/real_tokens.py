@@ -33,13 +33,14 @@ class RealTokens:
         """[N], their indices in the flattened batch."""
         self.numbers = (kept.cumsum(0) - 1).clamp_min(0)
         """[B * T], the number of each of them, from 0, or of the one that a token repeats; of padding, any number."""
-        self._filled, self._repeats = self.places, False  # the indices of all tokens that have a number
+        self._filled = self.places  # the indices of all tokens that have a number
         if rows is not None:
             places = torch.arange(mask.numel(), device=mask.device)
             originals = rows.flatten() * mask.shape[1] + places % mask.shape[1]
             repeated = (~kept & (originals != places)).nonzero().squeeze(1)
             self.numbers[repeated] = self.numbers[originals[repeated]]
-            self._filled, self._repeats = torch.cat([self.places, repeated]), len(repeated) > 0
+            self._filled = torch.cat([self.places, repeated])
+        self._sources = self.numbers[self._filled]
 
     def select(self, padded: Tensor) -> Tensor:
         """Return the numbers of these tokens: [B, T, ...] -> [1, N, ...]."""
@@ -50,7 +51,7 @@ class RealTokens:
 
         On a CPU, torch adds up the gradients of a token and of those that repeat it in float32.
         """
-        filled = tokens[0].index_select(0, self.numbers[self._filled]) if self._repeats else tokens[0]
+        filled = tokens[0] if len(self._filled) == len(self.places) else tokens[0].index_select(0, self._sources)
         rows = tokens.new_zeros(self.numbers.numel(), *tokens.shape[2:]).index_copy(0, self._filled, filled)
         return rows.view(*self.mask.shape, *tokens.shape[2:])
 

@@ -279,10 +279,14 @@ def in_one_row(
     ):
         return inputs, None
     needed, rows = (attention_mask if read is None else read).bool(), None
-    if getattr(model.config, "is_causal", True) and not (model.training and is_stochastic(model)):
-        rows = first_rows(inputs["input_ids"], attention_mask)
-        needed = needed & (rows == torch.arange(len(rows), device=rows.device).unsqueeze(1))
     count = int(needed.count_nonzero())
+    if getattr(model.config, "is_causal", True):
+        first = first_rows(inputs["input_ids"], attention_mask)
+        distinct = needed & (first == torch.arange(len(first), device=first.device).unsqueeze(1))
+        least = int(distinct.count_nonzero())
+        # The search for dropout takes milliseconds: only if something is saved.
+        if round_count(least) < round_count(count) and not (model.training and is_stochastic(model)):
+            needed, rows, count = distinct, first, least
     rounded = round_count(count)
     if not count or rounded > needed.numel() * (1 - LEAST_SAVED):
         return inputs, None
@@ -294,9 +298,9 @@ def in_one_row(
 
 
 def round_count(count: int) -> int:
-    """Return `count` tokens rounded up, as one row computes them, in steps of 16, from 1,024 on of 1/64 to 1/32 of it.
+    """Round a number of tokens up to a multiple of 16; from 1,024 on, of 32, and of twice as much for each doubling.
 
-    Few numbers, since libraries keep a product for each; those of full batches, such as 6 x 256, are among them.
+    Libraries keep a product for each number, so there are few. Those of full batches, such as 6 x 256, stay the same.
     """
     count = max(count, 1)
     step = max(16, 1 << count.bit_length() >> 6)
@@ -304,7 +308,10 @@ def round_count(count: int) -> int:
 
 
 def first_rows(input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """Return, for each token of [B, T], the first row that is the same up to its column; for padding its own row."""
+    """Return, for each token of [B, T], the first row with the same tokens and padding up to its column.
+
+    For padding, it is the padding's own row.
+    """
     rows = torch.arange(len(input_ids), device=input_ids.device).unsqueeze(1).repeat(1, input_ids.shape[1])
     for row in range(1, len(rows)):  # one at a time: all pairs of rows would take memory
         earlier = slice(row + 1)  # and itself

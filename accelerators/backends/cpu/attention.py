@@ -282,7 +282,7 @@ def _parts(grouped: Tensor, key: Tensor, added: Tensor | None, needed: Tensor | 
 
 
 def _runs(flags: list[bool]) -> list[range]:
-    """Return the ranges of places with a true flag, each as long as possible."""
+    """Return the ranges of consecutive true flags."""
     runs = (list(run) for flag, run in groupby(range(len(flags)), flags.__getitem__) if flag)
     return [range(run[0], run[-1] + 1) for run in runs]
 
