@@ -1,5 +1,5 @@
-// Compare decode.c and sample.c with plain loops in double, for random shapes. It needs no Python and no OpenMP, so it runs
-// under sanitizers and emulators: three threads of pthreads take the part of torch's.
+// Compare decode.c, sample.c and softmax.c with plain loops in double, for random shapes. It needs no Python and no OpenMP,
+// so it runs under sanitizers and emulators: three threads of pthreads take the part of torch's.
 //
 //     cc -O1 -g -fsanitize=address,undefined -I KERNELS decode_check.c -lpthread -lm -o check && ./check 1 20
 //
@@ -13,6 +13,7 @@
 
 #include "decode.c"
 #include "sample.c"
+#include "softmax.c"
 
 // threads
 
@@ -330,6 +331,47 @@ static double error_of_samples(void)
     return largest;
 }
 
+// How far probabilities are from those in double; some columns are hidden, and in some rows all.
+static double error_of_softmax(void)
+{
+    const long sizes[4] = {1 + drawn(3), 1 + drawn(3), 1 + drawn(3), 1 + drawn(5)}, columns = 1 + drawn(200);
+    const int shared = drawn(2), none = !drawn(4); // one mask for all of the second and third size; no mask
+    const long rows = sizes[0] * sizes[1] * sizes[2] * sizes[3];
+    long steps[4] = {columns, columns, columns, columns};
+    for (int next = 3, apart = columns; next >= 0; next--) {
+        steps[next] = shared && (next == 1 || next == 2) ? 0 : apart;
+        apart *= steps[next] ? sizes[next] : 1;
+    }
+    number *mask = numbers(rows * columns, 1, 0), *scores = numbers(rows * columns, 8, 0);
+    for (long row = 0; row < rows; row++)
+        for (long column = 0; column < columns; column++)
+            if (!drawn(3) || row % 4 == 3) mask[row * columns + column] = nearest(-INFINITY);
+    double *exact = room(rows * columns * sizeof(double)), largest = 0;
+    for (long row = 0; row < rows; row++) {
+        long place[4], rest = row, offset = 0;
+        for (int next = 3; next >= 0; next--) place[next] = rest % sizes[next], rest /= sizes[next];
+        for (int next = 0; next < 4; next++) offset += place[next] * steps[next];
+        double top = -INFINITY, total = 0;
+        for (long column = 0; column < columns; column++) {
+            const double added = none ? 0 : value(mask[offset + column]);
+            exact[row * columns + column] = 0.25 * value(scores[row * columns + column]) + added;
+            top = fmax(top, exact[row * columns + column]);
+        }
+        for (long column = 0; column < columns; column++) {
+            double *of = exact + row * columns + column;
+            *of = top == -INFINITY ? 1 : exp(*of - top);
+            total += *of;
+        }
+        for (long column = 0; column < columns; column++) exact[row * columns + column] /= total;
+    }
+    float *kept = room(COUNT * (columns / LANES * LANES + LANES) * sizeof(float));
+    Softmax task = {scores, none ? 0 : mask, rows, columns, {0}, {0}, 0.25f, kept};
+    memcpy(task.sizes, sizes, sizeof sizes), memcpy(task.steps, steps, sizeof steps);
+    softmax(&task);
+    for (long at = 0; at < rows * columns; at++) largest = fmax(largest, fabs(value(scores[at]) - exact[at]));
+    return largest;
+}
+
 int main(int count, char **arguments)
 {
     if (count != 3) return 2;
@@ -342,8 +384,9 @@ int main(int count, char **arguments)
     for (long seed = atol(arguments[1]); seed <= atol(arguments[2]); seed++) {
         const double error = error_of(seed);
         const double of_samples = error_of_samples();
-        printf("seed %ld: %.2e and %.2e\n", seed, error, of_samples);
-        failed |= !(error < most && of_samples < 1e-5);
+        const double of_softmax = error_of_softmax();
+        printf("seed %ld: %.2e, %.2e and %.2e\n", seed, error, of_samples, of_softmax);
+        failed |= !(error < most && of_samples < 1e-5 && of_softmax < (sizeof(number) == 2 ? 2e-3 : 1e-6));
     }
     return failed;
 }

@@ -20,7 +20,7 @@ import torch
 from accelerators.backends.cpu import info as cpu_info
 from accelerators.backends.cpu import kernels
 from accelerators.backends.cpu.backend import CPU
-from accelerators.backends.cpu.kernels import compiler, decode, layers, packed
+from accelerators.backends.cpu.kernels import compiler, decode, dtypes, layers, packed
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler here")
 
@@ -197,7 +197,7 @@ def test_code_of_this_package_compiles_and_is_right(compiled_folder):
     """Otherwise all tests of it would be skipped."""
     support = decode.supported(None)
     assert support, support.reason
-    assert [path.name.partition("-")[0] for path in compiled_folder.iterdir()] == ["decode"] * len(decode.DTYPES)
+    assert [path.name.partition("-")[0] for path in compiled_folder.iterdir()] == ["decode"] * len(dtypes.DTYPES)
 
 
 def test_compiler_is_the_named_one_or_the_first_on_the_path(tmp_path, monkeypatch):

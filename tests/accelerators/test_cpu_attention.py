@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import accelerators
 from accelerators import AcceleratorError
 from accelerators.backends.cpu import attention as cpu_attention
+from accelerators.backends.cpu.kernels import softmax
 from rlhf.config.schema import SamplingConfig
 from rlhf.generation.decoder import Decoder
 from rlhf.lockstep.operators import OperatorJudge
@@ -44,6 +45,15 @@ def delegated(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         lambda *given, **options: calls.append(given[1]) or plain(*given, **options),
     )
     return calls
+
+
+@pytest.fixture(params=[True, False], ids=["compiled", "torch's softmax"])
+def softmaxes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a test with the compiled softmax, and as without a compiler."""
+    if not request.param:
+        monkeypatch.setattr(softmax, "why_not", lambda: "there is no C compiler")
+    elif reason := softmax.why_not():
+        pytest.skip(reason)
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -92,6 +102,7 @@ SIZES = {
 @pytest.mark.parametrize(
     ("part", "limit"), [(2**21, 2), (2**21, 0), (3000, 0), (500, 2)], ids=["kept", "again", "rows", "heads"]
 )
+@pytest.mark.usefixtures("softmaxes")
 def test_outputs_and_gradients_are_those_of_the_definition(monkeypatch, delegated, sizes, mask, part, limit):
     torch.manual_seed(0)
     monkeypatch.setattr(cpu_attention, "PART", part)
@@ -135,6 +146,7 @@ def test_without_a_mask_a_query_sees_what_it_may(causal):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("limit", [2, 0], ids=["kept", "again"])
 @pytest.mark.parametrize("queries", [1, 6])
+@pytest.mark.usefixtures("softmaxes")
 def test_minus_infinity_hides_keys_and_all_leave_their_mean(monkeypatch, kind, dtype, limit, queries):
     torch.manual_seed(0)
     monkeypatch.setattr(cpu_attention, "KEPT", limit)
@@ -181,6 +193,18 @@ def test_query_that_sees_nothing_has_finite_gradients(dtype, queries):
     torch.testing.assert_close(output[0].float(), mean, atol=2e-2, rtol=0)
 
 
+def test_without_the_compiled_softmax_it_says_why(monkeypatch):
+    """No compiler, or code that computes something else."""
+    if reason := softmax.why_not():
+        pytest.skip(reason)
+    assert "softmax" not in cpu_attention.COMPOSED.supported(None).reason
+    monkeypatch.setattr(softmax, "why_not", lambda: "there is no C compiler")
+    assert "softmax by torch's operators: there is no C compiler" in cpu_attention.COMPOSED.supported(None).reason
+    monkeypatch.undo()
+    monkeypatch.setattr(softmax, "softmax_", lambda scores, mask, scale: scores.zero_())
+    assert softmax.why_not.__wrapped__() == "the compiled softmax is wrong here"
+
+
 def lowest_above_diagonal(queries: int, keys: int) -> Tensor:
     return torch.full((1, 1, queries, keys), torch.finfo(torch.float32).min).triu(1 + keys - queries)
 
@@ -216,6 +240,12 @@ def test_blocks_of_queries_cost_no_precision(monkeypatch):
     assert all(a <= 1.2 * b for a, b in zip(errors[64], errors[4096])), errors
 
 
+def test_mask_of_another_size_is_refused():
+    given = [drawn(2, 2, tokens, 8) for tokens in (1, 9, 9)]
+    with pytest.raises(ValueError, match="does not fit"):
+        cpu_attention.attend(SimpleNamespace(), *given, torch.zeros(2, 1, 1, 5))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_judge_of_operators_sees_no_memory_change_between_them(dtype):
     given = [drawn(2, heads, 20, 64, dtype=dtype).requires_grad_() for heads in (6, 2, 2)]
@@ -224,6 +254,13 @@ def test_a_judge_of_operators_sees_no_memory_change_between_them(dtype):
         output = cpu_attention.attend(SimpleNamespace(), *given, lowest_above_diagonal(20, 20).to(dtype))[0]
         torch.autograd.grad(output, given, torch.ones_like(output))
     assert judge.number and not judge.faults
+
+
+def test_attention_of_a_model_without_weights_has_its_shapes():
+    """Ranks that share a model's layers run it on the meta device before they do."""
+    given = [drawn(2, heads, 20, 64).to("meta") for heads in (6, 2, 2)]
+    output = cpu_attention.attend(SimpleNamespace(), *given, torch.zeros(2, 1, 20, 20, device="meta"))[0]
+    assert output.is_meta and output.shape == (2, 20, 6, 64)
 
 
 @pytest.mark.parametrize("limit", [3, 0], ids=["kept", "again"])

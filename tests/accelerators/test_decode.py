@@ -13,7 +13,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING
 
 from accelerators.backends.cpu import info as cpu_info
-from accelerators.backends.cpu.kernels import compiler, decode, families
+from accelerators.backends.cpu.kernels import compiler, decode, dtypes, families
 from rlhf.generation.hybrid_engine import generation_mode
 from tests.accelerators.decoding import FAMILIES, STEPS, check, logits_of, model_of, off, prompts, truth
 from tests.accelerators.test_packed import snapshot
@@ -30,7 +30,7 @@ def seed() -> None:
 # against float32
 
 
-@pytest.mark.parametrize("dtype", decode.DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("dtype", dtypes.DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_as_near_to_float32_as_those_of_the_plain_model(family, dtype, decode_calls):
     """Of prompts and of a token at a time; layers with other windows are another call."""
@@ -132,7 +132,7 @@ def use_compiled(monkeypatch: pytest.MonkeyPatch, *flags: str) -> None:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86")
-@pytest.mark.parametrize("dtype", decode.DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("dtype", dtypes.DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize(
     ("processor", "lanes"), [("x86-64", 4), ("haswell", 8), ("skylake-avx512", 16)], ids=lambda value: str(value)
 )
@@ -148,7 +148,7 @@ def test_older_processors_compute_the_same(processor, lanes, dtype, monkeypatch)
 
 
 @pytest.mark.skipif(not shutil.which("clang"), reason="no clang here")
-@pytest.mark.parametrize("dtype", decode.DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("dtype", dtypes.DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 def test_clang_compiles_the_same_on_the_same_threads(dtype, monkeypatch):
     monkeypatch.setenv("CC", "clang")
     use_compiled(monkeypatch)

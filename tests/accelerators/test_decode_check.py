@@ -1,4 +1,7 @@
-"""decode.c and sample.c against plain loops in double, random shapes: under sanitizers, and on ARM by an emulator."""
+"""decode.c, sample.c and softmax.c against plain loops in double, random shapes.
+
+They run under sanitizers, and on ARM by an emulator.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerators.backends.cpu.kernels import compiler, decode
+from accelerators.backends.cpu.kernels import compiler, decode, dtypes
 
 KERNELS = Path(decode.__file__).parent
 CHECK = Path(__file__).with_name("decode_check.c")
@@ -19,7 +22,7 @@ needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "cla
 needs_emulator = pytest.mark.skipif(
     not (shutil.which(ARM) and shutil.which(EMULATOR)), reason=f"no {ARM} and {EMULATOR} here"
 )
-both_dtypes = pytest.mark.parametrize("flags", decode.DTYPES.values(), ids=("float32", "bfloat16"))
+both_dtypes = pytest.mark.parametrize("flags", dtypes.DTYPES.values(), ids=("float32", "bfloat16"))
 
 
 def build(folder: Path, *command: str) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from accelerators import portable
-from accelerators.backends.cpu.kernels import invariant
+from accelerators.backends.cpu.kernels import invariant, softmax
 from accelerators.types import KernelImpl, Support
 
 ATTENTION = "cpu_composed"
@@ -25,9 +25,9 @@ ATTENTION = "cpu_composed"
 
 DTYPES = (torch.bfloat16, torch.float32)
 """Products of matrices are faster than torch's attention in these. Two cores of an AMD EPYC with avx512_bf16, causal
-masks, 9 heads of 64 that share 3, forward and backward, in ms, torch first; bf16: 57 and 22 for 16 rows of 256, 147 and
-50 for 4 of 1,024, 616 and 184 for 1 of 4,096; fp32: 2.8 and 3.0 for 16 of 48, 55 and 51 for 16 of 256, 202 and 138 for
-4 of 1,024, 836 and 467 for 1 of 4,096. If a mask hides no later key, which causal models do not have, products in fp32
+masks, 9 heads of 64 that share 3, forward and backward, in ms, torch first; bf16: 61 and 25 for 16 rows of 256, 158 and
+49 for 4 of 1,024, 664 and 189 for 1 of 4,096; fp32: 4.5 and 3.7 for 16 of 48, 56 and 56 for 16 of 256, 208 and 147 for
+4 of 1,024, 861 and 505 for 1 of 4,096. If a mask hides no later key, which causal models do not have, products in fp32
 take up to 1.4 times as long as torch's attention."""
 
 PART = 2**21
@@ -310,7 +310,11 @@ def _room(parts: list[_Part], grouped: Tensor) -> Tensor:
 
 
 def _probabilities(out: Tensor, queries: Tensor, keys: Tensor, mask: Tensor | None, scale: float) -> None:
-    """Write the softmax of the masked scores, which torch computes in float32, to `out` [N, R, S]."""
+    """Write the softmax of the masked scores, which is computed in float32, to `out` [N, R, S]."""
+    if not (softmax.why_not() or invariant.is_active()):
+        torch.bmm(queries, keys.transpose(1, 2), out=out)
+        softmax.softmax_(out, mask, scale)
+        return
     if mask is not None:
         # -inf becomes a number, for rows that consist of it; as fast as a copy, while clamp_min is three times slower.
         lowest = torch.finfo(out.dtype).min
@@ -326,10 +330,11 @@ def _scaled_product(first: Tensor, second: Tensor, scale: float, out: Tensor | N
 
 def _faster_than_sdpa(accelerator: object) -> Support:
     dtypes = " and ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+    slower = f"; softmax by torch's operators: {reason}" if (reason := softmax.why_not()) else ""
     return Support(
         True,
         f"products of matrices without keys that a mask hides, faster than torch's attention in {dtypes}; torch's in "
-        "other dtypes; other layers of a model then need not compute padding",
+        f"other dtypes; other layers of a model then need not compute padding{slower}",
     )
 
 

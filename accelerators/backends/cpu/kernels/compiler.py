@@ -32,7 +32,7 @@ class NotCompiled(Exception):
     """The library cannot be compiled or loaded; the message is one line."""
 
 
-def why_not(load: Callable[[], ctypes.CDLL], without: str) -> str:
+def why_not(load: Callable[[], object], without: str) -> str:
     """Return why the functions that `load` returns cannot be used; "" if they can.
 
     Args:

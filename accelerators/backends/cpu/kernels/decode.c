@@ -294,22 +294,6 @@ static inline vector sums_of(vector *numbers)
     return numbers[0];
 }
 
-static inline integers below(long count) // the lanes before `count`
-{
-    integers lane;
-    for (int index = 0; index < LANES; index++) lane[index] = index;
-    return lane < (int32_t)count;
-}
-
-// LANES numbers, or `count` of them and zeros.
-static inline vector load_some(const number *from, long count)
-{
-    if (count >= LANES) return load(from);
-    number read[LANES] = {0};
-    __builtin_memcpy(read, from, count * sizeof(number));
-    return load(read);
-}
-
 // `count` heads of one row that share keys and values: replace each query by the mean of `values`, weighted by the
 // softmax of the scores + mask. `mask` of a head is `apart` numbers after that of the previous head.
 // `room`: [count, columns rounded up to LANES].

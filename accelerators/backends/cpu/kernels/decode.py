@@ -26,11 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from accelerators.backends.cpu.kernels import compiler, families, invariant, packed
+from accelerators.backends.cpu.kernels.dtypes import DTYPES
 from accelerators.backends.cpu.kernels.families import Family, Parts
 from accelerators.types import KernelImpl, Support
-
-DTYPES = {torch.float32: (), torch.bfloat16: (compiler.BF16,)}
-"""Numbers that decode.c is compiled for, with the compiler's flags."""
 
 MOST = 512
 """Largest number of rows for products of `decode.c`. Without AMX, longer prompts are computed in parts of this size.

@@ -182,3 +182,27 @@ static inline float inverse_root_mean_square(const number *from, long size, floa
     }
     return 1.0f / __builtin_sqrtf(sum_of(squares) / size + epsilon);
 }
+
+static inline integers below(long count) // the lanes before `count`
+{
+    integers lane;
+    for (int index = 0; index < LANES; index++) lane[index] = index;
+    return lane < (int32_t)count;
+}
+
+// LANES numbers, or `count` of them and zeros.
+static inline vector load_some(const number *from, long count)
+{
+    if (count >= LANES) return load(from);
+    number read[LANES] = {0};
+    __builtin_memcpy(read, from, count * sizeof(number));
+    return load(read);
+}
+
+static inline void store_some(number *to, vector numbers, long count) // the first `count` of LANES numbers
+{
+    if (count >= LANES) return store(to, numbers);
+    number written[LANES];
+    store(written, numbers);
+    __builtin_memcpy(to, written, count * sizeof(number));
+}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from accelerators.backends.cpu.kernels import compiler
-from accelerators.backends.cpu.kernels.decode import DTYPES
+from accelerators.backends.cpu.kernels.dtypes import DTYPES
 from accelerators.types import KernelImpl, Support
 
 _pointer, _long = ctypes.c_void_p, ctypes.c_long
