@@ -31,7 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     turns.add_arguments(parser)
     ppo_step.add_arguments(parser, completion=64)
-    ppo_step.add_precision(parser, "bf16")
+    turns.add_precision(parser, "bf16")
     parser.set_defaults(apart=True)
     arguments = parser.parse_args()
 

@@ -1,8 +1,8 @@
 """Count the bytes and floating-point operations of the benchmarks' work, and the least time a machine needs for it.
 
-The counts include only the work that no implementation can avoid: reading the weights once per step, in 16 bits;
-reading the keys and values of the tokens so far; two operations per weight and token; and, in attention, four
-operations per query, key, head and dimension of a head. Norms, sampling and the memory traffic of gradients are not
+The counts include only the work that no implementation can avoid: reading the weights once per step; reading the keys
+and values of the tokens so far; two operations per weight and token; and, in attention, four operations per query, key,
+head and dimension of a head. Norms, sampling and the memory traffic of gradients are not
 counted; that of the optimizer is counted only in `update_bytes`.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-BYTES = 2  # per number in bf16
+BYTES = {"bf16": 2, "fp32": 4}  # per number
 
 
 @dataclass(frozen=True)
@@ -108,10 +108,10 @@ def decode_flops(shape: Shape, rows: int, seen: int) -> int:
     return 2 * (shape.body + shape.vocabulary) * rows + attention_flops(shape, rows, seen)
 
 
-def decode_bytes(shape: Shape, rows: int, seen: int) -> int:
+def decode_bytes(shape: Shape, rows: int, seen: int, precision: str = "bf16") -> int:
     """Return the bytes that a decode step reads: all matrices, and the keys and values of `seen` tokens per row."""
     cache = 2 * shape.layers * shape.kv_heads * shape.head_dim * rows * seen
-    return BYTES * (shape.body + shape.vocabulary + cache)
+    return BYTES[precision] * (shape.body + shape.vocabulary + cache)
 
 
 def update_bytes(weights: int) -> int:
@@ -119,10 +119,12 @@ def update_bytes(weights: int) -> int:
 
     It reads the gradient and writes the weight in 16 bits; it reads and writes the master weight and both moments.
     """
-    return weights * (2 * BYTES + 2 * 3 * 4)
+    return weights * (2 * BYTES["bf16"] + 2 * 3 * 4)
 
 
-def rollout_limit(shape: Shape, work: Work, *, bytes_per_second: float, flops_per_second: float) -> dict[str, Any]:
+def rollout_limit(
+    shape: Shape, work: Work, *, bytes_per_second: float, flops_per_second: float, precision: str = "bf16"
+) -> dict[str, Any]:
     """Return the least time of a rollout, in seconds, with the counts that it follows from.
 
     A rollout is a prefill and `completion - 1` decode steps. The limit of each is the slower of reading its bytes and
@@ -132,11 +134,11 @@ def rollout_limit(shape: Shape, work: Work, *, bytes_per_second: float, flops_pe
     def least_seconds(read: int, flops: int) -> float:
         return max(read / bytes_per_second, flops / flops_per_second)
 
-    first_bytes = BYTES * (shape.body + shape.vocabulary)
+    first_bytes = BYTES[precision] * (shape.body + shape.vocabulary)
     first_flops = forward_flops(shape, work.rows, work.prompt, 1)
     prefill = least_seconds(first_bytes, first_flops)
     steps = [
-        (decode_bytes(shape, work.rows, seen), decode_flops(shape, work.rows, seen))
+        (decode_bytes(shape, work.rows, seen, precision), decode_flops(shape, work.rows, seen))
         for seen in range(work.prompt + 1, work.prompt + work.completion)
     ]
     decoding = sum(least_seconds(*step) for step in steps)
@@ -156,9 +158,7 @@ def rollout_limit(shape: Shape, work: Work, *, bytes_per_second: float, flops_pe
     }
 
 
-def speeds(limits: Mapping[str, Any]) -> dict[str, float]:
-    """Return the highest bytes/s and bf16 FLOP/s that `machine.py` measured: the divisors of the arithmetic."""
-    return {
-        "bytes_per_second": max(limits["read_bytes_per_second"].values()),
-        "flops_per_second": max(value for name, value in limits["flops_per_second"].items() if name.startswith("bf16")),
-    }
+def speeds(limits: Mapping[str, Any], precision: str = "bf16") -> dict[str, float]:
+    """Return the highest bytes/s and FLOP/s that `machine.py` measured: the divisors of the arithmetic."""
+    flops = (value for name, value in limits["flops_per_second"].items() if name.startswith(precision))
+    return {"bytes_per_second": max(limits["read_bytes_per_second"].values()), "flops_per_second": max(flops)}

@@ -46,12 +46,16 @@ def main() -> None:
     parser.add_argument(
         "--shape", default=ppo_step.SHAPE, help="a name in rlhf/models/known.yaml (default: %(default)s)"
     )
+    turns.add_precision(parser)
     arguments = parser.parse_args()
+    turns.choose_precision(arguments)
     commit = resolve(arguments.commit)
 
     sizes = {"sft": "", "reward": ""}.get(arguments.stage, f", {arguments.prompt} + {arguments.completion} tokens")
     what = f"{arguments.stage}, {arguments.shape}, {arguments.batch} rows{sizes}"
-    measured = turns.Turns(f"commits-{arguments.stage}-{commit}", what, {"commit": commit}, arguments)
+    what += turns.mark_precision(arguments, ", ")
+    settings = {"commit": commit, "precision": arguments.precision}
+    measured = turns.Turns(f"commits-{arguments.stage}-{commit}", what, settings, arguments)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         model = make(folder / "model", arguments.shape)

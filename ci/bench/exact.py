@@ -30,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     turns.add_arguments(parser)
     ppo_step.add_arguments(parser)
-    ppo_step.add_precision(parser, "fp32")
+    turns.add_precision(parser, "fp32")
     arguments = parser.parse_args()
 
     name, what = ppo_step.describe("exact", arguments)

@@ -33,7 +33,8 @@ def main() -> None:
 
     torch.manual_seed(0)
     device = torch.device("cpu" if work["accelerator"] == "cpu" else work["accelerator"])
-    model = transformers.AutoModelForCausalLM.from_pretrained(work["model"], dtype=torch.bfloat16).to(device).eval()
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[work["precision"]]
+    model = transformers.AutoModelForCausalLM.from_pretrained(work["model"], dtype=dtype).to(device).eval()
     # Without an end token there is no check for it, and no processor runs between the logits and the sampling.
     model.generation_config = transformers.GenerationConfig(pad_token_id=0)
     ids = torch.tensor(work["prompts"][: work["batch_size"]], device=device)

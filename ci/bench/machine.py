@@ -52,6 +52,11 @@ def chip_name() -> str:
     return f"{_short_model()} {widest}"
 
 
+def usual_precision(accelerator: str) -> str:
+    """Return bf16 if the device multiplies bf16, otherwise fp32."""
+    return "bf16" if accelerator != "cpu" or cpu_info.native_bf16() else "fp32"
+
+
 def _short_model() -> str:
     """Return the processor's name without marks and the word Processor, such as "Intel Xeon"."""
     return " ".join(re.sub(r"\((R|TM)\)|Processor", "", cpu_info.cpu_model()).split())
@@ -59,7 +64,8 @@ def _short_model() -> str:
 
 def results_file(folder: Path, benchmark: str) -> Path:
     """Return the file for the results of `benchmark` on this machine."""
-    return folder / "results" / f"{benchmark}-{slug(_short_model(), ' +')}.json"
+    chip = _short_model() if cpu_info.native_bf16() else chip_name()
+    return folder / "results" / f"{benchmark}-{slug(chip, ' +')}.json"
 
 
 def device_file(chip: str) -> Path:
@@ -87,7 +93,8 @@ def measure(accelerator: str, *, size: int = READ, side: int = 4096) -> dict[str
 
     Args:
         size: bytes per read.
-        side: rows of the largest square matrices; bf16 is measured at this size and half of it, float32 at half.
+        side: rows of the largest square matrices; bf16 is measured at this size and half of it, if the device
+            multiplies bf16, and float32 at half.
     """
     import torch
 
@@ -140,9 +147,9 @@ def _measure_flops(side: int, device: Any, best_time: Callable[[Callable[[], Any
     def record_speed(name: str, edge: int, work: Callable[[], Any]) -> None:
         speeds[name] = max(speeds.get(name, 0), round(2 * edge**3 / best_time(work)))
 
+    bf16 = [("bf16", torch.bfloat16, side), ("bf16", torch.bfloat16, side // 2)]
     for name, dtype, edge in (
-        ("bf16", torch.bfloat16, side),
-        ("bf16", torch.bfloat16, side // 2),
+        *(bf16 if usual_precision(device.type) == "bf16" else []),
         ("fp32", torch.float32, side // 2),
     ):
         left, right = (torch.randn(edge, edge, device=device).to(dtype) for _ in range(2))

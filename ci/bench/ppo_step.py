@@ -6,14 +6,16 @@
     python ci/bench/ppo_step.py --prompt 128 --completion 128 --apart
     python ci/bench/ppo_step.py --prompt 512 --completion 512 --micro-batch 4 --apart
     python ci/bench/ppo_step.py --estimator grpo --shape smollm2-1.7b --lora 8 --apart
+    python ci/bench/ppo_step.py --precision fp32                     float32 on both sides
     python ci/bench/ppo_step.py --accelerator cuda --shape llama-3.2-1b
 
 Each side is a process. All have the same model (random weights), prompts, batch, lengths and number of threads, and
 they take turns on the whole machine. No token ends a completion: each step of each side must draw the same number of
 tokens. bf16 autocast is TRL's default and, like ours, has float32 master weights, so peak memory is compared with it.
-For RLOO and GRPO, TRL has several ways to generate and to divide a step: each is tried first, and the fastest takes the
-turns. Longer rows need much memory: with `--apart`, only one process runs at a time. The results are written to
-ci/bench/results (of a device, to ci/results).
+In fp32, the default where the processor does not multiply bf16, all is float32 on both sides. For RLOO and GRPO, TRL
+has several ways to generate and to divide a step: each is tried first, and the fastest takes the turns. Longer rows
+need much memory: with `--apart`, only one process runs at a time. The results are written to ci/bench/results (of a
+device, to ci/results).
 """
 
 from __future__ import annotations
@@ -34,14 +36,16 @@ from random_models import make
 from rlhf.config.estimators import ESTIMATORS
 
 SHAPE = "smollm2-135m"
-OURS, WEIGHTS, AUTOCAST = "ours", "trl bf16-weights", "trl bf16-autocast"
+OURS, WEIGHTS, AUTOCAST, FLOAT32 = "ours", "trl bf16-weights", "trl bf16-autocast", "trl fp32"
 SETTINGS = {
     "all": "one update for each rollout; sampling at temperature 1 from the whole vocabulary; no end token; "
     "no gradient checkpointing; AdamW",
-    OURS: "bf16 weights and gradients, float32 master weights and optimizer states; everything else at its default",
+    "bf16": "bf16 weights and gradients, float32 master weights and optimizer states; everything else at its default",
+    "fp32": "float32 everywhere; everything else at its default",
     WEIGHTS: "bf16 weights, gradients and optimizer states, no autocast; no sample completions, no reports, "
     "no checkpoints",
     AUTOCAST: "float32 trained weights under bf16 autocast, bf16 frozen models; otherwise the same as bf16 weights",
+    FLOAT32: "float32 everywhere, with all models; no sample completions, no reports, no checkpoints",
 }
 MODELS = {
     "gae": "separate policy, reference, value and reward models of one size",
@@ -59,7 +63,8 @@ TARGET = 2.0  # times as fast as each side of TRL
 AUTOCAST_TARGETS = {(16, 32): 4.0, (128, 128): 4.0}  # of PPO with the smallest model, by tokens
 SCORING_SHARE, TRAINING_SHARE = 0.6, 0.5  # targets: products at the machine's rate, divided by our time
 MEMORY = 0.8  # target: our peak memory divided by TRL's
-SIDES = {"weights": WEIGHTS, "autocast": AUTOCAST}
+SIDES = {"bf16": {"weights": WEIGHTS, "autocast": AUTOCAST}, "fp32": {"fp32": FLOAT32}}  # of TRL
+SAME_NUMERICS = (AUTOCAST, FLOAT32)
 
 
 def main() -> None:
@@ -70,11 +75,15 @@ def main() -> None:
         "--estimator", choices=tuple(TRAINERS), default="gae", help="ppo.estimator; gae is PPO (default: gae)"
     )
     turns.add_lora(parser)
+    turns.add_precision(parser)
     parser.add_argument("--micro-batch", type=int, help="rows of a pass, when scoring and updating (default: all)")
     parser.add_argument(
-        "--against", nargs="+", choices=tuple(SIDES), default=list(SIDES), help="sides of TRL (default: both)"
+        "--against", nargs="+", choices=tuple(SIDES["bf16"]), help="sides of TRL in bf16 (default: both)"
     )
     arguments = parser.parse_args()
+    turns.choose_precision(arguments)
+    if arguments.against and arguments.precision != "bf16":
+        sys.exit("--against: has a choice in bf16 only")
     trainer, group = TRAINERS[arguments.estimator], ESTIMATORS[arguments.estimator].group_size
     if arguments.batch % group:
         sys.exit(f"--batch: {arguments.estimator} draws {group} completions of each prompt, got {arguments.batch} rows")
@@ -82,15 +91,16 @@ def main() -> None:
         sys.exit("--lora: PPOTrainer adapts only the policy, not the critic; choose another --estimator")
     turns.require_trl(trainer)
 
-    against = "" if arguments.against == list(SIDES) else f"-{'-'.join(arguments.against)}"
-    names = [OURS, *(SIDES[side] for side in arguments.against)]
+    against = f"-{'-'.join(arguments.against)}" if arguments.against else ""
+    others = SIDES[arguments.precision]
+    names = [OURS, *(others[side] for side in arguments.against or others)]
     settings = {
         "batch": arguments.batch,
         "micro_batch": arguments.micro_batch,
         "lora": arguments.lora,
         "models": MODELS[arguments.estimator],
     }
-    settings |= {key: SETTINGS[key] for key in ("all", *names)}
+    settings |= {OURS: SETTINGS[arguments.precision], **{key: SETTINGS[key] for key in ("all", *names[1:])}}
     measured = turns.Turns(result_name(arguments) + against, describe_step(arguments), settings, arguments)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -106,7 +116,7 @@ def main() -> None:
     shares: list[dict[str, Any]] = []
     if arguments.estimator == "gae":
         flops = ppo_flops(shape, Work(arguments.batch, arguments.prompt, arguments.completion))
-        fastest = speeds(measured.limits)["flops_per_second"]
+        fastest = speeds(measured.limits, arguments.precision)["flops_per_second"]
         limit = round(sum(flops.values()) / fastest, 3)
         details["arithmetic"] = {"flops": flops, "seconds_at_the_limit": limit}
         if arguments.accelerator == "cpu":
@@ -182,6 +192,7 @@ def result_name(arguments: argparse.Namespace) -> str:
     parts += [] if arguments.batch == 16 else [f"x{arguments.batch}"]
     parts += [f"by{arguments.micro_batch}"] if arguments.micro_batch else []
     parts += [f"lora{arguments.lora}"] if arguments.lora else []
+    parts += [] if arguments.precision == "bf16" else [arguments.precision]
     return "-".join([f"{TRAINERS[arguments.estimator]}_step", *parts])
 
 
@@ -190,6 +201,7 @@ def describe_step(arguments: argparse.Namespace) -> str:
     sizes = f"{arguments.batch} x ({arguments.prompt} + {arguments.completion})"
     sizes += f" by {arguments.micro_batch}" if arguments.micro_batch else ""
     sizes += f", LoRA of rank {arguments.lora}" if arguments.lora else ""
+    sizes += turns.mark_precision(arguments, ", ")
     return f"{TRAINERS[arguments.estimator].upper()} step, {name_model(arguments)}, {sizes}"
 
 
@@ -207,11 +219,6 @@ def add_arguments(parser: argparse.ArgumentParser, *, completion: int = 32) -> N
     parser.add_argument("--batch", type=int, default=16, help="rows of a step (default: 16)")
     parser.add_argument("--shape", default=SHAPE, help=f"a name in rlhf/models/known.yaml (default: {SHAPE})")
     parser.add_argument("--layers", type=int, help="layers of the model, for a quick try (default: the shape's)")
-
-
-def add_precision(parser: argparse.ArgumentParser, default: str) -> None:
-    """Add the option for the precision."""
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default=default, help="default: %(default)s")
 
 
 def describe(bench: str, arguments: argparse.Namespace) -> tuple[str, str]:
@@ -238,6 +245,7 @@ def workload(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "stage": "ppo",
         "accelerator": arguments.accelerator,
+        "precision": arguments.precision,
         "model": str(model),
         "batch_size": arguments.batch,
         "prompt_tokens": arguments.prompt,
@@ -253,7 +261,7 @@ def rows(sides: dict[str, Any], arguments: argparse.Namespace) -> list[dict[str,
     what = describe_step(arguments)
     targets: dict[str, float] = {}
     if arguments.batch == 16 and arguments.accelerator == "cpu" and not arguments.layers:
-        targets = {WEIGHTS: TARGET, AUTOCAST: TARGET}
+        targets = dict.fromkeys((WEIGHTS, *SAME_NUMERICS), TARGET)
         if arguments.estimator == "gae" and arguments.shape == SHAPE:
             targets[AUTOCAST] = AUTOCAST_TARGETS.get((arguments.prompt, arguments.completion), TARGET)
     ours = sides[OURS]
@@ -268,8 +276,8 @@ def rows(sides: dict[str, Any], arguments: argparse.Namespace) -> list[dict[str,
         for name, side in sides.items()
         if name != OURS
     ]
-    if AUTOCAST in sides:
-        sizes = {"ours": _peak(ours), "baseline": _peak(sides[AUTOCAST])}
+    for same in (name for name in SAME_NUMERICS if name in sides):
+        sizes = {"ours": _peak(ours), "baseline": _peak(sides[same])}
         most = MEMORY if targets and arguments.estimator == "gae" else None
         results.append(report.row(f"{what}, peak memory", **sizes, unit="GiB", goal="at most", target=most))
     return results

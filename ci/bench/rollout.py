@@ -4,14 +4,16 @@
     python ci/bench/rollout.py --prompt 128 --completion 128 --batch 64
     python ci/bench/rollout.py --prompt 128 --completion 1                  prefill: one token, drawn after the prompt
     python ci/bench/rollout.py --prompt 128 --batch 64 --copies 8           as GRPO draws: eight rows of each prompt
+    python ci/bench/rollout.py --precision fp32                             float32 on both sides
     python ci/bench/rollout.py --compiled                                   also try torch.compile for generate()
     python ci/bench/rollout.py --accelerator cuda --shape llama-2-7b --prompt 256 --completion 256
 
-Our time includes the switch from training to generation and back. generate() has bf16 weights, no logits processors
-and no end token. Each of its settings is first timed on the whole workload; the fastest then takes turns with ours on
-the whole machine. The limit is the least time that the machine needs for the rollout's bytes and operations: machine.py
-measures its bytes/s and FLOP/s, and arithmetic.py counts the bytes and operations. The results are written to
-ci/bench/results (of a device, to ci/results).
+Our time includes the switch from training to generation and back. generate() has weights of the same precision: bf16,
+or fp32 where the processor does not multiply bf16. It has no logits processors and no end token. Each of its settings
+is first timed on the whole workload; the fastest then takes turns with ours on the whole machine. The limit is the
+least time that the machine needs for the rollout's bytes and operations: machine.py measures its bytes/s and FLOP/s,
+and arithmetic.py counts the bytes and operations. The results are written to ci/bench/results (of a device, to
+ci/results).
 """
 
 from __future__ import annotations
@@ -48,15 +50,18 @@ def main() -> None:
     parser.add_argument("--copies", type=int, default=1, help="rows of each prompt (default: 1)")
     parser.add_argument("--shape", default=SHAPE, help=f"a name in rlhf/models/known.yaml (default: {SHAPE})")
     parser.add_argument("--compiled", action="store_true", help="try torch.compile on a CPU too (takes minutes)")
+    turns.add_precision(parser)
     arguments = parser.parse_args()
+    turns.choose_precision(arguments)
 
     size = f"{arguments.prompt}+{arguments.completion}-x{arguments.batch}"
     size += f"-copies{arguments.copies}" if arguments.copies > 1 else ""
     shape = "" if arguments.shape == SHAPE else f"-{arguments.shape}"
+    shape += turns.mark_precision(arguments, "-")
     tokens = f"{arguments.prompt} + {arguments.completion} tokens"
     what = f"rollout of {arguments.shape} (random weights), batch {arguments.batch}, {tokens}"
     settings = {
-        "all": "bf16 weights; sampling at temperature 1 from the whole vocabulary",
+        "all": f"{arguments.precision} weights; sampling at temperature 1 from the whole vocabulary",
         OURS: "PPO.generate: the switch from training and back, and the decoder with its defaults",
         GENERATE: "no processors, no end token, use_cache; the fastest of the settings tried",
         "compiled": "tried" if arguments.compiled or arguments.accelerator != "cpu" else UNCOMPILED,
@@ -76,11 +81,11 @@ def main() -> None:
                 for name, command in commands.items()
             }
         )
-    limit = rollout_limit(
-        sizes, Work(arguments.batch, arguments.prompt, arguments.completion), **speeds(measured.limits)
-    )
-    measured.finish(rows(measured.sides(), limit["seconds"], arguments), limit=limit | speeds(measured.limits))
-    print(explain_limit(limit, measured.facts[GENERATE], speeds(measured.limits)))
+    speed = speeds(measured.limits, arguments.precision)
+    size_of_work = Work(arguments.batch, arguments.prompt, arguments.completion)
+    limit = rollout_limit(sizes, size_of_work, **speed, precision=arguments.precision)
+    measured.finish(rows(measured.sides(), limit["seconds"], arguments), limit=limit | speed)
+    print(explain_limit(limit, measured.facts[GENERATE], speed))
 
 
 def workload(model: Path, shape: Shape, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -91,6 +96,7 @@ def workload(model: Path, shape: Shape, arguments: argparse.Namespace) -> dict[s
     return {
         "stage": "rollout",
         "accelerator": arguments.accelerator,
+        "precision": arguments.precision,
         "model": str(model),
         "parameters": shape.body + shape.vocabulary,
         "batch_size": arguments.batch,
@@ -107,6 +113,7 @@ def rows(sides: dict[str, Any], limit: float, arguments: argparse.Namespace) -> 
     """Return the rows: time against generate(), and against the machine's limit."""
     what = f"rollout, {arguments.shape}, {arguments.batch} x ({arguments.prompt} + {arguments.completion})"
     what += f", {arguments.copies} of each prompt" if arguments.copies > 1 else ""
+    what += turns.mark_precision(arguments, ", ")
     speed, share = targets(arguments)
     ours, baseline = (sides[name]["median_seconds"] for name in (OURS, GENERATE))
     against = report.row(f"{what}, against generate()", ours=ours, baseline=baseline, unit="s", target=speed)

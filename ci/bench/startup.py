@@ -118,7 +118,7 @@ def write_recipe(folder: Path, arguments: argparse.Namespace) -> Path:
     lengths = {"max_prompt_length": PROMPT, "max_completion_length": COMPLETION}
     models = {"actor": str(folder / "policy"), "reward_model": str(folder / "reward")}
     recipe = {
-        "precision": "bf16",
+        "precision": "auto",
         "model": {"path": str(folder / "policy")},
         "data": {"datasets": str(rows(folder / "rows.jsonl")), "chat_template": False, **lengths},
         "ppo": {"steps": 100, "batch_size": BATCH, "checkpoint_every": 0, **models},

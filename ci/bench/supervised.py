@@ -8,12 +8,14 @@
     python ci/bench/supervised.py --prompt 128 --completion 128          all rows of this length
     python ci/bench/supervised.py --shape smollm2-360m
     python ci/bench/supervised.py --shape smollm2-1.7b --lora 8 --apart
+    python ci/bench/supervised.py --precision fp32       float32 on both sides
 
-Every step takes the same 16 rows (or pairs), in the order that each side chooses, so all sides see the same tokens. The
-sides take turns on the whole machine. The target is against TRL's default precision, float32 weights under bf16
+Every step takes the same 16 rows (or pairs), in the order that each side chooses, so all sides see the same tokens.
+The sides take turns on the whole machine. The target is against TRL's default precision, float32 weights under bf16
 autocast, which is the same as ours: bf16 products with float32 weights. TRL is also timed with bf16 weights and no
-float32 copy. For SFT, TRL has several exact modes of padding and loss, for DPO two of the reference: each is tried
-first, and the fastest takes the turns. The results are written to ci/bench/results (of a device, to ci/results).
+float32 copy. In fp32, the default where the processor does not multiply bf16, all is float32 on both sides. For SFT,
+TRL has several exact modes of padding and loss, for DPO two of the reference: each is tried first, and the fastest
+takes the turns. The results are written to ci/bench/results (of a device, to ci/results).
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from arithmetic import Shape, forward_flops, speeds
 from random_models import make
 
 SHAPE = "smollm2-135m"
-OURS, WEIGHTS, AUTOCAST = "ours", "trl bf16-weights", "trl bf16-autocast"
+OURS, WEIGHTS, AUTOCAST, FLOAT32 = "ours", "trl bf16-weights", "trl bf16-autocast", "trl fp32"
+SIDES = {"bf16": (AUTOCAST, WEIGHTS), "fp32": (FLOAT32,)}  # of TRL; the first has the same numerics as ours
 TARGET = 2.0
 SHARE = 0.5  # target: products at the machine's rate, divided by our time
 SHORTEST, LONGEST = 16, 128
@@ -46,12 +49,17 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "reward": {"padded": {}},
     "dpo": {"reference beside": {}, "reference precomputed": {"precompute_ref_log_probs": True}},
 }
-SETTINGS = {
-    "all": "constant learning rate 1e-5, AdamW, gradients clipped at norm 1, no dropout, no gradient checkpointing; "
-    "the loss of SFT covers completions only, that of a pair compares its last tokens",
-    OURS: "bf16 weights and gradients, float32 master weights and optimizer states; everything else at its default",
-    AUTOCAST: "float32 weights under bf16 autocast (TRL's default precision), with its metrics computed eagerly",
-    WEIGHTS: "bf16 weights, gradients and optimizer states; no master weights",
+SETTING = (
+    "constant learning rate 1e-5, AdamW, gradients clipped at norm 1, no dropout, no gradient checkpointing; "
+    "the loss of SFT covers completions only, that of a pair compares its last tokens"
+)
+PRECISIONS = {
+    "bf16": {
+        OURS: "bf16 weights and gradients, float32 master weights and optimizer states; everything else at its default",
+        AUTOCAST: "float32 weights under bf16 autocast (TRL's default precision), with its metrics computed eagerly",
+        WEIGHTS: "bf16 weights, gradients and optimizer states; no master weights",
+    },
+    "fp32": {OURS: "float32 everywhere; everything else at its default", FLOAT32: "float32 everywhere"},
 }
 
 
@@ -66,11 +74,13 @@ def main() -> None:
         "--completion", type=int, help=f"tokens of all replies (default: rows of {SHORTEST} to {LONGEST})"
     )
     turns.add_lora(parser)
+    turns.add_precision(parser)
     parser.add_argument("--shape", default=SHAPE, help=f"a name in rlhf/models/known.yaml (default: {SHAPE})")
     parser.add_argument("--layers", type=int, help="layers of the model, for a quick try (default: the shape's)")
     arguments = parser.parse_args()
     if (arguments.prompt is None) != (arguments.completion is None):
         sys.exit("--prompt and --completion: set both or neither")
+    turns.choose_precision(arguments)
     turns.require_trl(arguments.stage)
 
     lengths = (arguments.prompt, arguments.completion) if arguments.prompt is not None else None
@@ -78,9 +88,11 @@ def main() -> None:
     shape += f"-{arguments.layers}-layers" if arguments.layers else ""
     shape += f"-{arguments.prompt}+{arguments.completion}" if lengths else ""
     shape += f"-lora{arguments.lora}" if arguments.lora else ""
+    shape += turns.mark_precision(arguments, "-")
     sizes = f"{arguments.batch} rows of {describe_lengths(lengths)}"
     what = f"one step of {arguments.stage}, {arguments.shape} (random weights), {sizes}"
-    settings = {**SETTINGS, "micro_batch": arguments.micro_batch, "batch": arguments.batch, "lora": arguments.lora}
+    settings = {"all": SETTING, **PRECISIONS[arguments.precision], "micro_batch": arguments.micro_batch}
+    settings |= {"batch": arguments.batch, "lora": arguments.lora}
     measured = turns.Turns(
         f"{arguments.stage}-{arguments.batch}by{arguments.micro_batch}{shape}", what, settings, arguments
     )
@@ -90,14 +102,14 @@ def main() -> None:
         work = workload(model, arguments, lengths) | {"lora": arguments.lora}
         file = turns.write(work, folder)
         sides = {OURS: partial(turns.start_worker, turns.ours_command(file), OURS, folder, arguments.accelerator)}
-        for name in (AUTOCAST, WEIGHTS):
+        for name in SIDES[arguments.precision]:
             sides[name] = measured.fastest_trl(name, arguments.stage, file, OPTIONS[arguments.stage])
         measured.measure(sides)
         flops = step_flops(Shape.of(model), work)
     measured_sides = measured.sides()
     results = rows(measured_sides, arguments, lengths)
     if arguments.accelerator == "cpu" and arguments.stage != "dpo" and not arguments.lora:
-        seconds = flops / speeds(measured.limits)["flops_per_second"]
+        seconds = flops / speeds(measured.limits, arguments.precision)["flops_per_second"]
         ours = measured_sides[OURS]["median_seconds"]
         what = f"{describe_step(arguments, lengths)}, against its products alone"
         results.append(report.row(what, ours=ours, baseline=seconds, unit="s", target=SHARE))
@@ -132,6 +144,7 @@ def workload(model: Path, arguments: argparse.Namespace, lengths: tuple[int, int
     return {
         "stage": arguments.stage,
         "accelerator": arguments.accelerator,
+        "precision": arguments.precision,
         "model": str(model),
         "batch_size": arguments.batch,
         "micro_batch_size": arguments.micro_batch,
@@ -165,12 +178,14 @@ def describe_step(arguments: argparse.Namespace, lengths: tuple[int, int] | None
     """Return the stage, the model and the rows."""
     what = f"{arguments.stage}, {arguments.shape}, {arguments.batch} rows by {arguments.micro_batch}"
     what += f", {describe_lengths(lengths)}" if lengths else ""
-    return what + (f", LoRA of rank {arguments.lora}" if arguments.lora else "")
+    what += f", LoRA of rank {arguments.lora}" if arguments.lora else ""
+    return what + turns.mark_precision(arguments, ", ")
 
 
 def rows(sides: dict[str, Any], arguments: argparse.Namespace, lengths: tuple[int, int] | None) -> list[dict[str, Any]]:
-    """Return the rows: time against each precision of TRL, and memory against its default precision."""
+    """Return the rows: time against each side of TRL, and memory against the one with the same numerics."""
     what = describe_step(arguments, lengths)
+    same, *_ = others = SIDES[arguments.precision]
     has_target = (arguments.accelerator, arguments.batch, arguments.layers) == ("cpu", 16, None)
     results = [
         report.row(
@@ -178,11 +193,11 @@ def rows(sides: dict[str, Any], arguments: argparse.Namespace, lengths: tuple[in
             ours=sides[OURS]["median_seconds"],
             baseline=sides[name]["median_seconds"],
             unit="s",
-            target=TARGET if has_target and name == AUTOCAST else None,
+            target=TARGET if has_target and name == same else None,
         )
-        for name in (AUTOCAST, WEIGHTS)
+        for name in others
     ]
-    sizes = {key: _peak(sides[name]) for key, name in (("ours", OURS), ("baseline", AUTOCAST))}
+    sizes = {key: _peak(sides[name]) for key, name in (("ours", OURS), ("baseline", same))}
     return [*results, report.row(f"{what}, peak memory", **sizes, unit="GiB", goal="at most")]
 
 

@@ -24,7 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trainer", choices=tuple(MAKERS), help="trainer of TRL")
     parser.add_argument("workload", type=Path, help="JSON file of the work")
-    parser.add_argument("--precision", choices=("bf16-weights", "bf16-autocast"), required=True)
+    parser.add_argument("--precision", choices=("bf16-weights", "bf16-autocast", "fp32"), required=True)
     parser.add_argument(
         "--options", type=json.loads, default={}, help="JSON object of options for the trainer's configuration"
     )
@@ -83,7 +83,14 @@ def trained_dtype(work: dict[str, Any], precision: str) -> Any:
     """Return the dtype of the weights of a trained model; if only adapters are trained, the others stay in bf16."""
     import torch
 
-    return torch.float32 if precision == "bf16-autocast" and not work.get("lora") else torch.bfloat16
+    return frozen_dtype(precision) if precision != "bf16-autocast" or work.get("lora") else torch.float32
+
+
+def frozen_dtype(precision: str) -> Any:
+    """Return the dtype of the weights that are not trained."""
+    import torch
+
+    return torch.float32 if precision == "fp32" else torch.bfloat16
 
 
 def adapters(work: dict[str, Any], task: str = "CAUSAL_LM") -> dict[str, Any]:
@@ -99,14 +106,13 @@ def adapters(work: dict[str, Any], task: str = "CAUSAL_LM") -> dict[str, Any]:
 
 def ppo_trainer(work: dict[str, Any], precision: str, options: dict[str, Any], callback: Any) -> Any:
     """Return TRL's PPO trainer on the prompts of the work."""
-    import torch
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
     path, batch = work["model"], work["batch_size"]
     # With autocast only the trained models need float32 weights.
-    trained, frozen = trained_dtype(work, precision), torch.bfloat16
+    trained, frozen = trained_dtype(work, precision), frozen_dtype(precision)
     return PPOTrainer(
         args=PPOConfig(
             num_mini_batches=1,
@@ -133,7 +139,9 @@ def rloo_trainer(work: dict[str, Any], precision: str, options: dict[str, Any], 
     """Return TRL's RLOO trainer on the prompts of the work."""
     from trl import RLOOConfig, RLOOTrainer
 
-    return RLOOTrainer(args=RLOOConfig(**group_options(work, options)), **group_parts(work, precision, callback))
+    return RLOOTrainer(
+        args=RLOOConfig(**group_options(work, precision, options)), **group_parts(work, precision, callback)
+    )
 
 
 def grpo_trainer(work: dict[str, Any], precision: str, options: dict[str, Any], callback: Any) -> Any:
@@ -142,11 +150,11 @@ def grpo_trainer(work: dict[str, Any], precision: str, options: dict[str, Any], 
 
     loss = {"loss_type": "grpo", "use_bias_correction_kl": False}
     return GRPOTrainer(
-        args=GRPOConfig(**group_options(work, options), **loss), **group_parts(work, precision, callback)
+        args=GRPOConfig(**group_options(work, precision, options), **loss), **group_parts(work, precision, callback)
     )
 
 
-def group_options(work: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+def group_options(work: dict[str, Any], precision: str, options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a trainer that compares the completions of a prompt."""
     return options | {
         "num_train_epochs": 100_000,
@@ -154,7 +162,7 @@ def group_options(work: dict[str, Any], options: dict[str, Any]) -> dict[str, An
         "max_completion_length": work["completion_tokens"],
         "temperature": 1.0,
         "beta": work["ppo"]["kl_coef"],
-        "model_init_kwargs": {"dtype": "bfloat16"},  # of the reference
+        "model_init_kwargs": {"dtype": str(frozen_dtype(precision)).removeprefix("torch.")},  # of the reference
     }
 
 
@@ -163,7 +171,6 @@ def group_parts(work: dict[str, Any], precision: str, callback: Any) -> dict[str
 
     It takes prompts as texts, and passes texts to the reward model.
     """
-    import torch
     from datasets import Dataset
 
     path = work["model"]
@@ -177,7 +184,7 @@ def group_parts(work: dict[str, Any], precision: str, callback: Any) -> dict[str
     return {
         "model": policy,
         "processing_class": tokenizer,
-        "reward_funcs": scalar(path, torch.bfloat16),
+        "reward_funcs": scalar(path, frozen_dtype(precision)),
         "reward_processing_classes": tokenizer,
         "train_dataset": Dataset.from_dict({"prompt": prompts}),
         "callbacks": [callback],

@@ -20,7 +20,7 @@ from typing import Any
 
 import report
 from channel import Worker
-from machine import HERE, ROOT, describe_limits, device_file, limits, machine, results_file
+from machine import HERE, ROOT, describe_limits, device_file, limits, machine, results_file, usual_precision
 
 TRL_ENVIRONMENTS = {"ppo": ".trl-venv"}  # the last releases with a PPOTrainer; the newest for the other trainers
 UNFINISHED = 3  # exit code: time ran out, and the same command resumes
@@ -46,6 +46,22 @@ def add_arguments(parser: argparse.ArgumentParser, *, rounds: int = 5, warmup: i
 def add_lora(parser: argparse.ArgumentParser) -> None:
     """Add the option for LoRA on all sides."""
     parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank (default: all weights)")
+
+
+def add_precision(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    """Add the option for the precision of all sides; without a default, `choose_precision` sets that of the device."""
+    shown = default or "bf16 if the device multiplies it, otherwise fp32"
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default=default, help=f"default: {shown}")
+
+
+def choose_precision(arguments: argparse.Namespace) -> None:
+    """Set the precision that the device usually has, unless the caller named one."""
+    arguments.precision = arguments.precision or usual_precision(arguments.accelerator)
+
+
+def mark_precision(arguments: argparse.Namespace, mark: str) -> str:
+    """Return `mark` followed by the precision, for names of results and rows; "" for bf16."""
+    return "" if arguments.precision == "bf16" else f"{mark}{arguments.precision}"
 
 
 def find_trl(trainer: str) -> Path:

@@ -42,6 +42,7 @@ def test_name_of_a_chip_tells_processors_of_one_name_apart(bench, monkeypatch, m
     monkeypatch.setattr(bench.machine.cpu_info, "cpu_model", lambda: model)
     monkeypatch.setattr(bench.machine.cpu_info, "cpu_flags", lambda: frozenset(flags))
     assert bench.machine.chip_name() == name
+    assert bench.machine.usual_precision("cpu") == ("fp32" if name.endswith("without bf16 instructions") else "bf16")
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -74,6 +75,7 @@ def test_decode_step_counts_weights_and_cache_once(bench) -> None:
     shape = bench.arithmetic.Shape(**SHAPE)
     # 1,200 weights; keys and values of 2 layers, 2 heads of 8, for 3 rows of 5 tokens; two bytes each.
     assert bench.arithmetic.decode_bytes(shape, 3, 5) == 2 * (1200 + 2 * 2 * 2 * 8 * 3 * 5)
+    assert bench.arithmetic.decode_bytes(shape, 3, 5, "fp32") == 4 * (1200 + 2 * 2 * 2 * 8 * 3 * 5)
     # Two operations per weight and row; per row and layer 4 heads x 8 x 5 tokens, for query x key and again for values.
     assert bench.arithmetic.decode_flops(shape, 3, 5) == 3 * (2 * 1200 + 2 * (2 * 2 * 4 * 8 * 5))
 
@@ -273,7 +275,7 @@ def test_sides_run_apart_or_in_turns_after_an_untimed_step(bench, tmp_path: Path
 
 
 SIZES = {"shape": "smollm2-135m", "layers": None, "batch": 16, "micro_batch": None, "estimator": "gae"}
-SIZES |= {"prompt": 16, "completion": 32, "accelerator": "cpu", "stage": "sft", "lora": None}
+SIZES |= {"prompt": 16, "completion": 32, "accelerator": "cpu", "stage": "sft", "lora": None, "precision": "bf16"}
 
 
 @pytest.mark.parametrize(
@@ -284,6 +286,7 @@ SIZES |= {"prompt": 16, "completion": 32, "accelerator": "cpu", "stage": "sft", 
         ({"shape": "smollm2-360m", "batch": 8, "micro_batch": 4}, "ppo_step-16+32-smollm2-360m-x8-by4"),
         ({"layers": 2}, "ppo_step-16+32-smollm2-135m-2-layers"),
         ({"estimator": "rloo", "lora": 8}, "rloo_step-16+32-lora8"),
+        ({"precision": "fp32"}, "ppo_step-16+32-fp32"),
     ],
 )
 def test_results_of_a_step_are_named_by_its_sizes(bench, changes: dict, name: str) -> None:
@@ -295,15 +298,16 @@ def test_results_of_a_step_are_named_by_its_sizes(bench, changes: dict, name: st
 def test_targets_are_two_or_more_times_as_fast_unless_layers_are_few(bench) -> None:
     import ppo_step
 
-    sides = {name: {"median_seconds": 1.0, "peak_gib": 1.0} for name in ("ours", *ppo_step.SIDES.values())}
-
-    def targets(**changes: object) -> list[float | None]:
+    def targets(precision: str = "bf16", **changes: object) -> list[float | None]:
+        names = ("ours", *ppo_step.SIDES[precision].values())
+        sides = {name: {"median_seconds": 1.0, "peak_gib": 1.0} for name in names}
         return [row["target"] for row in ppo_step.rows(sides, argparse.Namespace(**SIZES | changes))]
 
     assert targets() == [2.0, 4.0, 0.8]
     assert targets(prompt=512, completion=512) == [2.0, 2.0, 0.8]
     assert targets(estimator="rloo", shape="smollm2-360m") == [2.0, 2.0, None]
     assert targets(layers=1) == [None, None, None]
+    assert targets("fp32") == [2.0, 0.8]
 
 
 def test_side_that_drew_other_tokens_is_an_error(bench) -> None:
