@@ -72,13 +72,12 @@ static void multiply(long first, long rows, const number *blocks, const number *
 
 #else
 
-enum {
+// Rows at a time: `TALL`, and 4 or `LOW` for the last ones of a block.
 #if defined __AVX512F__ || defined __aarch64__
-    TALL = 8, // rows at a time: 16 of 32 registers are sums
+enum { TALL = 8, LOW = 4 }; // 16 of 32 registers are sums
 #else
-    TALL = 4, // 8 of 16
+enum { TALL = 6, LOW = 2 }; // 12 of 16
 #endif
-};
 
 int amx(void) { return 0; }
 
@@ -121,6 +120,11 @@ static inline __attribute__((always_inline)) void tile(const int tall, const int
         for (int panel = 0; panel < panels; panel++) sums[panel * 2 * ROWS + row] = sum[row][panel];
 }
 
+static inline long tiles_of(long rows)
+{
+    return rows / ROWS * ((ROWS + TALL - 1) / TALL) + (rows % ROWS + TALL - 1) / TALL;
+}
+
 // Rows `first` to `first` + 2 * ROWS of `rows` in blocks, times one or two interleaved panels: sums[panel][row] of LANES
 // outputs. Memory must never be idle, and the processor's own prefetch is late: with few rows, each part of a panel is
 // multiplied with all of them while the bytes that follow it are prefetched; with more, whole panels are while the next
@@ -128,22 +132,28 @@ static inline __attribute__((always_inline)) void tile(const int tall, const int
 static void multiply(long first, long rows, const number *blocks, const number *packed, long panels, long inputs,
                      vector sums[PANELS][2 * ROWS])
 {
-    const long size = inputs / PER_WORD, tiles = (rows + TALL - 1) / TALL, wide = panels * (long)sizeof(words);
+    const long size = inputs / PER_WORD, tiles = tiles_of(rows), wide = panels * (long)sizeof(words);
     const long part = tiles > 2 ? size : 32, ahead = tiles > 2 ? size * wide : 8192, step = wide / tiles;
     __builtin_memset(sums, 0, sizeof(vector[PANELS][2 * ROWS]));
     for (long word = 0; word < size; word += part)
-        for (long row = 0; row < 2 * ROWS && first + row < rows; row += TALL) {
+        for (long row = 0, number = tiles_of(first); row < 2 * ROWS && first + row < rows; number++) {
             const uint32_t *block = (const uint32_t *)blocks + (first + row) / ROWS * ROWS * size + row % ROWS + word * ROWS;
             const long count = size - word < part ? size - word : part;
+            const long left = rows - first - row < ROWS - row % ROWS ? rows - first - row : ROWS - row % ROWS;
             const char *weights = (const char *)packed + word * wide;
-            const char *next = weights + ahead + (first + row) / TALL * count * step;
+            const char *next = weights + ahead + number * count * step;
             vector *to = sums[0] + row;
-            if (rows - first - row > TALL / 2)
-                panels > 1 ? tile(TALL, 2, block, weights, count, next, step, to)
-                           : tile(TALL, 1, block, weights, count, next, step, to);
-            else
-                panels > 1 ? tile(TALL / 2, 2, block, weights, count, next, step, to)
-                           : tile(TALL / 2, 1, block, weights, count, next, step, to);
+#define TILE_OF(HEIGHT)                                                                                                \
+    panels > 1 ? tile(HEIGHT, 2, block, weights, count, next, step, to)                                                \
+               : tile(HEIGHT, 1, block, weights, count, next, step, to);                                               \
+    row += HEIGHT
+            if (left > 4) {
+                TILE_OF(TALL);
+            } else if (left > LOW) {
+                TILE_OF(4);
+            } else {
+                TILE_OF(LOW);
+            }
         }
 }
 
