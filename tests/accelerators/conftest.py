@@ -17,6 +17,7 @@ import pytest
 
 import accelerators
 from accelerators import discovery
+from accelerators.backends.cpu.kernels import dtypes, packed
 from tests.accelerators import fake_plugins, nvml
 from tests.helpers import LAUNCHER
 
@@ -158,3 +159,11 @@ def decode_calls(monkeypatch) -> Counter[str]:
 
     monkeypatch.setattr(decode, "_functions", counting)
     return counts
+
+
+@pytest.fixture
+def any_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let decode.c compute layers in bf16 on processors without bf16 instructions too, where a run refuses bf16."""
+    supported = packed.supported(None)
+    monkeypatch.setattr(packed, "_dtypes", lambda: tuple(dtypes.DTYPES))
+    monkeypatch.setattr(packed, "supported", lambda accelerator: supported)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not decode.supported(None), reason=decode.suppor
 
 
 @pytest.fixture(autouse=True)
-def seed() -> None:
+def fresh(any_processor) -> None:
     torch.manual_seed(0)
 
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not decode.supported(None), reason=decode.suppor
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> None:
+def fresh(any_processor) -> None:
     torch.manual_seed(0)
     decode._report.cache_clear()
 
@@ -246,7 +246,7 @@ OBSTACLES: dict[str, tuple[dict[str, Any], Any, str]] = {
     "adapters": ({}, adapted, "it has a Linear of another library or class"),
     "mlp": ({}, other_mlp, "it has a MLP of another library or class"),
     "forward": ({}, another_forward, "its LlamaMLP has another forward pass"),
-    "width": ({"intermediate_size": 272}, None, "a size is no multiple of"),
+    "width": ({"intermediate_size": 276}, None, "a size is no multiple of"),
     "heads": ({"head_dim": 4}, None, "a size is no multiple of"),
     "order": ({}, turned, "they are not the layers of one model in order"),
     "fewer": ({}, shortened, "the model skips some of them"),

@@ -54,9 +54,9 @@ def test_steps_are_those_without_offload(accelerator, plain, zero_stage, place, 
     assert (inner.offload_optimizer if zero_stage == 3 else inner.cpu_offload) == (place in ("optimizer", "all"))
     assert zero_stage < 3 or inner.offload_param == (place in ("parameters", "all"))
     expected, weights, norm = plain(zero_stage, precision, accumulation)
-    if precision == "bf16":  # weights of 8 bits: the last of them may differ where the norm does
+    if precision == "bf16":  # weights of 8 bits: the last may differ where the norm does; a step changes them by 1e-2
         assert losses(moved) == pytest.approx(expected, rel=1e-3)
-        assert_engine_weights(moved, weights, rtol=2**-7, atol=2e-4)
+        assert_engine_weights(moved, weights, rtol=2**-7, atol=1e-3)
         return
     assert losses(moved, accumulation=accumulation) == pytest.approx(expected, rel=1e-6 if zero_stage == 3 else 0)
     assert_engine_weights(moved, weights, rtol=0, atol=1e-6 if zero_stage == 3 else 0)

@@ -33,8 +33,12 @@ pytestmark = pytest.mark.skipif(not packed.supported(None), reason=packed.suppor
 
 
 @pytest.fixture(autouse=True)
-def packs_all(monkeypatch):
+def packs_all(monkeypatch, accelerator):
+    """Also where decode.c could compute layers of this size, which depends on the processor."""
     monkeypatch.setattr(packed, "SMALLEST", 0)
+    accelerator.kernels.choose("inference_weights", "onednn")
+    yield
+    accelerator.kernels.choose("inference_weights", "auto")
 
 
 @contextlib.contextmanager
@@ -43,7 +47,7 @@ def without(accelerator: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        accelerator.kernels.choose("inference_weights", "auto")
+        accelerator.kernels.choose("inference_weights", "onednn")
 
 
 def build(accelerator: Any, precision: str, zero_stage: int = 0, **lora: Any) -> TrainingEngine:
