@@ -55,6 +55,11 @@ static uint32_t drawn(uint32_t below_this)
 
 static double uniform(void) { return drawn(1 << 20) / (double)(1 << 19) - 1; }
 
+static double worse(double largest, double error) // unlike fmax, NaN stays
+{
+    return largest != largest || error <= largest ? largest : error;
+}
+
 static void *room(long bytes)
 {
     void *memory;
@@ -326,7 +331,7 @@ static double error_of_samples(void)
         }
         const double own = exp(value(logits[row * stride + tokens[row]]) / temperature);
         const double outside = fmax(before / total - uniforms[row], uniforms[row] - (before + own) / total);
-        largest = fmax(largest, fmax(outside, fabs(log_probs[row] - log(own / total))));
+        largest = worse(largest, worse(outside, fabs(log_probs[row] - log(own / total))));
     }
     return largest;
 }
@@ -368,7 +373,7 @@ static double error_of_softmax(void)
     Softmax task = {scores, none ? 0 : mask, rows, columns, {0}, {0}, 0.25f, kept};
     memcpy(task.sizes, sizes, sizeof sizes), memcpy(task.steps, steps, sizeof steps);
     softmax(&task);
-    for (long at = 0; at < rows * columns; at++) largest = fmax(largest, fabs(value(scores[at]) - exact[at]));
+    for (long at = 0; at < rows * columns; at++) largest = worse(largest, fabs(value(scores[at]) - exact[at]));
     return largest;
 }
 

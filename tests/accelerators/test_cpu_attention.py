@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import accelerators
 from accelerators import AcceleratorError
 from accelerators.backends.cpu import attention as cpu_attention
-from accelerators.backends.cpu.kernels import softmax
+from accelerators.backends.cpu.kernels import invariant, softmax
 from rlhf.config.schema import SamplingConfig
 from rlhf.generation.decoder import Decoder
 from rlhf.lockstep.operators import OperatorJudge
@@ -25,6 +26,10 @@ from tests.families.table import BY_NAME
 
 OWN = cpu_attention.ATTENTION
 FAMILIES = ("Llama 3", "OPT", "GPT-2", "GPT-NeoX, Pythia", "Qwen2", "Mistral", "Gemma 3", "StableLM", "Phi, Phi-2")
+
+
+COMPILERS = [name for name in ("cc", "gcc", "clang") if shutil.which(name)]
+needs_compiler = pytest.mark.skipif(not COMPILERS, reason="no C compiler here")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -52,8 +57,13 @@ def softmaxes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """Run a test with the compiled softmax, and as without a compiler."""
     if not request.param:
         monkeypatch.setattr(softmax, "why_not", lambda: "there is no C compiler")
-    elif reason := softmax.why_not():
-        pytest.skip(reason)
+    elif not COMPILERS:
+        pytest.skip("no C compiler here")
+
+
+@needs_compiler
+def test_softmax_of_this_package_compiles_and_is_right():
+    assert softmax.why_not() == ""
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -193,10 +203,9 @@ def test_query_that_sees_nothing_has_finite_gradients(dtype, queries):
     torch.testing.assert_close(output[0].float(), mean, atol=2e-2, rtol=0)
 
 
+@needs_compiler
 def test_without_the_compiled_softmax_it_says_why(monkeypatch):
     """No compiler, or code that computes something else."""
-    if reason := softmax.why_not():
-        pytest.skip(reason)
     assert "softmax" not in cpu_attention.COMPOSED.supported(None).reason
     monkeypatch.setattr(softmax, "why_not", lambda: "there is no C compiler")
     assert "softmax by torch's operators: there is no C compiler" in cpu_attention.COMPOSED.supported(None).reason
@@ -240,10 +249,28 @@ def test_blocks_of_queries_cost_no_precision(monkeypatch):
     assert all(a <= 1.2 * b for a, b in zip(errors[64], errors[4096])), errors
 
 
-def test_mask_of_another_size_is_refused():
+@needs_compiler
+def test_softmax_refuses_what_it_would_read_wrongly():
     given = [drawn(2, 2, tokens, 8) for tokens in (1, 9, 9)]
     with pytest.raises(ValueError, match="does not fit"):
         cpu_attention.attend(SimpleNamespace(), *given, torch.zeros(2, 1, 1, 5))
+    scores, mask = torch.zeros(2, 3, 9), torch.zeros(1, 1, 2, 3, 9)
+    for wrong in ((scores.double(), None), (scores[:, :, ::2], None), (scores, mask.bfloat16())):
+        with pytest.raises(ValueError, match="not contiguous, or the mask has another dtype"):
+            softmax.softmax_(*wrong, 1.0)
+
+
+def test_backward_pass_outside_of_batch_invariant_mode_takes_any_dtype(monkeypatch):
+    """Attention has them all while the mode is active."""
+    monkeypatch.setattr(cpu_attention, "KEPT", 0)
+    given = [drawn(2, heads, 9, 8).double().requires_grad_() for heads in (4, 2, 2)]
+    with invariant.batch_invariant():
+        output = cpu_attention.attend(SimpleNamespace(), *given, None, is_causal=True)[0]
+    expected = exact(*given, lowest_above_diagonal(9, 9), 8**-0.5)
+    wanted = torch.randn_like(output)
+    torch.testing.assert_close(
+        torch.autograd.grad(output, given, wanted), torch.autograd.grad(expected, given, wanted), atol=1e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

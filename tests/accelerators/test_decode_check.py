@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from accelerators.backends.cpu import info
 from accelerators.backends.cpu.kernels import compiler, decode, dtypes
 
 KERNELS = Path(decode.__file__).parent
 CHECK = Path(__file__).with_name("decode_check.c")
 ARM, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64-static"
 
+AVX2 = "avx2" in info.cpu_flags()
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler here")
 needs_emulator = pytest.mark.skipif(
     not (shutil.which(ARM) and shutil.which(EMULATOR)), reason=f"no {ARM} and {EMULATOR} here"
@@ -45,10 +47,14 @@ def run(*command: str, seeds: int) -> None:
 
 @needs_compiler
 @both_dtypes
-def test_numbers_are_right_and_memory_is_only_used_where_it_exists(tmp_path, flags):
+@pytest.mark.parametrize(
+    "instructions",
+    [compiler.FLAGS[1], pytest.param("-march=haswell", marks=pytest.mark.skipif(not AVX2, reason="no AVX2 here"))],
+)
+def test_numbers_are_right_and_memory_is_only_used_where_it_exists(tmp_path, flags, instructions):
+    """For this processor, and with sixteen registers."""
     sanitizers = "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"
-    native = compiler.FLAGS[1]
-    program = build(tmp_path, *compiler.find_compiler(), "-O1", "-g", native, *sanitizers, *flags)
+    program = build(tmp_path, *compiler.find_compiler(), "-O1", "-g", instructions, *sanitizers, *flags)
     run("env", "ASAN_OPTIONS=detect_leaks=0", program, seeds=12)
 
 

@@ -17,9 +17,9 @@ dtypes = pytest.mark.parametrize("dtype", sampling.DTYPES, ids=lambda dtype: str
 
 
 def check(drawn: tuple[Tensor, Tensor], logits: Tensor, uniform: Tensor, temperature: float) -> None:
-    """The definition in float64: of the tokens in order, the numbers up to `uniform` precede the drawn one.
+    """Check in float64 that `uniform` lies within the drawn token's part of the cumulative probability.
 
-    A sum in float32 may be off by some 1e-6, which several tokens may fill.
+    A sum in float32 may be off by some 1e-6, and several tokens may share that little.
     """
     tokens, found = drawn[0].unsqueeze(-1), drawn[1].double()
     log_probs = (logits.double() / temperature).log_softmax(-1)

@@ -54,7 +54,7 @@ def test_steps_are_those_without_offload(accelerator, plain, zero_stage, place, 
     assert (inner.offload_optimizer if zero_stage == 3 else inner.cpu_offload) == (place in ("optimizer", "all"))
     assert zero_stage < 3 or inner.offload_param == (place in ("parameters", "all"))
     expected, weights, norm = plain(zero_stage, precision, accumulation)
-    if precision == "bf16":  # weights of 8 bits: the last may differ where the norm does; a step changes them by 1e-2
+    if precision == "bf16":  # the last of its 8 bits may differ where the norm does; a step changes weights by 1e-2
         assert losses(moved) == pytest.approx(expected, rel=1e-3)
         assert_engine_weights(moved, weights, rtol=2**-7, atol=1e-3)
         return

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(not packed.supported(None), reason=packed.suppor
 
 @pytest.fixture(autouse=True)
 def packs_all(monkeypatch, accelerator):
-    """Also where decode.c could compute layers of this size, which depends on the processor."""
+    """Pack all layers, also those that decode.c could compute on this processor."""
     monkeypatch.setattr(packed, "SMALLEST", 0)
     accelerator.kernels.choose("inference_weights", "onednn")
     yield

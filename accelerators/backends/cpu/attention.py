@@ -311,7 +311,7 @@ def _room(parts: list[_Part], grouped: Tensor) -> Tensor:
 
 def _probabilities(out: Tensor, queries: Tensor, keys: Tensor, mask: Tensor | None, scale: float) -> None:
     """Write the softmax of the masked scores, which is computed in float32, to `out` [N, R, S]."""
-    if not (softmax.why_not() or invariant.is_active()):
+    if out.dtype in DTYPES and not (softmax.why_not() or invariant.is_active()):
         torch.bmm(queries, keys.transpose(1, 2), out=out)
         softmax.softmax_(out, mask, scale)
         return

@@ -136,12 +136,12 @@ static void multiply(long first, long rows, const number *blocks, const number *
     const long part = tiles > 2 ? size : 32, ahead = tiles > 2 ? size * wide : 8192, step = wide / tiles;
     __builtin_memset(sums, 0, sizeof(vector[PANELS][2 * ROWS]));
     for (long word = 0; word < size; word += part)
-        for (long row = 0, number = tiles_of(first); row < 2 * ROWS && first + row < rows; number++) {
+        for (long row = 0, index = tiles_of(first); row < 2 * ROWS && first + row < rows; index++) {
             const uint32_t *block = (const uint32_t *)blocks + (first + row) / ROWS * ROWS * size + row % ROWS + word * ROWS;
             const long count = size - word < part ? size - word : part;
             const long left = rows - first - row < ROWS - row % ROWS ? rows - first - row : ROWS - row % ROWS;
             const char *weights = (const char *)packed + word * wide;
-            const char *next = weights + ahead + number * count * step;
+            const char *next = weights + ahead + index * count * step;
             vector *to = sums[0] + row;
 #define TILE_OF(HEIGHT)                                                                                                \
     panels > 1 ? tile(HEIGHT, 2, block, weights, count, next, step, to)                                                \

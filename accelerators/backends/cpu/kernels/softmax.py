@@ -10,6 +10,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from accelerators.backends.cpu.kernels import compiler
 from accelerators.backends.cpu.kernels.dtypes import DTYPES
@@ -45,13 +46,14 @@ def why_not() -> str:
     ):
         return reason
     for dtype in DTYPES:
-        scores = torch.linspace(0, 400, 2 * 37).sin().mul(4).view(1, 2, 37).to(dtype)
-        mask = torch.zeros(1, 1, 1, 2, 37, dtype=dtype)
-        mask[..., 0, 30:], mask[..., 1, :] = -torch.inf, -torch.inf  # the second row sees nothing
-        exact = (scores.double() / 2 + mask[0, 0, 0].double().clamp_min(-1e300)).softmax(-1)
-        softmax_(scores, mask, 0.5)
-        if not torch.allclose(scores.double(), exact, rtol=0.01, atol=1e-6):
-            return "the compiled softmax is wrong here"
+        with _disable_current_modes():
+            scores = torch.linspace(0, 400, 2 * 37, device="cpu").sin().mul(4).view(1, 2, 37).to(dtype)
+            mask = torch.zeros(1, 1, 1, 2, 37, dtype=dtype, device="cpu")
+            mask[..., 0, 30:], mask[..., 1, :] = -torch.inf, -torch.inf  # the second row sees nothing
+            exact = (scores.double() / 2 + mask[0, 0, 0].double().clamp_min(-1e300)).softmax(-1)
+            softmax_(scores, mask, 0.5)
+            if not torch.allclose(scores.double(), exact, rtol=0.01, atol=1e-6):
+                return "the compiled softmax is wrong here"
     return ""
 
 
@@ -59,7 +61,7 @@ def softmax_(scores: Tensor, mask: Tensor | None, scale: float) -> None:
     """Replace scores, scaled and masked, by their softmax, which is computed in float32.
 
     A row that the mask hides as a whole gets equal probabilities. Dispatch modes see the call as one operator, which
-    writes nothing on the meta device.
+    writes nothing on the meta device. It has no gradient: the caller's backward pass has.
 
     Args:
         scores: [N, R, S], contiguous, of a dtype in `DTYPES`.
@@ -67,7 +69,7 @@ def softmax_(scores: Tensor, mask: Tensor | None, scale: float) -> None:
         scale: factor of the scores.
 
     Raises:
-        ValueError: the mask has another size.
+        ValueError: numbers are of other dtypes or not contiguous, or the mask has another size.
     """
     torch.ops.rlhf_cpu.softmax_(scores, mask, scale)
 
@@ -75,6 +77,8 @@ def softmax_(scores: Tensor, mask: Tensor | None, scale: float) -> None:
 @torch.library.impl(_operators, "softmax_", "CPU")
 def _compute(scores: Tensor, mask: Tensor | None, scale: float) -> None:
     rows, columns = scores.shape[0] * scores.shape[1], scores.shape[2]
+    if scores.dtype not in DTYPES or not scores.is_contiguous() or (mask is not None and mask.dtype != scores.dtype):
+        raise ValueError("attention: scores are not contiguous, or the mask has another dtype")
     if mask is not None and (mask.shape[4] != columns or mask.shape[:4].numel() != rows):
         raise ValueError(f"attention: a mask of {[*mask.shape]} does not fit scores of {[*scores.shape]}")
     room = torch.empty(torch.get_num_threads(), columns + 16, dtype=torch.float32)  # 16: the most lanes of a register
