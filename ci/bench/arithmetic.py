@@ -2,8 +2,8 @@
 
 The counts include only the work that no implementation can avoid: reading the weights once per step; reading the keys
 and values of the tokens so far; two operations per weight and token; and, in attention, four operations per query, key,
-head and dimension of a head. Norms, sampling and the memory traffic of gradients are not
-counted; that of the optimizer is counted only in `update_bytes`.
+head and dimension of a head. Norms, sampling and the memory traffic of gradients are not counted; that of the optimizer
+is counted only in `update_bytes`.
 """
 
 from __future__ import annotations

@@ -50,12 +50,18 @@ def main() -> None:
     arguments = parser.parse_args()
     turns.choose_precision(arguments)
     commit = resolve(arguments.commit)
+    worker = subprocess.run(
+        ["git", "show", f"{commit}:ci/bench/ours_worker.py"], cwd=ROOT, capture_output=True, text=True
+    )
+    if arguments.precision != "bf16" and 'work.get("precision"' not in worker.stdout:
+        sys.exit(f"{commit}: its benchmarks run in bf16 only; compare with a later commit")
 
     sizes = {"sft": "", "reward": ""}.get(arguments.stage, f", {arguments.prompt} + {arguments.completion} tokens")
     what = f"{arguments.stage}, {arguments.shape}, {arguments.batch} rows{sizes}"
     what += turns.mark_precision(arguments, ", ")
-    settings = {"commit": commit, "precision": arguments.precision}
-    measured = turns.Turns(f"commits-{arguments.stage}-{commit}", what, settings, arguments)
+    settings = {"commit": commit, "what": what, "copies": arguments.copies, "micro_batch": arguments.micro_batch}
+    name = f"commits-{arguments.stage}-{commit}{turns.mark_precision(arguments, '-')}"
+    measured = turns.Turns(name, what, settings, arguments)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         model = make(folder / "model", arguments.shape)

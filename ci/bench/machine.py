@@ -53,7 +53,7 @@ def chip_name() -> str:
 
 
 def usual_precision(accelerator: str) -> str:
-    """Return bf16 if the device multiplies bf16, otherwise fp32."""
+    """Return fp32 on a CPU without bf16 instructions, otherwise bf16."""
     return "bf16" if accelerator != "cpu" or cpu_info.native_bf16() else "fp32"
 
 
@@ -93,8 +93,8 @@ def measure(accelerator: str, *, size: int = READ, side: int = 4096) -> dict[str
 
     Args:
         size: bytes per read.
-        side: rows of the largest square matrices; bf16 is measured at this size and half of it, if the device
-            multiplies bf16, and float32 at half.
+        side: rows of the largest square matrices; the device's usual precision is measured at this size and half of
+            it, float32 always at half.
     """
     import torch
 
@@ -147,14 +147,12 @@ def _measure_flops(side: int, device: Any, best_time: Callable[[Callable[[], Any
     def record_speed(name: str, edge: int, work: Callable[[], Any]) -> None:
         speeds[name] = max(speeds.get(name, 0), round(2 * edge**3 / best_time(work)))
 
-    bf16 = [("bf16", torch.bfloat16, side), ("bf16", torch.bfloat16, side // 2)]
-    for name, dtype, edge in (
-        *(bf16 if usual_precision(device.type) == "bf16" else []),
-        ("fp32", torch.float32, side // 2),
-    ):
+    usual = usual_precision(device.type)
+    for name, edge in dict.fromkeys([(usual, side), (usual, side // 2), ("fp32", side // 2)]):
+        dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
         left, right = (torch.randn(edge, edge, device=device).to(dtype) for _ in range(2))
         record_speed(name, edge, partial(torch.matmul, left, right))
-        if device.type == "cpu" and name == "bf16" and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        if device.type == "cpu" and name == usual and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
             # oneDNN's packed layout of the weights; torch 2.13 has it under these private names.
             packed = torch.ops.mkldnn._reorder_linear_weight(right, edge)
             record_speed(

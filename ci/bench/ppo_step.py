@@ -83,7 +83,7 @@ def main() -> None:
     arguments = parser.parse_args()
     turns.choose_precision(arguments)
     if arguments.against and arguments.precision != "bf16":
-        sys.exit("--against: has a choice in bf16 only")
+        sys.exit("--against: in fp32 TRL has one side; leave the option out")
     trainer, group = TRAINERS[arguments.estimator], ESTIMATORS[arguments.estimator].group_size
     if arguments.batch % group:
         sys.exit(f"--batch: {arguments.estimator} draws {group} completions of each prompt, got {arguments.batch} rows")
@@ -91,9 +91,10 @@ def main() -> None:
         sys.exit("--lora: PPOTrainer adapts only the policy, not the critic; choose another --estimator")
     turns.require_trl(trainer)
 
-    against = f"-{'-'.join(arguments.against)}" if arguments.against else ""
     others = SIDES[arguments.precision]
-    names = [OURS, *(others[side] for side in arguments.against or others)]
+    chosen = arguments.against or list(others)
+    against = "" if chosen == list(others) else f"-{'-'.join(chosen)}"
+    names = [OURS, *(others[side] for side in chosen)]
     settings = {
         "batch": arguments.batch,
         "micro_batch": arguments.micro_batch,

@@ -82,7 +82,9 @@ def results(folder: Path) -> dict[str, list[dict[str, Any]]]:
     for file in sorted(folder.glob("*.json")):
         result = json.loads(file.read_text())
         if rows := [row for row in result.get("rows", ()) if "ratio" in row]:
-            rows_by_machine.setdefault(result["machine"]["model"], []).extend(rows)
+            machine = result["machine"]
+            chip = machine["model"] if machine["bf16"] else f"{machine['model']} without bf16 instructions"
+            rows_by_machine.setdefault(chip, []).extend(rows)
     return rows_by_machine
 
 

@@ -80,10 +80,10 @@ def scalar(path: str, dtype: Any) -> Any:
 
 
 def trained_dtype(work: dict[str, Any], precision: str) -> Any:
-    """Return the dtype of the weights of a trained model; if only adapters are trained, the others stay in bf16."""
+    """Return the dtype of the weights of a trained model, or of those that its adapters leave as they are."""
     import torch
 
-    return frozen_dtype(precision) if precision != "bf16-autocast" or work.get("lora") else torch.float32
+    return torch.float32 if precision == "bf16-autocast" and not work.get("lora") else frozen_dtype(precision)
 
 
 def frozen_dtype(precision: str) -> Any:

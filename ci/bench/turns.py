@@ -55,8 +55,11 @@ def add_precision(parser: argparse.ArgumentParser, default: str | None = None) -
 
 
 def choose_precision(arguments: argparse.Namespace) -> None:
-    """Set the precision that the device usually has, unless the caller named one."""
-    arguments.precision = arguments.precision or usual_precision(arguments.accelerator)
+    """Set the precision that the device usually has, unless the caller named one; exit if the device lacks it."""
+    usual = usual_precision(arguments.accelerator)
+    if arguments.precision == "bf16" and usual == "fp32":
+        sys.exit("--precision bf16: this processor has no bf16 instructions; leave the option out to run in fp32")
+    arguments.precision = arguments.precision or usual
 
 
 def mark_precision(arguments: argparse.Namespace, mark: str) -> str:

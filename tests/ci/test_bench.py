@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import torch
 
 BENCH = Path(__file__).parents[2] / "ci" / "bench"
 SCRIPTS = sorted(
@@ -366,6 +367,23 @@ def test_trl_adapts_the_layers_that_ours_adapts(bench, model_folder: Path, loade
     assert trl_worker.adapters({}, task) == {}
 
 
+@pytest.mark.parametrize(
+    ("precision", "lora", "trained", "frozen"),
+    [
+        ("bf16-autocast", None, torch.float32, torch.bfloat16),
+        ("bf16-autocast", 8, torch.bfloat16, torch.bfloat16),
+        ("bf16-weights", None, torch.bfloat16, torch.bfloat16),
+        ("fp32", None, torch.float32, torch.float32),
+        ("fp32", 8, torch.float32, torch.float32),
+    ],
+)
+def test_weights_of_trl_have_the_dtype_of_its_side(bench, precision, lora, trained, frozen) -> None:
+    import trl_worker
+
+    assert trl_worker.trained_dtype({"lora": lora}, precision) is trained
+    assert trl_worker.frozen_dtype(precision) is frozen
+
+
 @pytest.mark.parametrize(("stage", "replies"), [("sft", 1), ("dpo", 2)])
 def test_rows_have_the_lengths_that_are_asked_for(bench, model_folder: Path, stage: str, replies: int) -> None:
     import supervised
@@ -421,7 +439,7 @@ def test_worker_takes_steps(bench, stage: str, model_folder: Path, tmp_path: Pat
     rows = [[[5, 6], [7, 8, 9], [10, 11]][: 2 if stage == "sft" else 3] for _ in range(4)]
     work = {"stage": stage, "accelerator": "cpu", "model": str(model_folder), "batch_size": 4, "learning_rate": 1e-5}
     work |= {"micro_batch_size": 2, "prompt_tokens": 4, "completion_tokens": 64, "parameters": 0}
-    work |= {"rows": rows, "prompts": [[5, 6, 7, 8]] * 4}
+    work |= {"rows": rows, "prompts": [[5, 6, 7, 8]] * 4, "precision": bench.machine.usual_precision("cpu")}
     if stage == "grpo":
         work |= {"stage": "ppo", "ppo": {"estimator": "grpo", "completions_per_prompt": 2, "kl_coef": 0.1}}
     command = bench.turns.ours_command(bench.turns.write(work, tmp_path))
