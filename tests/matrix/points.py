@@ -40,6 +40,7 @@ class Point:
             "precision": self.precision,
             "engine.zero_stage": self.zero_stage,
             "engine.kernels.graph_capture": "auto" if self.recorded else "none",
+            "engine.kernels.inference_weights": "none",  # of a CPU; layers in C could not be recorded
             "engine.offload": "all" if self.offloaded else "none",
             "lora.rank": 4 if self.lora else 0,
         }
