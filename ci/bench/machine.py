@@ -46,10 +46,19 @@ def machine() -> dict[str, Any]:
 
 
 def chip_name() -> str:
-    """Return the processor's name with its instructions for bf16, which decide every figure in bf16."""
-    native = cpu_info.native_bf16()
+    """Return the name of this machine's processor, as `name_chip` does."""
+    return name_chip(machine())
+
+
+def name_chip(described: dict[str, Any]) -> str:
+    """Return a processor's name with its instructions for bf16, which decide every figure in bf16.
+
+    Args:
+        described: what `machine` returned there.
+    """
+    native = described["bf16"]
     widest = "with AMX" if "amx_bf16" in native else "with AVX512-BF16" if native else "without bf16 instructions"
-    return f"{_short_model()} {widest}"
+    return f"{_short_model(described)} {widest}"
 
 
 def usual_precision(accelerator: str) -> str:
@@ -57,14 +66,14 @@ def usual_precision(accelerator: str) -> str:
     return "bf16" if accelerator != "cpu" or cpu_info.native_bf16() else "fp32"
 
 
-def _short_model() -> str:
-    """Return the processor's name without marks and the word Processor, such as "Intel Xeon"."""
-    return " ".join(re.sub(r"\((R|TM)\)|Processor", "", cpu_info.cpu_model()).split())
+def _short_model(described: dict[str, Any]) -> str:
+    """Return a processor's name without marks and the word Processor, such as "Intel Xeon"."""
+    return " ".join(re.sub(r"\((R|TM)\)|Processor", "", described["model"]).split())
 
 
 def results_file(folder: Path, benchmark: str) -> Path:
     """Return the file for the results of `benchmark` on this machine."""
-    chip = _short_model() if cpu_info.native_bf16() else chip_name()
+    chip = _short_model(machine()) if cpu_info.native_bf16() else chip_name()
     return folder / "results" / f"{benchmark}-{slug(chip, ' +')}.json"
 
 

@@ -193,8 +193,7 @@ def result_name(arguments: argparse.Namespace) -> str:
     parts += [] if arguments.batch == 16 else [f"x{arguments.batch}"]
     parts += [f"by{arguments.micro_batch}"] if arguments.micro_batch else []
     parts += [f"lora{arguments.lora}"] if arguments.lora else []
-    parts += [] if arguments.precision == "bf16" else [arguments.precision]
-    return "-".join([f"{TRAINERS[arguments.estimator]}_step", *parts])
+    return "-".join([f"{TRAINERS[arguments.estimator]}_step", *parts]) + turns.mark_precision(arguments, "-")
 
 
 def describe_step(arguments: argparse.Namespace) -> str:

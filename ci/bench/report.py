@@ -17,6 +17,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from machine import name_chip
+
 HERE = Path(__file__).resolve().parent
 HEADER = ("row", "ours", "baseline", "ratio", "target", "")
 
@@ -82,9 +84,7 @@ def results(folder: Path) -> dict[str, list[dict[str, Any]]]:
     for file in sorted(folder.glob("*.json")):
         result = json.loads(file.read_text())
         if rows := [row for row in result.get("rows", ()) if "ratio" in row]:
-            machine = result["machine"]
-            chip = machine["model"] if machine["bf16"] else f"{machine['model']} without bf16 instructions"
-            rows_by_machine.setdefault(chip, []).extend(rows)
+            rows_by_machine.setdefault(name_chip(result["machine"]), []).extend(rows)
     return rows_by_machine
 
 

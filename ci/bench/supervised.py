@@ -185,7 +185,8 @@ def describe_step(arguments: argparse.Namespace, lengths: tuple[int, int] | None
 def rows(sides: dict[str, Any], arguments: argparse.Namespace, lengths: tuple[int, int] | None) -> list[dict[str, Any]]:
     """Return the rows: time against each side of TRL, and memory against the one with the same numerics."""
     what = describe_step(arguments, lengths)
-    same, *_ = others = SIDES[arguments.precision]
+    others = SIDES[arguments.precision]
+    same = others[0]
     has_target = (arguments.accelerator, arguments.batch, arguments.layers) == ("cpu", 16, None)
     results = [
         report.row(

@@ -256,7 +256,7 @@ def test_softmax_refuses_what_it_would_read_wrongly():
         cpu_attention.attend(SimpleNamespace(), *given, torch.zeros(2, 1, 1, 5))
     scores, mask = torch.zeros(2, 3, 9), torch.zeros(1, 1, 2, 3, 9)
     for wrong in ((scores.double(), None), (scores[:, :, ::2], None), (scores, mask.bfloat16())):
-        with pytest.raises(ValueError, match="not contiguous, or the mask has another dtype"):
+        with pytest.raises(ValueError, match="gaps or another dtype, or the mask has another dtype"):
             softmax.softmax_(*wrong, 1.0)
 
 

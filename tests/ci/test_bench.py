@@ -46,6 +46,16 @@ def test_name_of_a_chip_tells_processors_of_one_name_apart(bench, monkeypatch, m
     assert bench.machine.usual_precision("cpu") == ("fp32" if name.endswith("without bf16 instructions") else "bf16")
 
 
+def test_results_of_processors_of_one_name_are_apart(bench, tmp_path: Path) -> None:
+    for number, instructions in enumerate((["avx512_bf16"], [])):
+        result = {"machine": {"model": "AMD EPYC", "bf16": instructions}, "rows": [{"ratio": number}]}
+        (tmp_path / f"{number}.json").write_text(json.dumps(result))
+    assert bench.report.results(tmp_path) == {
+        "AMD EPYC with AVX512-BF16": [{"ratio": 0}],
+        "AMD EPYC without bf16 instructions": [{"ratio": 1}],
+    }
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_script_help_prints_usage_and_commands(bench, name: str, monkeypatch, capsys) -> None:
     monkeypatch.setattr("sys.argv", [f"{name}.py", "--help"])

@@ -31,6 +31,7 @@ def profiled(rlhf, tmp_path_factory) -> tuple[dict[str, Any], Path, str]:
     """Return the report, the folder and the notes of a profile without a run."""
     folder = tmp_path_factory.mktemp("profile")
     options = ["--config", str(rlhf.recipe), *sets("data.max_completion_length=8", "ppo.steps=1", "ppo.ppo_epochs=1")]
+    options += sets("engine.kernels={inference_weights: none}")  # layers in C multiply without torch's operators
     trace = ["--trace", str(folder / "trace.json.gz"), "--output", str(folder / "run")]
     environment = {"TMPDIR": str(folder)}
     done = rlhf.forks.run("profile", "--steps", "2", "--json", *options, *trace, timeout=120, environment=environment)
@@ -61,10 +62,7 @@ def test_phases_sum_to_the_steps_and_operators_to_the_trace(profiled):
         report["traced_seconds"], rel=1e-3
     )
     assert operators == sorted(operators, key=lambda operator: -operator["seconds"])
-    phases = {
-        name: {item["phase"] for item in operators if item["name"] == name} for name in ("aten::bmm", "aten::mul")
-    }
-    assert any(found >= set(PHASES) for found in phases.values())  # decode.c may multiply without torch's operators
+    assert {operator["phase"] for operator in operators if operator["name"] == "aten::bmm"} >= set(PHASES)
     backward = {operator["phase"] for operator in operators if "backward" in operator["name"].lower()}
     assert backward == {"training"}
     rest = ("start", "first_step", "evaluation", "checkpoint", "saving", "recording")

@@ -52,8 +52,6 @@ typedef struct { // of one call
     long *order;                    // room: [threads, rows]
 } Step;
 
-static inline long smaller(long a, long b) { return a < b ? a : b; }
-
 // packing
 
 // Transpose LANES x LANES words: blocks off the diagonal are exchanged, of WIDTH words.

@@ -7,6 +7,8 @@
 #include "numbers.h"
 #include "threads.h"
 
+static inline long smaller(long a, long b) { return a < b ? a : b; }
+
 enum { ROWS = 16, PANELS = 2, LINE = 64 }; // LINE: bytes of a line of the caches
 
 #if defined BF16 && defined __AMX_BF16__
@@ -120,6 +122,15 @@ static inline __attribute__((always_inline)) void tile(const int tall, const int
         for (int panel = 0; panel < panels; panel++) sums[panel * 2 * ROWS + row] = sum[row][panel];
 }
 
+// One tile of `tall` rows.
+static inline __attribute__((always_inline)) void tile_of(const int tall, long panels, const uint32_t *block,
+                                                          const char *packed, long count, const char *next, long step,
+                                                          vector *sums)
+{
+    panels > 1 ? tile(tall, 2, block, packed, count, next, step, sums)
+               : tile(tall, 1, block, packed, count, next, step, sums);
+}
+
 static inline long tiles_of(long rows)
 {
     return rows / ROWS * ((ROWS + TALL - 1) / TALL) + (rows % ROWS + TALL - 1) / TALL;
@@ -138,22 +149,18 @@ static void multiply(long first, long rows, const number *blocks, const number *
     for (long word = 0; word < size; word += part)
         for (long row = 0, index = tiles_of(first); row < 2 * ROWS && first + row < rows; index++) {
             const uint32_t *block = (const uint32_t *)blocks + (first + row) / ROWS * ROWS * size + row % ROWS + word * ROWS;
-            const long count = size - word < part ? size - word : part;
-            const long left = rows - first - row < ROWS - row % ROWS ? rows - first - row : ROWS - row % ROWS;
+            const long count = smaller(size - word, part), left = smaller(rows - first - row, ROWS - row % ROWS);
+            const long tall = left > 4 ? TALL : left > LOW ? 4 : LOW;
             const char *weights = (const char *)packed + word * wide;
             const char *next = weights + ahead + index * count * step;
             vector *to = sums[0] + row;
-#define TILE_OF(HEIGHT)                                                                                                \
-    panels > 1 ? tile(HEIGHT, 2, block, weights, count, next, step, to)                                                \
-               : tile(HEIGHT, 1, block, weights, count, next, step, to);                                               \
-    row += HEIGHT
-            if (left > 4) {
-                TILE_OF(TALL);
-            } else if (left > LOW) {
-                TILE_OF(4);
-            } else {
-                TILE_OF(LOW);
-            }
+            if (tall == TALL)
+                tile_of(TALL, panels, block, weights, count, next, step, to);
+            else if (tall == 4)
+                tile_of(4, panels, block, weights, count, next, step, to);
+            else
+                tile_of(LOW, panels, block, weights, count, next, step, to);
+            row += tall;
         }
 }
 

@@ -1,6 +1,6 @@
 """Softmax of attention's scores on a CPU, in one pass over memory (`softmax.c`), as an operator of torch.
 
-Torch's own operators need three: one copies the mask, one adds the scores to it, and one computes the softmax.
+Torch's own operators need three passes: they copy the mask, add the scores to it, and compute the softmax.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import ctypes
 from functools import cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.utils._python_dispatch import _disable_current_modes
 
 from accelerators.backends.cpu.kernels import compiler
@@ -28,13 +28,13 @@ class _Softmax(ctypes.Structure):
 
 
 @cache
-def _functions(dtype: torch.dtype = torch.bfloat16) -> ctypes.CDLL:
+def _functions(dtype: torch.dtype) -> ctypes.CDLL:
     functions = compiler.compiled("softmax.c", *DTYPES[dtype])
     functions.softmax.argtypes = [_pointer]
     return functions
 
 
-_operators = torch.library.Library("rlhf_cpu", "DEF")
+_operators = library.Library("rlhf_cpu", "DEF")
 _operators.define("softmax_(Tensor(a!) scores, Tensor? mask, float scale) -> ()")
 
 
@@ -60,8 +60,8 @@ def why_not() -> str:
 def softmax_(scores: Tensor, mask: Tensor | None, scale: float) -> None:
     """Replace scores, scaled and masked, by their softmax, which is computed in float32.
 
-    A row that the mask hides as a whole gets equal probabilities. Dispatch modes see the call as one operator, which
-    writes nothing on the meta device. It has no gradient: the caller's backward pass has.
+    A row that the mask hides as a whole gets equal probabilities. Dispatch modes see the call as one operator. On
+    the meta device it does nothing. It has no gradient: the caller computes it.
 
     Args:
         scores: [N, R, S], contiguous, of a dtype in `DTYPES`.
@@ -69,16 +69,18 @@ def softmax_(scores: Tensor, mask: Tensor | None, scale: float) -> None:
         scale: factor of the scores.
 
     Raises:
-        ValueError: numbers are of other dtypes or not contiguous, or the mask has another size.
+        ValueError: the scores or the mask are not as described.
     """
     torch.ops.rlhf_cpu.softmax_(scores, mask, scale)
 
 
-@torch.library.impl(_operators, "softmax_", "CPU")
+@library.impl(_operators, "softmax_", "CPU")
 def _compute(scores: Tensor, mask: Tensor | None, scale: float) -> None:
     rows, columns = scores.shape[0] * scores.shape[1], scores.shape[2]
     if scores.dtype not in DTYPES or not scores.is_contiguous() or (mask is not None and mask.dtype != scores.dtype):
-        raise ValueError("attention: scores are not contiguous, or the mask has another dtype")
+        raise ValueError(
+            "attention: the scores have gaps or another dtype, or the mask has another dtype than they have"
+        )
     if mask is not None and (mask.shape[4] != columns or mask.shape[:4].numel() != rows):
         raise ValueError(f"attention: a mask of {[*mask.shape]} does not fit scores of {[*scores.shape]}")
     room = torch.empty(torch.get_num_threads(), columns + 16, dtype=torch.float32)  # 16: the most lanes of a register
@@ -90,6 +92,6 @@ def _compute(scores: Tensor, mask: Tensor | None, scale: float) -> None:
     _functions(scores.dtype).softmax(ctypes.byref(task))
 
 
-@torch.library.impl(_operators, "softmax_", "Meta")
-def _compute_shapes(scores: Tensor, mask: Tensor | None, scale: float) -> None:
-    """Return at once: there are no numbers."""
+@library.impl(_operators, "softmax_", "Meta")
+def _compute_nothing(scores: Tensor, mask: Tensor | None, scale: float) -> None:
+    """Do nothing: there are no numbers."""
