@@ -147,7 +147,7 @@ def rollout_limit(
         "shape": asdict(shape),
         "prefill": {"bytes": first_bytes, "flops": first_flops, "seconds": round(prefill, 4)},
         "decode_step": {
-            "which": f"the {len(steps) // 2 + 1}th of {len(steps)}",
+            "which": f"{len(steps) // 2 + 1} of {len(steps)}",
             "bytes": middle[0],
             "flops": middle[1],
             "seconds_for_bytes": round(middle[0] / bytes_per_second, 5),

@@ -147,7 +147,7 @@ def explain_limit(limit: dict[str, Any], facts: dict[str, Any], speed: dict[str,
     ]
     if steps["count"]:
         lines += [
-            f"  decode step, {step['which']}: {step['bytes'] / 1e9:.3f} GB: {1e3 * step['seconds_for_bytes']:.2f} ms; "
+            f"  decode step {step['which']}: {step['bytes'] / 1e9:.3f} GB: {1e3 * step['seconds_for_bytes']:.2f} ms; "
             f"{step['flops'] / 1e9:.2f} GFLOP: {1e3 * step['seconds_for_flops']:.2f} ms",
             f"  all {steps['count']} decode steps: {steps['seconds']} s; with the prefill: {limit['seconds']} s",
         ]

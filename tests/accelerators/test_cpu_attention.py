@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, library
 from torch.profiler import ProfilerActivity, profile
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -281,6 +281,13 @@ def test_a_judge_of_operators_sees_no_memory_change_between_them(dtype):
         output = cpu_attention.attend(SimpleNamespace(), *given, lowest_above_diagonal(20, 20).to(dtype))[0]
         torch.autograd.grad(output, given, torch.ones_like(output))
     assert judge.number and not judge.faults
+
+
+@needs_compiler
+def test_operator_of_the_softmax_does_what_its_schema_says():
+    """It writes to the scores alone, and has the same shapes without numbers."""
+    arguments = torch.randn(2, 6, 9), torch.randn(1, 2, 3, 2, 9), 0.5
+    library.opcheck(torch.ops.rlhf_cpu.softmax_.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_attention_of_a_model_without_weights_has_its_shapes():
