@@ -31,9 +31,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     turns.add_arguments(parser)
     ppo_step.add_arguments(parser, completion=64)
-    turns.add_precision(parser, "bf16")
-    parser.set_defaults(apart=True)
+    turns.add_precision(parser)
     arguments = parser.parse_args()
+    turns.choose_precision(arguments)
 
     name, what = ppo_step.describe("ahead", arguments)
     what += ", LoRA, rollouts ahead against in turn"

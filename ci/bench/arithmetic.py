@@ -1,8 +1,9 @@
 """Count the bytes and floating-point operations of the benchmarks' work, and the least time a machine needs for it.
 
-The counts include only the work that no implementation can avoid: reading the weights once per step; reading the keys
-and values of the tokens so far; two operations per weight and token; and, in attention, four operations per query, key,
-head and dimension of a head. Norms, sampling and the memory traffic of gradients are not counted; that of the optimizer
+The counts are those of plain passes over whole rows: reading the weights once per step; reading the keys and values of
+the tokens so far; two operations per weight and token; and, in attention, four operations per query, key, head and
+dimension of a head. A pass could do slightly less: no token follows the last one of a row, so its results matter only
+to a reward model. Norms, sampling and the memory traffic of gradients are not counted; that of the optimizer
 is counted only in `update_bytes`.
 """
 
@@ -115,9 +116,10 @@ def decode_bytes(shape: Shape, rows: int, seen: int, precision: str = "bf16") ->
 
 
 def update_bytes(weights: int) -> int:
-    """Return the bytes that AdamW reads and writes for `weights` trained weights, with float32 master weights.
+    """Return the bytes that AdamW reads and writes for `weights` trained weights.
 
-    It reads the gradient and writes the weight in 16 bits; it reads and writes the master weight and both moments.
+    In bf16 it reads the gradient and writes the weight in 16 bits; it reads and writes the master weight and both
+    moments in 32. In fp32 the sum is the same: the gradient has 32 bits, and there is no other copy of the weight.
     """
     return weights * (2 * BYTES["bf16"] + 2 * 3 * 4)
 

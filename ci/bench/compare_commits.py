@@ -5,7 +5,7 @@
     python ci/bench/compare_commits.py 0c30c27 --stage sft
 
 The commit is checked out and installed into a temporary folder, without its dependencies. Each side runs the
-`ours_worker.py` of that side in this Python environment, and the two take turns on the whole machine. The target is to
+`ours_worker.py` of that side in this Python environment, and the two take turns step by step. The target is to
 lose no more than a twentieth.
 """
 
@@ -27,7 +27,7 @@ import turns
 from arithmetic import Shape
 from channel import Worker
 from machine import ROOT
-from random_models import make
+from random_models import add_shape, make
 
 NOW = "this code"
 SPEED, MEMORY = 0.95, 1.05
@@ -35,20 +35,24 @@ SPEED, MEMORY = 0.95, 1.05
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    turns.add_arguments(parser)
+    turns.add_arguments(parser, apart=False)
     parser.add_argument("commit", help="the commit to compare with")
     parser.add_argument("--stage", choices=("ppo", "rollout", "sft", "reward"), default="ppo")
-    parser.add_argument("--prompt", type=int, default=16, help="tokens of a prompt (default: 16)")
-    parser.add_argument("--completion", type=int, default=32, help="tokens of a completion (default: 32)")
+    varied = "of SFT and reward: rows of different lengths"
+    parser.add_argument("--prompt", type=int, help=f"tokens of a prompt (default: 16; {varied})")
+    parser.add_argument("--completion", type=int, help=f"tokens of a completion (default: 32; {varied})")
     parser.add_argument("--batch", type=int, default=16, help="rows of a step (default: 16)")
     parser.add_argument("--copies", type=int, default=1, help="rows of each prompt of a rollout (default: 1)")
     parser.add_argument("--micro-batch", type=int, default=4, help="rows of a pass of SFT or reward (default: 4)")
-    parser.add_argument(
-        "--shape", default=ppo_step.SHAPE, help="a name in rlhf/models/known.yaml (default: %(default)s)"
-    )
+    add_shape(parser, ppo_step.SHAPE)
     turns.add_precision(parser)
     arguments = parser.parse_args()
     turns.choose_precision(arguments)
+    if (arguments.prompt is None) != (arguments.completion is None):
+        sys.exit("--prompt and --completion: set both or neither")
+    if arguments.prompt is None and arguments.stage in ("ppo", "rollout"):
+        arguments.prompt, arguments.completion = 16, 32
+    lengths = None if arguments.prompt is None else (arguments.prompt, arguments.completion)
     commit = resolve(arguments.commit)
     worker = subprocess.run(
         ["git", "show", f"{commit}:ci/bench/ours_worker.py"], cwd=ROOT, capture_output=True, text=True
@@ -56,16 +60,16 @@ def main() -> None:
     if arguments.precision != "bf16" and 'work.get("precision"' not in worker.stdout:
         sys.exit(f"{commit}: its benchmarks run in bf16 only; compare with a later commit")
 
-    sizes = {"sft": "", "reward": ""}.get(arguments.stage, f", {arguments.prompt} + {arguments.completion} tokens")
-    what = f"{arguments.stage}, {arguments.shape}, {arguments.batch} rows{sizes}"
+    what = f"{arguments.stage}, {arguments.shape}, {arguments.batch} rows, {supervised.describe_lengths(lengths)}"
     what += turns.mark_precision(arguments, ", ")
     settings = {"commit": commit, "what": what, "copies": arguments.copies, "micro_batch": arguments.micro_batch}
-    name = f"commits-{arguments.stage}-{commit}{turns.mark_precision(arguments, '-')}"
+    sizes = f"{arguments.batch}" if lengths is None else f"{lengths[0]}+{lengths[1]}-x{arguments.batch}"
+    name = f"commits-{arguments.stage}-{sizes}-{commit}{turns.mark_precision(arguments, '-')}"
     measured = turns.Turns(name, what, settings, arguments)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         model = make(folder / "model", arguments.shape)
-        work = turns.write(workload(model, arguments), folder)
+        work = turns.write(workload(model, arguments, lengths), folder)
         tree = folder / "tree"
         run("git", "worktree", "add", "--quiet", "--detach", str(tree), commit)
         try:
@@ -86,13 +90,13 @@ def main() -> None:
     )
 
 
-def workload(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def workload(model: Path, arguments: argparse.Namespace, lengths: tuple[int, int] | None) -> dict[str, Any]:
     """Return what each side does, as in the benchmark of the stage."""
     if arguments.stage == "ppo":
         return ppo_step.workload(model, arguments)
     if arguments.stage == "rollout":
         return rollout.workload(model, Shape.of(model), arguments)
-    return supervised.workload(model, arguments)
+    return supervised.workload(model, arguments, lengths)
 
 
 def install(tree: Path, target: Path) -> Path:

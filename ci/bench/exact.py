@@ -1,7 +1,7 @@
-"""Measure the price of `ppo.generation_exact`: a PPO step with it against one without it, taken in turns.
+"""Measure the price of `ppo.generation_exact`: a PPO step with it against one without it, step by step in turns.
 
     python ci/bench/exact.py                            135M in fp32, batch 16, 16 + 32 tokens
-    python ci/bench/exact.py --prompt 128 --completion 128 --apart
+    python ci/bench/exact.py --prompt 128 --completion 128
     python ci/bench/exact.py --layers 2 --warmup 1 --rounds 2 --output /tmp/exact.json     a quick try
 
 Both sides are this code with the same model (random weights), prompts, batch and lengths. In each step of the exact
@@ -28,7 +28,7 @@ TARGET = 1.2
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    turns.add_arguments(parser)
+    turns.add_arguments(parser, apart=False)
     ppo_step.add_arguments(parser)
     turns.add_precision(parser, "fp32")
     arguments = parser.parse_args()

@@ -6,9 +6,9 @@
     python ci/bench/figures.py --measure [ID ...] measure again what this machine can, and write values and notes
 
 `figures.yaml` has every figure: its text on each page, the template that makes the text from a result, the command, and
-the code that it is about. A result is a JSON file of `results/`, or the stages of a run's folder. The rows of results
-are also figures of `README.md` in this folder. `tests/docs/test_figures.py` finds figures of pages that are not there.
-A change of comments and docstrings alone makes no figure old.
+the code that it is about. A result is a JSON file of `results/`, or the stages of a run's folder. The rows of all
+results are written into the tables of `README.md` in this folder, with the notes. `tests/docs/test_figures.py` finds
+figures of pages that are not there. A change of comments and docstrings alone makes no figure old.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from machine import HERE, ROOT, chip_name, machine
 FILE = HERE / "figures.yaml"
 ROWS = "ci/bench/README.md"  # the page with the rows of all results
 BEGIN, END = "<!-- measured: made by ci/bench/figures.py -->\n", "<!-- end of measured -->\n"
+ROWS_BEGIN, ROWS_END = "<!-- rows: made by ci/bench/figures.py -->\n", "<!-- end of rows -->\n"
 UNITS = {"GiB": 2**30, "min": 60, "%": 0.01}
 
 
@@ -167,15 +168,28 @@ def note(page: str, entries: list[dict[str, Any]]) -> str:
     return "Measurements of this page:\n\n" + "".join(lines)
 
 
+def tables() -> str:
+    """Return the rows of all results, in one table for each machine."""
+    rows_by_machine = sorted(report.results(HERE / "results").items())
+    return "\n\n".join(f"{chip}:\n\n{report.markdown(rows)}" for chip, rows in rows_by_machine) + "\n"
+
+
 def write_notes(entries: list[dict[str, Any]]) -> None:
-    """Write the note of every page that has figures, between its two marks."""
-    for page in sorted({page for entry in entries for page, _ in texts(entry)}):
-        path = ROOT / page
-        before, mark, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-        _, end, after = rest.partition(END)
-        if not (mark and end):
-            sys.exit(f"{page}: has figures but no note; add the lines {BEGIN.strip()} and {END.strip()}")
-        path.write_text(f"{before}{BEGIN}\n{note(page, entries)}\n{END}{after}", encoding="utf-8")
+    """Write the note of every page that has figures, and the tables of all rows, each between its two marks."""
+    pages = sorted({page for entry in entries for page, _ in texts(entry)})
+    for page in pages:
+        _write_between(page, BEGIN, note(page, entries), END)
+    if ROWS in pages:
+        _write_between(ROWS, ROWS_BEGIN, tables(), ROWS_END)
+
+
+def _write_between(page: str, begin: str, text: str, end: str) -> None:
+    path = ROOT / page
+    before, mark, rest = path.read_text(encoding="utf-8").partition(begin)
+    _, end_mark, after = rest.partition(end)
+    if not (mark and end_mark):
+        sys.exit(f"{page}: has figures but no place for them; add the lines {begin.strip()} and {end.strip()}")
+    path.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
 
 
 def find_lack(entry: dict[str, Any]) -> str | None:
@@ -194,7 +208,6 @@ def find_lack(entry: dict[str, Any]) -> str | None:
 
 def measure(entry: dict[str, Any]) -> bool:
     """Run the command of an entry again, and write its values into the entry and the pages; return whether it ran."""
-    earlier = texts(entry)
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     command = ["bash", "-c", entry["command"]]
     code = subprocess.run(command, cwd=ROOT, env=os.environ | {"PATH": path}, check=False).returncode
@@ -202,15 +215,16 @@ def measure(entry: dict[str, Any]) -> bool:
     if result is None:
         print(f"{entry['id']}: {entry['command']}: failed with exit code {code}; nothing is written")
         return False
-    for figures in entry["figures"].values():
+    for page, figures in entry["figures"].items():
+        file = ROOT / page
+        text = file.read_text(encoding="utf-8")
         for figure in figures:
-            figure["text"] = fill(figure["template"], result)
+            earlier, figure["text"] = figure["text"], fill(figure["template"], result)
+            text = text.replace(earlier, figure["text"])
+        file.write_text(text, encoding="utf-8")
     entry["machine"] = f"{chip_name()}, {machine()['cores']} cores"
     entry["date"] = datetime.now(timezone.utc).strftime("%Y-%m-%d")
     entry["commit"], entry["older"] = _git("rev-parse", "--short=7", "HEAD"), False
-    for (page, old), (_, new) in zip(earlier, texts(entry), strict=True):
-        file = ROOT / page
-        file.write_text(file.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
     return True
 
 

@@ -58,7 +58,8 @@ def name_chip(described: dict[str, Any]) -> str:
     """
     native = described["bf16"]
     widest = "with AMX" if "amx_bf16" in native else "with AVX512-BF16" if native else "without bf16 instructions"
-    return f"{_short_model(described)} {widest}"
+    model = " ".join(re.sub(r"\((R|TM)\)|Processor", "", described["model"]).split())
+    return f"{model} {widest}"
 
 
 def usual_precision(accelerator: str) -> str:
@@ -66,15 +67,9 @@ def usual_precision(accelerator: str) -> str:
     return "bf16" if accelerator != "cpu" or cpu_info.native_bf16() else "fp32"
 
 
-def _short_model(described: dict[str, Any]) -> str:
-    """Return a processor's name without marks and the word Processor, such as "Intel Xeon"."""
-    return " ".join(re.sub(r"\((R|TM)\)|Processor", "", described["model"]).split())
-
-
 def results_file(folder: Path, benchmark: str) -> Path:
     """Return the file for the results of `benchmark` on this machine."""
-    chip = _short_model(machine()) if cpu_info.native_bf16() else chip_name()
-    return folder / "results" / f"{benchmark}-{slug(chip, ' +')}.json"
+    return folder / "results" / f"{benchmark}-{slug(chip_name(), ' +')}.json"
 
 
 def device_file(chip: str) -> Path:
@@ -87,9 +82,10 @@ def slug(name: str, unwanted: str) -> str:
     return re.sub(unwanted, "-", name).strip("-").lower()
 
 
-def limits(accelerator: str) -> dict[str, Any]:
+def limits(accelerator: str, precision: str | None = None) -> dict[str, Any]:
     """Return the result of `measure` from a separate process."""
     command = [sys.executable, str(HERE / "machine.py"), "--accelerator", accelerator, "--json"]
+    command += ["--precision", precision] if precision else []
     completed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if completed.returncode:
         sys.exit(f"machine.py: failed with exit code {completed.returncode}")
@@ -97,13 +93,15 @@ def limits(accelerator: str) -> dict[str, Any]:
     return measured
 
 
-def measure(accelerator: str, *, size: int = READ, side: int = 4096) -> dict[str, Any]:
+def measure(accelerator: str, precision: str | None = None, *, size: int = READ, side: int = 4096) -> dict[str, Any]:
     """Return the bytes and operations per second, by the operation that was measured.
 
     Args:
+        accelerator: name of the backend.
+        precision: bf16 or fp32; None for what the device usually runs in. Float32 is measured in any case.
         size: bytes per read.
-        side: rows of the largest square matrices; the device's usual precision is measured at this size and half of
-            it, float32 always at half.
+        side: rows of the largest square matrices; `precision` is measured at this size and half of it, float32 always
+            at half.
     """
     import torch
 
@@ -125,7 +123,7 @@ def measure(accelerator: str, *, size: int = READ, side: int = 4096) -> dict[str
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         **_measure_bytes(size, device, best_time),
-        "flops_per_second": _measure_flops(side, device, best_time),
+        "flops_per_second": _measure_flops(side, device, precision or usual_precision(device.type), best_time),
     }
 
 
@@ -148,7 +146,9 @@ def _measure_bytes(size: int, device: Any, best_time: Callable[[Callable[[], Any
     }
 
 
-def _measure_flops(side: int, device: Any, best_time: Callable[[Callable[[], Any]], float]) -> dict[str, int]:
+def _measure_flops(
+    side: int, device: Any, precision: str, best_time: Callable[[Callable[[], Any]], float]
+) -> dict[str, int]:
     import torch
 
     speeds: dict[str, int] = {}
@@ -156,12 +156,11 @@ def _measure_flops(side: int, device: Any, best_time: Callable[[Callable[[], Any
     def record_speed(name: str, edge: int, work: Callable[[], Any]) -> None:
         speeds[name] = max(speeds.get(name, 0), round(2 * edge**3 / best_time(work)))
 
-    usual = usual_precision(device.type)
-    for name, edge in dict.fromkeys([(usual, side), (usual, side // 2), ("fp32", side // 2)]):
+    for name, edge in dict.fromkeys([(precision, side), (precision, side // 2), ("fp32", side // 2)]):
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
         left, right = (torch.randn(edge, edge, device=device).to(dtype) for _ in range(2))
         record_speed(name, edge, partial(torch.matmul, left, right))
-        if device.type == "cpu" and name == usual and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        if device.type == "cpu" and name == precision and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
             # oneDNN's packed layout of the weights; torch 2.13 has it under these private names.
             packed = torch.ops.mkldnn._reorder_linear_weight(right, edge)
             record_speed(
@@ -194,9 +193,12 @@ def describe_limits(measured: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--accelerator", default="cpu", help="backend to measure (default: cpu)")
+    parser.add_argument(
+        "--precision", choices=("fp32", "bf16"), help="of the products (default: bf16 if the device multiplies it)"
+    )
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     arguments = parser.parse_args()
-    measured = measure(arguments.accelerator)
+    measured = measure(arguments.accelerator, arguments.precision)
     print(json.dumps(measured) if arguments.json else describe_limits(measured))
 
 

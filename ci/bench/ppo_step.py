@@ -3,19 +3,18 @@
     bash ci/bench/setup_trl.sh                                       once: create TRL's environments
     python ci/bench/ppo_step.py                                      135M, batch 16, 16 + 32 tokens
     python ci/bench/ppo_step.py --estimator grpo                     8 completions of each prompt; rloo: 4
-    python ci/bench/ppo_step.py --prompt 128 --completion 128 --apart
-    python ci/bench/ppo_step.py --prompt 512 --completion 512 --micro-batch 4 --apart
-    python ci/bench/ppo_step.py --estimator grpo --shape smollm2-1.7b --lora 8 --apart
+    python ci/bench/ppo_step.py --prompt 128 --completion 128
+    python ci/bench/ppo_step.py --prompt 512 --completion 512 --micro-batch 4
+    python ci/bench/ppo_step.py --estimator grpo --shape smollm2-1.7b --lora 8
     python ci/bench/ppo_step.py --precision fp32                     float32 on both sides
     python ci/bench/ppo_step.py --accelerator cuda --shape llama-3.2-1b
 
-Each side is a process. All have the same model (random weights), prompts, batch, lengths and number of threads, and
-they take turns on the whole machine. No token ends a completion: each step of each side must draw the same number of
-tokens. bf16 autocast is TRL's default and, like ours, has float32 master weights, so peak memory is compared with it.
-In fp32, the default where the processor does not multiply bf16, all is float32 on both sides. For RLOO and GRPO, TRL
-has several ways to generate and to divide a step: each is tried first, and the fastest takes the turns. Longer rows
-need much memory: with `--apart`, only one process runs at a time. The results are written to ci/bench/results (of a
-device, to ci/results).
+Each side is a process. All have the same model (random weights), prompts, batch, lengths and number of threads. They
+run in turns, one at a time. No token ends a completion: each step of each side must draw the same number of tokens.
+bf16 autocast is TRL's default and, like ours, has float32 master weights, so peak memory is compared with it. In fp32,
+the default where the processor does not multiply bf16, all is float32 on both sides. TRL can divide an update into
+passes, and for RLOO and GRPO has several ways to generate: each is tried first, and the fastest is measured. The
+results are written to ci/bench/results (of a device, to ci/results).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from typing import Any
 import report
 import turns
 from arithmetic import Shape, Work, ppo_flops, speeds
-from random_models import make
+from random_models import add_shape, make
 
 from rlhf.config.estimators import ESTIMATORS
 
@@ -55,10 +54,10 @@ MODELS = {
 }
 TRAINERS = {"gae": "ppo", "rloo": "rloo", "grpo": "grpo"}
 KL_COEF = 0.1  # any value but 0 makes both sides run the reference
-# Settings of TRL's RLOO and GRPO trainers. Several updates for one rollout would be another algorithm. Continuous
-# batching takes ten times as long on a CPU, and half of the memory.
+# Settings of TRL's trainers. Several updates for one rollout would be another algorithm. Continuous batching takes ten
+# times as long on a CPU, and half of the memory.
 CACHES: dict[str, dict[str, Any]] = {"dynamic cache": {}, "static cache": {"cache_implementation": "static"}}
-PASSES = (1, 4)  # in which a step is divided, unless --micro-batch says so for all sides
+PASSES = (1, 4)  # in which an update is divided, unless --micro-batch says so for all sides
 TARGET = 2.0  # times as fast as each side of TRL
 AUTOCAST_TARGETS = {(16, 32): 4.0, (128, 128): 4.0}  # of PPO with the smallest model, by tokens
 SCORING_SHARE, TRAINING_SHARE = 0.6, 0.5  # targets: products at the machine's rate, divided by our time
@@ -76,7 +75,11 @@ def main() -> None:
     )
     turns.add_lora(parser)
     turns.add_precision(parser)
-    parser.add_argument("--micro-batch", type=int, help="rows of a pass, when scoring and updating (default: all)")
+    parser.add_argument(
+        "--micro-batch",
+        type=int,
+        help="rows of a pass, when scoring and updating (default: all; for TRL the faster of all and a quarter)",
+    )
     parser.add_argument(
         "--against", nargs="+", choices=tuple(SIDES["bf16"]), help="sides of TRL in bf16 (default: both)"
     )
@@ -152,19 +155,21 @@ def product_shares(ours: dict[str, Any], flops: dict[str, int], fastest: float, 
 
 
 def ways(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return the settings of TRL's trainer that are tried; PPOTrainer has none that matter on a CPU."""
-    if arguments.estimator == "gae":
-        return {"default": {}}
-    if arguments.micro_batch:
-        return CACHES
-    return {
-        f"{cache}, {passes} {'pass' if passes == 1 else 'passes'}": {
-            **options,
+    """Return the settings of TRL's trainer that are tried; PPOTrainer chooses its cache itself."""
+    caches = {"": {}} if arguments.estimator == "gae" else {f"{cache}, ": options for cache, options in CACHES.items()}
+    divisions = {
+        f"{passes} {'pass' if passes == 1 else 'passes'}": {
             "per_device_train_batch_size": arguments.batch // passes,
             "gradient_accumulation_steps": passes,
         }
-        for cache, options in CACHES.items()
         for passes in PASSES
+    }
+    if arguments.micro_batch:
+        divisions = {f"passes of {arguments.micro_batch} rows": {}}
+    return {
+        cache + division: cache_options | pass_options
+        for cache, cache_options in caches.items()
+        for division, pass_options in divisions.items()
     }
 
 
@@ -217,7 +222,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, completion: int = 32) -> N
         "--completion", type=int, default=completion, help="tokens of a completion (default: %(default)s)"
     )
     parser.add_argument("--batch", type=int, default=16, help="rows of a step (default: 16)")
-    parser.add_argument("--shape", default=SHAPE, help=f"a name in rlhf/models/known.yaml (default: {SHAPE})")
+    add_shape(parser, SHAPE)
     parser.add_argument("--layers", type=int, help="layers of the model, for a quick try (default: the shape's)")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 from pathlib import Path
@@ -11,6 +12,22 @@ from ruamel.yaml import YAML
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = ("red", "blue", "green", "cow", "dog", "owl", "moo", "woof", "hoot", "please", "thanks", "no", "go", "away")
+
+
+def add_shape(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add the option for a known shape; another name is an error that lists them."""
+    parser.add_argument(
+        "--shape",
+        choices=tuple(_known_shapes()),
+        default=default,
+        metavar="NAME",
+        help="a name in rlhf/models/known.yaml (default: %(default)s)",
+    )
+
+
+def _known_shapes() -> dict[str, Any]:
+    shapes: dict[str, Any] = YAML(typ="safe").load(ROOT / "rlhf" / "models" / "known.yaml")
+    return shapes
 
 
 def make(
@@ -41,7 +58,7 @@ def make(
 
     if (folder / "config.json").is_file():
         return folder
-    values = YAML(typ="safe").load(ROOT / "rlhf" / "models" / "known.yaml")[name]
+    values = _known_shapes()[name]
     kind = values.pop("model_type")
     if layers:
         values["n_layer" if "n_layer" in values else "num_hidden_layers"] = layers

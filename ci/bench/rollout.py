@@ -10,7 +10,7 @@
 
 Our time includes the switch from training to generation and back. generate() has weights of the same precision: bf16,
 or fp32 where the processor does not multiply bf16. It has no logits processors and no end token. Each of its settings
-is first timed on the whole workload; the fastest then takes turns with ours on the whole machine. The limit is the
+is first timed on the whole workload; the fastest and ours then run in turns, one process at a time. The limit is the
 least time that the machine needs for the rollout's bytes and operations: machine.py measures its bytes/s and FLOP/s,
 and arithmetic.py counts the bytes and operations. The results are written to ci/bench/results (of a device, to
 ci/results).
@@ -30,7 +30,7 @@ import report
 import turns
 from arithmetic import Shape, Work, rollout_limit, speeds
 from machine import HERE
-from random_models import make
+from random_models import add_shape, make
 
 SHAPE = "smollm2-135m"
 OURS, GENERATE = "ours", "generate()"
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--completion", type=int, default=32, help="tokens of a completion (default: 32)")
     parser.add_argument("--batch", type=int, default=16, help="rows of a rollout (default: 16)")
     parser.add_argument("--copies", type=int, default=1, help="rows of each prompt (default: 1)")
-    parser.add_argument("--shape", default=SHAPE, help=f"a name in rlhf/models/known.yaml (default: {SHAPE})")
+    add_shape(parser, SHAPE)
     parser.add_argument("--compiled", action="store_true", help="try torch.compile on a CPU too (takes minutes)")
     turns.add_precision(parser)
     arguments = parser.parse_args()

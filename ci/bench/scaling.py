@@ -34,7 +34,7 @@ import turns
 from arithmetic import Shape, Work, decode_bytes, decode_flops, forward_flops, ppo_flops, speeds, update_bytes
 from channel import Worker
 from machine import ROOT
-from random_models import make
+from random_models import add_shape, make
 
 SHAPE = "smollm2-135m"
 FAR = 0.2  # a point is marked if it is off the line by more than this share
@@ -60,18 +60,21 @@ CURVES = {"rows": (4, 8, 16, 32, 64), "length": (32, 64, 128, 256, 512), "layers
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    turns.add_arguments(parser, rounds=3, warmup=1)
+    turns.add_arguments(parser, rounds=3, warmup=1, apart=False)
     parser.add_argument("--stage", nargs="+", choices=("ppo", "sft"), default=["ppo", "sft"], help="default: both")
     names = (*CURVES, "ranks")
     parser.add_argument("--curves", nargs="+", choices=names, default=list(names), help="default: all")
-    parser.add_argument("--shape", default=SHAPE, help="a name in rlhf/models/known.yaml (default: %(default)s)")
+    add_shape(parser, SHAPE)
+    turns.add_precision(parser)
     arguments = parser.parse_args()
+    turns.choose_precision(arguments)
     stages, curves = arguments.stage, arguments.curves
     if "ranks" in curves and arguments.accelerator != "cpu":
         parser.error("--curves ranks: compares processes of one CPU thread; name the other curves")
     some = "" if (len(stages), len(curves)) == (2, len(names)) else "-" + "-".join((*stages, *curves))
     shape = "" if arguments.shape == SHAPE else f"-{arguments.shape}"
-    settings = {"stages": stages, "curves": curves, "base": vars(BASE), "precision": "bf16"}
+    shape += turns.mark_precision(arguments, "-")
+    settings = {"stages": stages, "curves": curves, "base": vars(BASE), "precision": arguments.precision}
     what = f"a step of {arguments.shape} by rows, length, layers and ranks"
     measured = turns.Turns(f"scaling{shape}{some}", what, settings, arguments)
     with tempfile.TemporaryDirectory() as temporary:
@@ -84,18 +87,20 @@ def main() -> None:
                 measured.measure({label(stage, *side): partial(start, stage, *side) for side in RANKS})
         models = {point.layers: model(Path(temporary), arguments.shape, point) for point in points["layers"]}
         shapes = {layers: Shape.of(folder) for layers, folder in models.items()}
-    sides, limit, rows, described = measured.sides(), speeds(measured.limits), [], {}
+    sides, rows, described = measured.sides(), [], {}
+    limit = {**speeds(measured.limits, arguments.precision), "precision": arguments.precision}
+    mark = turns.mark_precision(arguments, ", ")
     for stage in stages:
         for axis in (axis for axis in CURVES if axis in curves):
             steps = [sides[label(stage, point)] for point in points[axis]]
             parts = [least_seconds(shapes[point.layers], stage, point.work(), **limit) for point in points[axis]]
             curve = described[f"{stage}, {axis}"] = describe_curve(CURVES[axis], steps, parts)
             print(f"\n{stage}, a step against {axis}\n{table(axis, curve)}", flush=True)
-            name = f"{stage}, exponent of a step's time in {axis}, against that of the least time"
+            name = f"{stage}{mark}, exponent of a step's time in {axis}, against that of the least time"
             exponents = {"ours": curve["exponents"]["step"], "baseline": curve["exponents"]["least time"]}
             rows.append(report.row(name, **exponents, unit="", goal="at most"))
         if "ranks" in curves:
-            rows += compare_ranks(stage, sides)
+            rows += compare_ranks(stage, sides, mark)
     print()
     measured.finish(rows, curves=described)
 
@@ -168,6 +173,7 @@ def workload(folder: Path, arguments: argparse.Namespace, stage: str, point: Siz
         return [generator.randrange(16, vocabulary) for _ in range(count)]
 
     shared = {"stage": stage, "accelerator": arguments.accelerator, "model": str(path), "batch_size": work.rows}
+    shared |= {"precision": arguments.precision}
     shared |= {"prompt_tokens": work.prompt, "completion_tokens": work.completion}
     if stage == "ppo":
         return shared | {"prompts": [ids(work.prompt) for _ in range(16 * work.rows)]}
@@ -192,7 +198,7 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, l
 
 
 def least_seconds(
-    shape: Shape, stage: str, work: Work, *, bytes_per_second: float, flops_per_second: float
+    shape: Shape, stage: str, work: Work, *, bytes_per_second: float, flops_per_second: float, precision: str = "bf16"
 ) -> dict[str, float]:
     """Return the least time of a step by part of its work, in seconds.
 
@@ -220,10 +226,10 @@ def least_seconds(
         for name, part in products.items():
             seconds[name] += forward_flops(part, work.rows, work.prompt, 1) / flops_per_second
         for seen in range(work.prompt + 1, work.prompt + work.completion):
-            reading = decode_bytes(shape, work.rows, seen) / bytes_per_second
+            reading = decode_bytes(shape, work.rows, seen, precision) / bytes_per_second
             if reading > decode_flops(shape, work.rows, seen) / flops_per_second:
                 for name, part in reads.items():
-                    seconds[name] += decode_bytes(part, work.rows, seen) / bytes_per_second
+                    seconds[name] += decode_bytes(part, work.rows, seen, precision) / bytes_per_second
             else:
                 for name, part in products.items():
                     seconds[name] += decode_flops(part, work.rows, seen) / flops_per_second
@@ -295,14 +301,15 @@ def table(axis: str, curve: Mapping[str, Any]) -> str:
     return "\n".join("  ".join(text.ljust(width) for text, width in zip(line, widths)).rstrip() for line in lines)
 
 
-def compare_ranks(stage: str, sides: Mapping[str, Any]) -> list[dict[str, Any]]:
+def compare_ranks(stage: str, sides: Mapping[str, Any], mark: str) -> list[dict[str, Any]]:
     """Return the rows of two ranks against one, with the same rows together (ideal: 2) and with twice (ideal: 1).
 
-    With ZeRO 3, two ranks are compared with two ranks that have whole weights, by the step and by the rollout.
+    With ZeRO 3, two ranks are compared with two ranks that have whole weights, by the step and by the rollout. The
+    names of the rows have this `mark` of the precision.
     """
     medians = [sides[label(stage, *side)] for side in RANKS]
     alone, same, twice, parts = (side["median_seconds"] for side in medians)
-    what = f"{stage}, 2 ranks of one thread"
+    what = f"{stage}{mark}, 2 ranks of one thread"
     rows = [
         report.row(f"{what} against 1, the same {BASE.rows} rows (ideal: 2)", ours=same, baseline=alone, unit="s"),
         report.row(f"{what} against 1, {BASE.rows} rows each (ideal: 1)", ours=twice, baseline=alone, unit="s"),

@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 import report  # noqa: E402
 from machine import machine, results_file  # noqa: E402
-from random_models import make, rows  # noqa: E402
+from random_models import add_shape, make, rows  # noqa: E402
 
 LIMITS = {"help": 0.5, "first-step": 6.0, "resume": 10.0}  # seconds
 SHAPE = "smollm2-135m"
@@ -42,7 +42,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(LIMITS)} (default: all)")
     parser.add_argument("--rounds", type=int, default=5, help="timed processes of each part (default: %(default)s)")
-    parser.add_argument("--shape", default=SHAPE, help="shape of the run that is resumed (default: %(default)s)")
+    add_shape(parser, SHAPE)
     parser.add_argument("--layers", type=int, help="layers of its models (default: those of the shape)")
     parser.add_argument("--output", type=Path, help="file for the results (default: in ci/bench/results)")
     parser.add_argument("--time-checkpoint", type=Path, help=argparse.SUPPRESS)  # of a process started by `resume`

@@ -7,15 +7,15 @@
     python ci/bench/supervised.py --micro-batch 16       one micro-batch
     python ci/bench/supervised.py --prompt 128 --completion 128          all rows of this length
     python ci/bench/supervised.py --shape smollm2-360m
-    python ci/bench/supervised.py --shape smollm2-1.7b --lora 8 --apart
+    python ci/bench/supervised.py --shape smollm2-1.7b --lora 8
     python ci/bench/supervised.py --precision fp32       float32 on both sides
 
-Every step takes the same 16 rows (or pairs), in the order that each side chooses, so all sides see the same tokens.
-The sides take turns on the whole machine. The target is against TRL's default precision, float32 weights under bf16
-autocast, which is the same as ours: bf16 products with float32 weights. TRL is also timed with bf16 weights and no
-float32 copy. In fp32, the default where the processor does not multiply bf16, all is float32 on both sides. For SFT,
-TRL has several exact modes of padding and loss, for DPO two of the reference: each is tried first, and the fastest
-takes the turns. The results are written to ci/bench/results (of a device, to ci/results).
+Every step takes the same 16 rows (or pairs), the longest first on all sides, so that rows of one micro-batch have
+little padding. The sides run in turns, one process at a time. The target is against TRL's default precision, float32
+weights under bf16 autocast, which is the same as ours: bf16 products with float32 weights. TRL is also timed with
+bf16 weights and no float32 copy. In fp32, the default where the processor does not multiply bf16, all is float32 on
+both sides. For SFT, TRL has several exact modes of padding and loss, for DPO two of the reference: each is tried
+first, and the fastest is measured. The results are written to ci/bench/results (of a device, to ci/results).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 import report
 import turns
 from arithmetic import Shape, forward_flops, speeds
-from random_models import make
+from random_models import add_shape, make
 
 SHAPE = "smollm2-135m"
 OURS, WEIGHTS, AUTOCAST, FLOAT32 = "ours", "trl bf16-weights", "trl bf16-autocast", "trl fp32"
@@ -39,12 +39,13 @@ SIDES = {"bf16": (AUTOCAST, WEIGHTS), "fp32": (FLOAT32,)}  # of TRL; the first h
 TARGET = 2.0
 SHARE = 0.5  # target: products at the machine's rate, divided by our time
 SHORTEST, LONGEST = 16, 128
-# Packing and grouping by length are not tried: both change the rows of a step, and packing may cut rows.
+# Packing is not tried: it changes the rows of a step, and may cut rows.
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "sft": {
         "padded, chunked_nll": {},
         "padded, nll": {"loss_type": "nll"},
         "padding-free, chunked_nll": {"padding_free": True},
+        "padding-free, nll": {"padding_free": True, "loss_type": "nll"},
     },
     "reward": {"padded": {}},
     "dpo": {"reference beside": {}, "reference precomputed": {"precompute_ref_log_probs": True}},
@@ -75,7 +76,7 @@ def main() -> None:
     )
     turns.add_lora(parser)
     turns.add_precision(parser)
-    parser.add_argument("--shape", default=SHAPE, help=f"a name in rlhf/models/known.yaml (default: {SHAPE})")
+    add_shape(parser, SHAPE)
     parser.add_argument("--layers", type=int, help="layers of the model, for a quick try (default: the shape's)")
     arguments = parser.parse_args()
     if (arguments.prompt is None) != (arguments.completion is None):
@@ -122,7 +123,7 @@ def describe_lengths(lengths: tuple[int, int] | None) -> str:
 
 
 def workload(model: Path, arguments: argparse.Namespace, lengths: tuple[int, int] | None = None) -> dict[str, Any]:
-    """Return the work of all sides, with rows of random token ids.
+    """Return the work of all sides, with rows of random token ids, those with the longest reply first.
 
     A row is a prompt and a completion, or a prompt and two replies, of these `lengths`. Without them, the length of a
     prompt with its reply is drawn uniformly from `SHORTEST` to `LONGEST`; the prompt takes a third of it, or of the
@@ -141,6 +142,7 @@ def workload(model: Path, arguments: argparse.Namespace, lengths: tuple[int, int
         totals = [sum(lengths) if lengths else generator.randint(SHORTEST, LONGEST) for _ in range(replies)]
         prompt = lengths[0] if lengths else min(totals) // 3
         examples.append([ids(prompt), *(ids(total - prompt) for total in totals)])
+    examples.sort(key=lambda row: len(row[0]) + max(map(len, row[1:])), reverse=True)
     return {
         "stage": arguments.stage,
         "accelerator": arguments.accelerator,

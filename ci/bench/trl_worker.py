@@ -61,8 +61,13 @@ def common(work: dict[str, Any], precision: str, output: str) -> dict[str, Any]:
 
 
 def schedule(work: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of the supervised trainers: a constant rate, until the benchmark stops."""
-    return {"num_train_epochs": 100_000, "learning_rate": work["learning_rate"], "lr_scheduler_type": "constant"}
+    """Return the options of the supervised trainers: a constant rate and the order of the rows, until the end."""
+    return {
+        "num_train_epochs": 100_000,
+        "learning_rate": work["learning_rate"],
+        "lr_scheduler_type": "constant",
+        "train_sampling_strategy": "sequential",
+    }
 
 
 def causal(path: str, dtype: Any) -> Any:

@@ -1,4 +1,7 @@
-"""Measure several sides in turns on the whole machine, A B C A B C, so that other load on the machine affects all.
+"""Measure several sides on the whole machine, by turns, so that other load on the machine affects all of them.
+
+The sides run apart, in blocks: A A A B B B A A B B. Then each has the memory of the machine, as it has in use. Sides of
+one program can also be in memory together and take turns step by step, A B C A B C, which shows smaller differences.
 
 The results file is written after every round. If it is incomplete, the next call with the same settings and the same
 code resumes it. `--seconds` limits the time of a call.
@@ -25,16 +28,20 @@ from machine import HERE, ROOT, describe_limits, device_file, limits, machine, r
 TRL_ENVIRONMENTS = {"ppo": ".trl-venv"}  # the last releases with a PPOTrainer; the newest for the other trainers
 UNFINISHED = 3  # exit code: time ran out, and the same command resumes
 CODE = ("rlhf", "accelerators")  # folders of the code that is measured
+SAME = ("settings", "accelerator", "apart", "machine", "code")  # what is equal if a call resumes an earlier one
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, rounds: int = 5, warmup: int = 2) -> None:
-    """Add the options that all benchmarks in turns share."""
+def add_arguments(parser: argparse.ArgumentParser, *, rounds: int = 5, warmup: int = 2, apart: bool = True) -> None:
+    """Add the options that all benchmarks of several sides share; `apart` is how they run by default."""
     parser.add_argument("--rounds", type=int, default=rounds, help=f"timed steps per side (default: {rounds})")
     parser.add_argument("--warmup", type=int, default=warmup, help=f"untimed steps before them (default: {warmup})")
     parser.add_argument("--seconds", type=float, help="stop after this time; the same command resumes")
     parser.add_argument("--accelerator", default="cpu", help="backend to run on (default: cpu)")
     parser.add_argument(
-        "--apart", action="store_true", help="run one process at a time, in blocks: A A A B B B A A B B"
+        "--apart",
+        action=argparse.BooleanOptionalAction,
+        default=apart,
+        help="run one process at a time, A A A B B B A A B B, or all together, A B A B (default: %(default)s)",
     )
     parser.add_argument("--fresh", action="store_true", help="start again instead of resuming an earlier call")
     parser.add_argument("--once", action="store_true", help="measure nothing if complete results of this code exist")
@@ -119,7 +126,11 @@ class Turns:
     def __init__(self, name: str, what: str, settings: dict[str, Any], arguments: argparse.Namespace) -> None:
         self.name, self.arguments = name, arguments
         self._start_time = time.perf_counter()
-        self.limits = json.loads(arguments.limits.read_text()) if arguments.limits else limits(arguments.accelerator)
+        self.limits = (
+            json.loads(arguments.limits.read_text())
+            if arguments.limits
+            else limits(arguments.accelerator, getattr(arguments, "precision", None))
+        )
         print(describe_limits(self.limits), flush=True)
         self._nested = arguments.accelerator != "cpu" and not arguments.output
         default = results_file(HERE, name) if arguments.accelerator == "cpu" else device_file(self.limits["chip"])
@@ -129,11 +140,13 @@ class Turns:
             "command": f"python ci/bench/{Path(sys.argv[0]).name} {' '.join(_drop_call_options(sys.argv[1:]))}".strip(),
             "settings": settings,
             "accelerator": arguments.accelerator,
+            "apart": arguments.apart,
+            "machine": machine(),
             "code": code_version(),
             "complete": False,
         }
         earlier = self._read_file().get(name, {}) if self._nested else self._read_file()
-        same = all(earlier.get(key) == self.result[key] for key in ("settings", "accelerator", "code"))
+        same = all(earlier.get(key) == self.result[key] for key in SAME)
         if same and earlier["complete"] and arguments.once:
             self._print_rows(earlier["rows"])
             sys.exit(0)
@@ -246,7 +259,7 @@ class Turns:
 
     def _save(self, values: dict[str, Any]) -> None:
         date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        result = {**self.result, "date": date, "machine": machine(), "limits": self.limits, **values}
+        result = {**self.result, "date": date, "limits": self.limits, **values}
         content = {**self._read_file(), self.name: result} if self._nested else result
         self.file.parent.mkdir(parents=True, exist_ok=True)
         partial_file = self.file.with_suffix(".part")

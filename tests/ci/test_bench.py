@@ -233,8 +233,16 @@ def test_turns_resume_unless_complete_or_settings_changed(bench, tmp_path: Path,
     limits |= {"read_bytes_per_second": {"sum": 1}, "flops_per_second": {"bf16": 1}}
     (tmp_path / "limits.json").write_text(json.dumps(limits))
 
-    def make_turns(rounds: int, seconds: float | None = None, settings: str = "same"):
-        words = ["--rounds", str(rounds), "--warmup", "0", "--limits", str(tmp_path / "limits.json")]
+    def make_turns(rounds: int, seconds: float | None = None, settings: str = "same", apart: bool = False):
+        words = [
+            "--apart" if apart else "--no-apart",
+            "--rounds",
+            str(rounds),
+            "--warmup",
+            "0",
+            "--limits",
+            str(tmp_path / "limits.json"),
+        ]
         words += ["--output", str(tmp_path / "results.json")]
         words += ["--seconds", str(seconds)] if seconds is not None else []
         parser = argparse.ArgumentParser()
@@ -249,6 +257,7 @@ def test_turns_resume_unless_complete_or_settings_changed(bench, tmp_path: Path,
     resumed.measure({"ours": FakeWorker, "theirs": FakeWorker})
     assert {name: len(steps) for name, steps in resumed.steps.items()} == {"ours": 3, "theirs": 3}
     assert make_turns(3, settings="other").completed_rounds == 0
+    assert make_turns(3, apart=True).completed_rounds == 0
     resumed.finish([], note=1)
     assert make_turns(3).completed_rounds == 0  # a complete measurement starts again
     assert json.loads((tmp_path / "results.json").read_text())["sides"]["ours"]["peak_gib"] == 1.5
@@ -256,7 +265,10 @@ def test_turns_resume_unless_complete_or_settings_changed(bench, tmp_path: Path,
 
 @pytest.mark.parametrize(
     ("apart", "expected"),
-    [("--apart", "+a a a a -a +b b b b -b +a a a -a +b b b -b"), ("", "+a +b a b a a b b a a b b a a b b -a -b")],
+    [
+        ("", "+a a a a -a +b b b b -b +a a a -a +b b b -b"),
+        ("--no-apart", "+a +b a b a a b b a a b b a a b b -a -b"),
+    ],
 )
 def test_sides_run_apart_or_in_turns_after_an_untimed_step(bench, tmp_path: Path, apart: str, expected: str) -> None:
     limits = {"chip": "C", "threads": 1, "torch": "2", "copy_bytes_per_second": 1}
@@ -329,17 +341,21 @@ def test_side_that_drew_other_tokens_is_an_error(bench) -> None:
         ppo_step.check_tokens({"ours": [{"tokens": 512}], "theirs": [{"tokens": 512}, {"tokens": 511}]}, 512)
 
 
-def test_trl_tries_each_cache_in_passes_of_the_whole_batch(bench) -> None:
+def test_trl_tries_passes_and_caches_with_the_whole_batch(bench) -> None:
     import ppo_step
 
-    assert ppo_step.ways(argparse.Namespace(**SIZES)) == {"default": {}}
-    tried = ppo_step.ways(argparse.Namespace(**SIZES | {"estimator": "grpo"}))
     passes = ("1 pass", "4 passes")
-    assert set(tried) == {f"{cache} cache, {number}" for cache in ("dynamic", "static") for number in passes}
-    for options in tried.values():
-        assert options["per_device_train_batch_size"] * options["gradient_accumulation_steps"] == 16
+    caches = ("dynamic cache, ", "static cache, ")
+    for estimator, expected in (
+        ("gae", set(passes)),
+        ("grpo", {cache + number for cache in caches for number in passes}),
+    ):
+        tried = ppo_step.ways(argparse.Namespace(**SIZES | {"estimator": estimator}))
+        assert set(tried) == expected
+        for options in tried.values():
+            assert options["per_device_train_batch_size"] * options["gradient_accumulation_steps"] == 16
     fixed = ppo_step.ways(argparse.Namespace(**SIZES | {"estimator": "grpo", "micro_batch": 4}))
-    assert fixed == {"dynamic cache": {}, "static cache": {"cache_implementation": "static"}}
+    assert list(fixed.values()) == [{}, {"cache_implementation": "static"}]
 
 
 def test_texts_of_numbers_keep_every_token(bench) -> None:
@@ -403,8 +419,11 @@ def test_rows_have_the_lengths_that_are_asked_for(bench, model_folder: Path, sta
     assert [list(map(len, row)) for row in work["rows"]] == [[3] + [5] * replies] * 16
     assert supervised.count_tokens(work) == 16 * replies * 8
     drawn = supervised.workload(model_folder, arguments)["rows"]
-    lengths = {len(prompt) + len(reply) for prompt, *rest in drawn for reply in rest}
-    assert len(lengths) > 4 and lengths <= set(range(16, 129))
+    lengths = [[len(prompt) + len(reply) for reply in rest] for prompt, *rest in drawn]
+    each = {length for row in lengths for length in row}
+    assert len(each) > 4 and each <= set(range(16, 129))
+    longest = [max(row) for row in lengths]
+    assert longest == sorted(longest, reverse=True)  # so that rows of one micro-batch have little padding
 
 
 @pytest.mark.parametrize(

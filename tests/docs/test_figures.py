@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import re
 import subprocess
 from collections.abc import Iterator
@@ -118,6 +119,15 @@ def test_note_of_page_has_machine_date_commit_and_age() -> None:
     for page in {page for entry in MEASURED for page, _ in module.texts(entry)}:
         note = f"{module.BEGIN}\n{module.note(page, MEASURED)}\n{module.END}"
         assert note in pages.text(pages.ROOT / page), f"{page}: run python ci/bench/figures.py --write"
+
+
+def test_tables_have_the_rows_of_all_results() -> None:
+    module = figures()
+    tables = f"{module.ROWS_BEGIN}\n{module.tables()}\n{module.ROWS_END}"
+    assert tables in pages.text(pages.ROOT / module.ROWS), "run python ci/bench/figures.py --write"
+    rows = [line for line in tables.splitlines() if line.startswith("| ") and not line.startswith(("| row", "| ---"))]
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in (BENCH / "results").glob("*.json")]
+    assert len(rows) == sum("ratio" in row for result in results for row in result.get("rows", ()))
 
 
 def test_every_result_is_measured_and_every_id_is_unique() -> None:
