@@ -1,79 +1,10 @@
-// Compare decode.c, sample.c and softmax.c with plain loops in double, for random shapes. It needs no Python and no OpenMP,
-// so it runs under sanitizers and emulators: three threads of pthreads take the part of torch's.
-//
-//     cc -O1 -g -fsanitize=address,undefined -I KERNELS decode_check.c -lpthread -lm -o check && ./check 1 20
-//
-// Arguments: the first and the last seed. Prints the largest error of each; exit code 1 if one is too large.
-
-#include <math.h>
-#include <pthread.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
+// Compare decode.c, sample.c and softmax.c with plain loops in double; see check.h.
 
 #include "decode.c"
 #include "sample.c"
 #include "softmax.c"
 
-// threads
-
-enum { COUNT = 3 };
-static pthread_barrier_t meeting;
-static __thread int own_number;
-static void (*shared_work)(void *);
-static void *shared_data;
-
-static void *run_one(void *number)
-{
-    own_number = (int)(long)number;
-    shared_work(shared_data);
-    return 0;
-}
-
-static void run_all(void (*work)(void *), void *data, unsigned count, unsigned flags)
-{
-    (void)count, (void)flags;
-    pthread_t others[COUNT];
-    shared_work = work, shared_data = data;
-    for (long number = 0; number < COUNT; number++) pthread_create(others + number, 0, run_one, (void *)number);
-    for (long number = 0; number < COUNT; number++) pthread_join(others[number], 0);
-}
-
-static void meet(void) { pthread_barrier_wait(&meeting); }
-static int number_of_thread(void) { return own_number; }
-static int count_of_threads(void) { return COUNT; }
-
-// random numbers, and memory that is just large enough
-
-static uint64_t state;
-
-static uint32_t drawn(uint32_t below_this)
-{
-    state = state * 6364136223846793005u + 1442695040888963407u;
-    return (uint32_t)(state >> 33) % below_this;
-}
-
-static double uniform(void) { return drawn(1 << 20) / (double)(1 << 19) - 1; }
-
-static double worse(double largest, double error) // unlike fmax, NaN stays
-{
-    return largest != largest || error <= largest ? largest : error;
-}
-
-static void *room(long bytes)
-{
-    void *memory;
-    if (posix_memalign(&memory, 64, bytes ? bytes : 64)) abort();
-    memset(memory, 0xff, bytes); // NaN: nothing may be read before it is written
-    return memory;
-}
-
-static number *numbers(long count, double scale, double center)
-{
-    number *made = room(count * sizeof(number));
-    for (long index = 0; index < count; index++) made[index] = nearest(center + scale * uniform());
-    return made;
-}
+#include "check.h"
 
 static Linear linear_of(long outputs, long inputs, number **weight, int interleaved, long experts)
 {
@@ -213,10 +144,11 @@ static void compute_plainly(const Layer *layer, const Weights *weights, const St
             scores[column] = score;
             most = fmax(most, score);
         }
+        const int sees_nothing = most == -INFINITY; // then the mean is 0
         for (long column = 0; column <= here; column++) total += scores[column] = exp(scores[column] - most);
         for (long place = 0; place < size; place++) {
             mean[head * size + place] = 0;
-            for (long column = 0; column <= here; column++)
+            for (long column = 0; column <= here && !sees_nothing; column++)
                 mean[head * size + place] += scores[column] / total * values[(column * groups + group) * size + place];
         }
     }
@@ -235,10 +167,8 @@ static void compute_plainly(const Layer *layer, const Weights *weights, const St
 
 // one case
 
-static double error_of(uint64_t seed)
+static double error_of_layers(void)
 {
-    state = seed * 7919 + 1;
-    for (int skip = 0; skip < 8; skip++) drawn(2);
     enum { LAYERS = 2 };
     const long groups = 1 + drawn(3), heads = groups * (1 + drawn(6)), size = WORDS * (1 + drawn(3));
     const long hidden_size = WORDS * (1 + drawn(5)), inner = WORDS * (1 + drawn(6)), batch = 1 + drawn(20);
@@ -282,8 +212,11 @@ static double error_of(uint64_t seed)
         const long blocks = (rows + ROWS - 1) / ROWS * ROWS, mask_heads = masked > 1 ? heads : 1;
         number *hidden = numbers(rows * hidden_size, 1, 0), *to = room(rows * hidden_size * sizeof(number));
         number *mask = masked ? numbers(rows * mask_heads * columns, 1, -1) : 0;
-        for (long index = 0; masked && index < rows * mask_heads * columns; index++)
-            if (index % columns && !drawn(3)) mask[index] = nearest(-INFINITY);
+        for (long head = 0; masked && head < rows * mask_heads; head++) {
+            const int sees_nothing = !drawn(20);
+            for (long column = 0; column < columns; column++)
+                if (sees_nothing || (column && !drawn(3))) mask[head * columns + column] = nearest(-INFINITY);
+        }
         const long wide = heads * size > hidden_size ? heads * size : hidden_size;
         Step step = {layers, LAYERS, rows, tokens, hidden, numbers(rows * rotary, 1, 0), numbers(rows * rotary, 1, 0),
                      mask, mask_heads, kept, 0, groups * columns * size, columns * size, place, columns, to,
@@ -307,7 +240,7 @@ static double error_of(uint64_t seed)
             }
         }
     }
-    return sqrt(errors / squares); // memory is the system's again at the end of the process
+    return sqrt(errors / squares);
 }
 
 // How far cumulative probabilities of drawn tokens and their log-probabilities are from those in double.
@@ -377,21 +310,12 @@ static double error_of_softmax(void)
     return largest;
 }
 
-int main(int count, char **arguments)
+static int is_right(void)
 {
-    if (count != 3) return 2;
-    if (amx() < 0) return 2;
-    Threads of_this = {run_all, meet, number_of_thread, count_of_threads, count_of_threads};
-    pthread_barrier_init(&meeting, 0, COUNT);
-    use_threads(&of_this);
-    const double most = sizeof(number) == 2 ? 0.05 : 1e-5;
-    int failed = 0;
-    for (long seed = atol(arguments[1]); seed <= atol(arguments[2]); seed++) {
-        const double error = error_of(seed);
-        const double of_samples = error_of_samples();
-        const double of_softmax = error_of_softmax();
-        printf("seed %ld: %.2e, %.2e and %.2e\n", seed, error, of_samples, of_softmax);
-        failed |= !(error < most && of_samples < 1e-5 && of_softmax < (sizeof(number) == 2 ? 2e-3 : 1e-6));
-    }
-    return failed;
+    const double of_layers = error_of_layers(), of_samples = error_of_samples(), of_softmax = error_of_softmax();
+    const int is_bf16 = sizeof(number) == 2;
+    printf("%.2e, %.2e and %.2e\n", of_layers, of_samples, of_softmax);
+    return of_layers < (is_bf16 ? 0.05 : 1e-5) && of_samples < 1e-5 && of_softmax < (is_bf16 ? 2e-3 : 1e-6);
 }
+
+int main(int count, char **arguments) { return amx() < 0 ? 2 : check_seeds(count, arguments, is_right); }

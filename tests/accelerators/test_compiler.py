@@ -20,7 +20,7 @@ import torch
 from accelerators.backends.cpu import info as cpu_info
 from accelerators.backends.cpu import kernels
 from accelerators.backends.cpu.backend import CPU
-from accelerators.backends.cpu.kernels import compiler, decode, dtypes, layers, packed
+from accelerators.backends.cpu.kernels import compiler, decode, dtypes, invariant, layers, packed, sampling, softmax
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler here")
 
@@ -195,9 +195,15 @@ def test_folder_that_others_can_write_is_not_used(source, compiled_folder, tmp_p
 @needs_compiler
 def test_code_of_this_package_compiles_and_is_right(compiled_folder):
     """Otherwise all tests of it would be skipped."""
-    support = decode.supported(None)
-    assert support, support.reason
-    assert [path.name.partition("-")[0] for path in compiled_folder.iterdir()] == ["decode"] * len(dtypes.DTYPES)
+    for module in (decode, layers, sampling):
+        support = module.supported(None)
+        assert support, support.reason
+    assert not softmax.why_not()
+    invariant._functions()
+    found = sorted(path.name.partition("-")[0] for path in compiled_folder.iterdir())
+    of_dtypes = ["decode", "sample", "softmax"] * len(dtypes.DTYPES)
+    assert found == sorted([*of_dtypes, "invariant", "layers"])
+    assert set(found) == {path.stem for path in Path(decode.__file__).parent.glob("*.c")}
 
 
 def test_compiler_is_the_named_one_or_the_first_on_the_path(tmp_path, monkeypatch):

@@ -60,6 +60,39 @@ def test_softmax_is_right_and_ignores_hidden_columns(inside, dtype):
     torch.testing.assert_close(scores.softmax(-1).double(), scores.double().softmax(-1), rtol=DTYPES[dtype], atol=1e-7)
 
 
+@pytest.mark.parametrize("name", [name for name in invariant.ACTIVATIONS if hasattr(torch.ops.aten, f"{name}_")])
+def test_operators_in_place_are_those_of_a_result(inside, name):
+    numbers = torch.linspace(0.1, 5, 5 * 37).view(5, 37)
+    expected = getattr(torch.ops.aten, name)(numbers)
+    assert torch.equal(getattr(torch.ops.aten, f"{name}_")(numbers), expected)
+    assert torch.equal(numbers, expected)
+
+
+def test_sums_with_products_in_place_are_those_of_a_result(inside):
+    torch.manual_seed(0)
+    added, first, second = (draw(*shape, dtype=torch.float32) for shape in ((2, 5, 7), (2, 5, 64), (2, 64, 7)))
+    expected = torch.baddbmm(added, first, second, beta=0.5, alpha=2)
+    assert torch.equal(added[0].clone().addmm_(first[0], second[0], beta=0.5, alpha=2), expected[0])
+    assert torch.equal(added.baddbmm_(first, second, beta=0.5, alpha=2), expected)
+    assert torch.equal(added, expected)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda a: torch.bmm(a.new_ones(4, 2, 8), a.new_ones(1, 8, 3)),
+        lambda a: torch.baddbmm(a.new_ones(4, 2, 3), a.new_ones(4, 2, 8), a.new_ones(1, 8, 3)),
+        lambda a: torch.mm(a.new_ones(2, 2, 8), a.new_ones(2, 8, 3)),
+        lambda a: torch.mm(a.new_ones(2, 8), a.new_ones(7, 3)),
+        lambda a: torch.mm(a.new_ones(2, 8).bfloat16(), a.new_ones(8, 3).bfloat16(), out=a.new_ones(2, 3)),
+        lambda a: torch.addmm(a.new_ones(2, 3), a.new_ones(2, 8), a.new_ones(8, 3), out=a.new_ones(2, 3).double()),
+    ],
+)
+def test_tensors_that_do_not_fit_are_an_error_as_without(inside, wrong):
+    with pytest.raises(RuntimeError):
+        wrong(torch.ones(1))
+
+
 def test_softmax_keeps_what_is_not_a_number(inside):
     scores = torch.tensor([[1.0, float("nan"), 2.0], [0.0, -float("inf"), 0.0]])
     result = scores.softmax(-1)

@@ -41,6 +41,20 @@ def test_tokens_and_log_probs_are_those_of_the_definition(dtype: torch.dtype, si
     check(sample(logits, uniform, SamplingConfig(temperature=temperature)), logits, uniform, temperature)
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_draws_do_not_depend_on_the_default_dtype(default: torch.dtype) -> None:
+    """What is written in C has types of its own."""
+    logits = 3 * torch.randn(40, 900, generator=torch.Generator().manual_seed(0))
+    uniform = torch.rand(40, generator=torch.Generator().manual_seed(1))
+    expected = sampling.draw(logits, uniform, 1.0)
+    torch.set_default_dtype(default)
+    try:
+        drawn = sampling.draw(logits, uniform, 1.0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(map(torch.equal, drawn, expected))
+
+
 @dtypes
 def test_no_token_of_probability_0_is_drawn(dtype: torch.dtype) -> None:
     """Not at the ends of the distribution either, where the sums of parts are rounded."""

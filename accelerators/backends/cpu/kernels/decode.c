@@ -170,7 +170,7 @@ static inline vector activated(long activation, vector x)
 }
 
 // inner = the activation of spread rows times `up`, or that of the gate times the other panel; spread.
-static void rise(const Layer *layer, const Linear *up, const number *blocks, long rows, number *inner)
+static void activate_product(const Layer *layer, const Linear *up, const number *blocks, long rows, number *inner)
 {
     const long wide = PANELS * LANES, width = layer->down.inputs, inputs = up->inputs;
     const Range groups = share((up->outputs + wide - 1) / wide);
@@ -467,7 +467,7 @@ static void add_experts(const Layer *layer, const Step *step)
         up.packed += expert * up.outputs * up.inputs;
         down.packed += expert * down.outputs * down.inputs;
         spread_all(step->sum, rows, up.inputs, up.inputs, step->inputs);
-        rise(layer, &up, step->inputs, rows.count, step->inner);
+        activate_product(layer, &up, step->inputs, rows.count, step->inner);
         product(&down, step->inner, rows, shares, step->to, step->to);
     }
 }
@@ -488,7 +488,7 @@ static void compute(const Layer *layer, const Step *step, const number *hidden, 
         return;
     }
     if (!layer->parallel) spread_normed(&layer->before_mlp, step->to, rows, size, step->inputs);
-    rise(layer, &layer->up, step->inputs, rows, step->inner);
+    activate_product(layer, &layer->up, step->inputs, rows, step->inner);
     add_product(&layer->down, &layer->after_mlp, step, step->inner, step->to);
 }
 

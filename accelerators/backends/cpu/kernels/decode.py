@@ -31,9 +31,10 @@ from accelerators.backends.cpu.kernels.families import Family, Parts
 from accelerators.types import KernelImpl, Support
 
 MOST = 512
-"""Largest number of rows for products of `decode.c`. Without AMX, longer prompts are computed in parts of this size.
-On an Intel Xeon with AMX, oneDNN is faster for many rows: a weight [3072, 576] takes (decode.c, oneDNN), in us, 136
-and 281 for 16 rows, 229 and 395 for 64, 884 and 669 for 512."""
+"""Largest number of rows for an output layer. Prompts with more tokens together are computed in parts of this size, but
+no prompt is divided. With AMX they are not computed by `decode.c`, because oneDNN is faster for many rows: on an Intel
+Xeon, a weight [3072, 576] takes (decode.c, oneDNN), in us, 136 and 281 for 16 rows, 229 and 395 for 64, 884 and 669 for
+512."""
 
 _CACHES = ("cache", "past_key_values", "layer_past")
 """Names of a layer's cache: since transformers 5.24, before, and in some families."""
@@ -110,7 +111,8 @@ def _functions(dtype: torch.dtype = torch.bfloat16) -> ctypes.CDLL:
 def prepare(module: nn.Module, keep: bool) -> Restore:
     """Prepare a module like `packed.prepare`; if weights are kept, `decode.c` computes decoder and output layers.
 
-    Adapters that are off, because they are merged into the weights, must stay off until the module is restored.
+    Adapters that are off, because they are merged into the weights, must stay off until the module is restored. Hidden
+    states between layers (`output_hidden_states`) are not computed.
     """
     family, layers = families.find_layers(module) if keep else (None, [])
     prepared: list[nn.Module] = []
@@ -337,7 +339,10 @@ class _Stack:
             return None
         positions = self._positions(start, named.get("position_embeddings"), rows, tokens)
         kept, place = decode_buffers(self._groups, self._size, self._dtype) or ([], 0)
-        if not kept or not self._fits(kept, rows):
+        if not kept:
+            return None
+        if not self._fits(kept, rows):
+            _report(type(self._modules[0]).__name__, "its cache is of an unknown form")
             return None
         columns = kept[0].shape[2]
         if not 0 <= place <= columns - tokens:
@@ -381,16 +386,17 @@ class _Stack:
     def _run(
         self, start: int, hidden: Tensor, positions: tuple[Tensor, Tensor], mask: Tensor | None, place: int
     ) -> Tensor:
-        """Compute the layers of a run, for as many rows at a time as their numbers stay in the caches."""
+        """Compute the layers of a run, for as many prompts at a time as `MOST` admits; single tokens all together."""
         rows, tokens, _ = hidden.shape
         output, first, end = torch.empty_like(hidden), self._kept[0], self._ends[start]
-        at_once = max(1, MOST // tokens) if tokens > 1 else rows
+        at_once = max(1, MOST // tokens if tokens > 1 else rows)
         most = _in_blocks(min(rows, at_once) * tokens, self._functions)
         width, columns = self._heads * self._size, first.shape[2]
         sizes = width + 2 * self._groups * self._size, self._hidden, max(width, self._hidden), self._inner, self._hidden
         qkv, sums, heads, inner, inputs = (hidden.new_empty(most * size) for size in sizes)
         threads = torch.get_num_threads()
-        scores = torch.empty(threads, self._functions.heads_at_once(), columns + self._functions.lanes())
+        room = columns + self._functions.lanes()
+        scores = torch.empty(threads, self._functions.heads_at_once(), room, dtype=torch.float32)
         shares = torch.empty(self._experts, most, dtype=torch.float32)
         order = torch.empty(threads, most if self._experts else 0, dtype=torch.int64)
         kept = ctypes.byref(self._pointers, 2 * start * ctypes.sizeof(_pointer))

@@ -3,7 +3,7 @@
 // A number of a product is one chain of multiply-adds in the order of the contracted dimension; a sum of a softmax is one
 // chain of additions in the order of the columns. So tiles, threads and the other rows change nothing, and neither do
 // columns whose factor is 0, as those of padding are. Numbers are float32, or bf16 that is computed in float32.
-// Registers have 16 lanes on every processor, so that all compute the same sums; those of numbers.h have the processor's.
+// Registers have 16 lanes on every processor, so that all add in the same order; those of numbers.h have the processor's.
 
 #include <stdint.h>
 #include <stdlib.h>

@@ -2,8 +2,9 @@
 
 The libraries behind torch's products choose other orders of summation for other numbers of rows, and torch's
 activations compute the last few numbers of a tensor by other code. In the block of `batch_invariant`, products and
-softmax are those of `invariant.c`, and activations get tensors without such a rest; everything else is torch's. torch's
-dispatcher replaces the operators in all models. Backward passes, and other dtypes than float32 and bf16, stay torch's.
+softmax are those of `invariant.c`, and activations get tensors without such a rest; everything else, also a product
+with a vector, is torch's. torch's dispatcher replaces the operators in all models. Backward passes, and other dtypes
+than float32 and bf16, stay torch's.
 """
 
 from __future__ import annotations
@@ -109,6 +110,17 @@ def _is_ours(*tensors: Tensor) -> bool:
     )
 
 
+def _fits(name: str, first: Tensor, second: Tensor, out: Tensor | None) -> bool:
+    """Return whether an operator multiplies these tensors; if not, torch's says what is wrong."""
+    dimensions = 3 if "bmm" in name else 2
+    return (
+        first.dim() == second.dim() == dimensions
+        and first.shape[-1] == second.shape[-2]
+        and first.shape[:-2] == second.shape[:-2]
+        and (out is None or (out.dtype == first.dtype and out.is_cpu))
+    )
+
+
 def _torch_kernel(name: str) -> Callable[..., Any]:
     """Return torch's implementation of an operator for the CPU."""
     kernel = library.get_kernel(f"aten::{name}", "CPU")
@@ -122,7 +134,7 @@ def _product(name: str) -> Callable[..., Tensor]:
 
     def product(first: Tensor, second: Tensor, *, out: Tensor | None = None) -> Tensor:
         options = {} if out is None else {"out": out}
-        if not _is_ours(first, second) or first.shape[-1] != second.shape[-2]:
+        if not (_is_ours(first, second) and _fits(name, first, second, out)):
             result: Tensor = plain(first, second, **options)
             return result
         shape = (*first.shape[:-1], second.shape[-1])
@@ -141,7 +153,7 @@ def _sum_with_product(name: str) -> Callable[..., Tensor]:
         added: Tensor, first: Tensor, second: Tensor, *, beta: float = 1, alpha: float = 1, out: Tensor | None = None
     ) -> Tensor:
         options = {} if out is None else {"out": out}
-        if not _is_ours(added, first, second) or first.shape[-1] != second.shape[-2]:
+        if not (_is_ours(added, first, second) and _fits(name, first, second, out)):
             result: Tensor = plain(added, first, second, beta=beta, alpha=alpha, **options)
             return result
         shape = (*first.shape[:-1], second.shape[-1])
@@ -196,6 +208,20 @@ def _activation(name: str) -> Callable[..., Tensor]:
     return activation
 
 
+def _in_place(make: Callable[[str], Callable[..., Tensor]]) -> Callable[[str], Callable[..., Tensor]]:
+    """Return what makes the replacement of an operator that changes its first argument."""
+
+    def make_in_place(name: str) -> Callable[..., Tensor]:
+        replacement = make(name.removesuffix("_"))
+
+        def operator(changed: Tensor, *args: Any, **named: Any) -> Tensor:
+            return changed.copy_(replacement(changed, *args, **named))
+
+        return operator
+
+    return make_in_place
+
+
 def _batched(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 3 else tensor.unsqueeze(0)
 
@@ -207,8 +233,10 @@ def _resized(out: Tensor, shape: tuple[int, ...]) -> Tensor:
 _REPLACEMENTS: dict[str, Callable[[str], Callable[..., Tensor]]] = {
     **dict.fromkeys(("mm", "mm.out", "bmm", "bmm.out"), _product),
     **dict.fromkeys(("addmm", "addmm.out", "baddbmm", "baddbmm.out"), _sum_with_product),
+    **dict.fromkeys(("addmm_", "baddbmm_"), _in_place(_sum_with_product)),
     **dict.fromkeys(("_softmax", "_softmax.out"), _softmax),
     **{f"{name}{form}": _activation for name in ACTIVATIONS for form in ("", ".out")},
+    **{f"{name}_": _in_place(_activation) for name in ACTIVATIONS if hasattr(torch.ops.aten, f"{name}_")},
 }
 
 

@@ -39,7 +39,8 @@ def part(module: nn.Module) -> str:
 def fuse(module: nn.Module) -> None:
     """Let the known layers of a module compute in one pass; see operation `fused_layers`.
 
-    Other dtypes than bf16 are computed as before, and modules whose forward pass was replaced stay unchanged.
+    Other dtypes than bf16, and sizes that fill no whole registers, are computed as before. Modules whose forward pass
+    was replaced stay unchanged.
     """
     layer: Any
     for layer in module.modules():

@@ -41,9 +41,9 @@ def draw(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, T
     if logits.dtype not in DTYPES or logits.stride(1) != 1:
         logits = logits.float().contiguous()
     functions, (rows, size) = _functions(logits.dtype), logits.shape
-    sums = torch.empty(torch.get_num_threads(), -(-size // functions.part()))
+    sums = torch.empty(torch.get_num_threads(), -(-size // functions.part()), dtype=torch.float32)
     uniform = uniform.float().contiguous()
-    tokens, log_probs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+    tokens, log_probs = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32)
     numbers = (logits.data_ptr(), rows, logits.stride(0), size, uniform.data_ptr(), 1 / temperature)
     functions.sample(ctypes.byref(_Sample(*numbers, sums.data_ptr(), tokens.data_ptr(), log_probs.data_ptr())))
     return tokens, log_probs

@@ -9,7 +9,7 @@ typedef struct {
     long rows, columns;
     long sizes[4], steps[4]; // rows are [sizes]; one further in each, the mask is `steps` numbers further
     float scale;
-    float *room; // [threads, columns rounded down to LANES, and LANES more]
+    float *room; // [threads, columns / LANES * LANES + LANES]
 } Softmax;
 
 static const number *mask_of(const Softmax *task, long row)
