@@ -29,6 +29,7 @@ from typing import Any
 import report
 import turns
 from arithmetic import Shape, Work, rollout_limit, speeds
+from channel import Worker
 from machine import HERE
 from random_models import add_shape, make
 
@@ -71,16 +72,15 @@ def main() -> None:
         model = make(Path(folder) / "model", arguments.shape)
         sizes = Shape.of(model)
         work = workload(model, sizes, arguments)
-        tried = measured.facts.get(GENERATE, {}).get("tried", {})
-        file = turns.write(work | {"compiled": arguments.compiled, "tried": tried}, Path(folder))
-        generate = [sys.executable, str(HERE / "generate_worker.py"), str(file)]
-        commands = {GENERATE: generate, OURS: turns.ours_command(file)}
-        measured.measure(
-            {
-                name: partial(turns.start_worker, command, name, Path(folder), arguments.accelerator)
-                for name, command in commands.items()
-            }
-        )
+
+        def start(name: str) -> Worker:
+            tried = measured.facts.get(GENERATE, {}).get("tried", {})  # by the worker of an earlier block
+            file = turns.write(work | {"compiled": arguments.compiled, "tried": tried}, Path(folder))
+            generate = [sys.executable, str(HERE / "generate_worker.py"), str(file)]
+            command = generate if name == GENERATE else turns.ours_command(file)
+            return turns.start_worker(command, name, Path(folder), arguments.accelerator)
+
+        measured.measure({name: partial(start, name) for name in (GENERATE, OURS)})
     speed = speeds(measured.limits, arguments.precision)
     size_of_work = Work(arguments.batch, arguments.prompt, arguments.completion)
     limit = rollout_limit(sizes, size_of_work, **speed, precision=arguments.precision)
