@@ -22,6 +22,9 @@ ROWS, SIZES, COUNTS = 70, (64, 100), (1, 2, 3, 5, 17, 33)
 WIDE = 40_000
 """Numbers of a row that a device may divide among its units if there is only one row."""
 
+LONG = 2_900
+"""Numbers of a row of activations: a device may divide all rows among its units, into parts that end anywhere."""
+
 HEADS, GROUPS, SIZE = 4, 2, 32
 
 
@@ -39,6 +42,9 @@ def find_batch_dependence(accelerator: Accelerator, dtype: torch.dtype) -> str:
                 numbers = draw(ROWS, size)
                 if differing := _differing_count(function, numbers):
                     return f"its {name} depends on the number of rows ({differing} of {ROWS} give other numbers)"
+        for name, function in _activations():
+            if _differing_count(function, draw(ROWS, LONG)):
+                return f"its {name} depends on the number of rows, if they are long"
         for name, padded in _padded_operators(accelerator, draw):
             if not _same(padded(0, 0), padded(9, 0)):
                 return f"its {name} depends on padding"
@@ -70,21 +76,26 @@ def _row_operators(draw: Callable[..., Tensor], size: int) -> Iterator[tuple[str
     yield "matmul with a bias", lambda rows: functional.linear(rows, weight, bias)
     yield "matmul", lambda rows: torch.addmm(bias, rows, square)
     yield "batched matmul", lambda rows: torch.bmm(rows.view(len(rows), 1, -1), square.expand(len(rows), -1, -1))
+    yield from _activations()
+    yield "exp", lambda rows: (-rows[:, :1].abs()).exp()
+    yield "log", lambda rows: rows[:, :1].abs().log()
+    yield "cos", lambda rows: torch.cos(rows.float() * 300)
+    yield "sin", lambda rows: torch.sin(rows.float() * 300)
+    yield "mean", lambda rows: rows.float().pow(2).mean(-1, keepdim=True)
+    yield "sum", lambda rows: (rows[:, :8].float() @ wide.float())[:, :4096].exp().sum(-1)
+    yield "layer norm", lambda rows: functional.layer_norm(rows, rows.shape[-1:])
+    yield "RMS norm", lambda rows: functional.rms_norm(rows, rows.shape[-1:])
+
+
+def _activations() -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
+    """Yield names and functions of single numbers."""
     yield "silu", functional.silu
     yield "gelu", lambda rows: functional.gelu(rows, approximate="tanh")
     yield "gelu", functional.gelu
     yield "tanh", torch.tanh
     yield "sigmoid", torch.sigmoid
     yield "exp", lambda rows: (-rows.abs()).exp()
-    yield "exp", lambda rows: (-rows[:, :1].abs()).exp()
-    yield "log", lambda rows: rows[:, :1].abs().log()
-    yield "cos", lambda rows: torch.cos(rows.float() * 300)
-    yield "sin", lambda rows: torch.sin(rows.float() * 300)
     yield "rsqrt", lambda rows: rows.abs().rsqrt()
-    yield "mean", lambda rows: rows.float().pow(2).mean(-1, keepdim=True)
-    yield "sum", lambda rows: (rows[:, :8].float() @ wide.float())[:, :4096].exp().sum(-1)
-    yield "layer norm", lambda rows: functional.layer_norm(rows, rows.shape[-1:])
-    yield "RMS norm", lambda rows: functional.rms_norm(rows, rows.shape[-1:])
 
 
 def _padded_operators(

@@ -131,6 +131,28 @@ def test_an_activation_of_a_part_is_that_of_the_whole(inside, name):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("threads", [3, 4, 8])
+def test_activations_are_the_same_in_parts_of_many_threads(accelerator, monkeypatch, threads, dtype):
+    """Of rows whose numbers torch divides into parts that are no whole vectors."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with invariant.batch_invariant():
+            for name in invariant.ACTIVATIONS:
+                function = getattr(torch, name, None) or getattr(torch.nn.functional, name)
+                for rows, size in ((160, 512), (514, 32), (3, 21846), (97, 1536)):
+                    numbers = torch.randn(rows, size, generator=torch.Generator().manual_seed(0)).abs().to(dtype)
+                    whole = function(numbers)
+                    assert all(torch.equal(function(numbers[row].clone()), whole[row]) for row in range(rows)), name
+            assert find_batch_dependence(accelerator, dtype) == ""
+            monkeypatch.setattr(invariant, "_shares", lambda name, count: 1)
+            if threads > 3 and dtype == torch.float32:
+                assert "depends on the number of rows, if they are long" in find_batch_dependence(accelerator, dtype)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_no_operator_is_found_to_depend_on_the_batch(accelerator, inside, dtype):
     assert find_batch_dependence(accelerator, dtype) == ""
 

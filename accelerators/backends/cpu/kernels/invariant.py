@@ -20,15 +20,17 @@ import torch
 from torch import Tensor, library
 
 from accelerators.backends.cpu.kernels import compiler
+from accelerators.backends.cpu.kernels.dtypes import DTYPES
 from accelerators.types import KernelImpl, Support
-
-DTYPES = (torch.float32, torch.bfloat16)
 
 ACTIVATIONS = ("silu", "gelu", "sigmoid", "softplus", "rsqrt")
 """Operators of torch 2.13 whose vectorized code and code for a rest differ in the last bit."""
 
-VECTOR, SERIAL = 64, 32768
-"""Numbers that torch computes together at most, and the most numbers that it computes in one thread."""
+VECTOR = 64
+"""Numbers that torch computes together at most."""
+
+SERIAL, SERIAL_GELU = 32768, 16384
+"""torch divides n numbers among n / SERIAL threads, rounded up, and GELU of more than SERIAL_GELU among all threads."""
 
 MANY_ROWS = 64
 """Rows from which on the columns of a product are the lanes of registers: a tenth faster then, and slower below."""
@@ -184,15 +186,22 @@ def _softmax(name: str) -> Callable[..., Tensor]:
     return softmax
 
 
+def _shares(name: str, count: int) -> int:
+    """Return the number of threads among which torch divides an operator on `count` numbers."""
+    threads = torch.get_num_threads()
+    if name.startswith("gelu"):
+        return threads if count > SERIAL_GELU else 1
+    return min(threads, -(-count // SERIAL))
+
+
 def _activation(name: str) -> Callable[..., Tensor]:
-    """Return a replacement of an operator on single numbers, for tensors that torch would not divide by `VECTOR`."""
+    """Return a replacement of an operator on single numbers, which makes each thread's share whole vectors."""
     plain = _torch_kernel(name)
 
     def activation(numbers: Tensor, *args: Any, out: Tensor | None = None, **named: Any) -> Tensor:
         options = named if out is None else {**named, "out": out}
         count = numbers.numel()
-        # torch divides more than `SERIAL` numbers among its threads.
-        granule = VECTOR if count <= SERIAL else VECTOR * torch.get_num_threads()
+        granule = VECTOR * _shares(name, count)
         if numbers.dtype not in DTYPES or not count or (count % granule == 0 and numbers.is_contiguous()):
             result: Tensor = plain(numbers, *args, **options)
             return result
