@@ -138,6 +138,8 @@ class RolloutServer:
                 content += part
                 if time.monotonic() > end:
                     raise TimeoutError
+            if answer.length:  # the rest of the announced bytes
+                raise http.client.IncompleteRead(bytes(content), answer.length)
         except TimeoutError as error:
             raise ServerTimeout(f"no answer to {call!r} within {timeout:g} seconds") from error
         except (OSError, http.client.HTTPException) as error:
@@ -163,8 +165,10 @@ def _check_row(row: DrawnRow, request: DrawRequest, vocabulary: int) -> None:
     Raises:
         ServerError: no decoder can have drawn it.
     """
-    if not 0 < len(row.ids) <= request.tokens or len(row.log_probs) != len(row.ids):
+    if not 0 < len(row.ids) <= request.tokens:
         raise ServerError(f"it has returned a completion of {len(row.ids)} tokens, expected 1 to {request.tokens}")
+    if len(row.log_probs) != len(row.ids):
+        raise ServerError(f"it has returned {len(row.log_probs)} log-probabilities of {len(row.ids)} tokens")
     if not all(0 <= token < vocabulary for token in row.ids):
         raise ServerError(f"it has returned a token id that is not from 0 to {vocabulary - 1}")
     ends = [token in request.end_ids for token in row.ids]

@@ -246,7 +246,7 @@ def another_program(call: str, body: bytes, forward: Any) -> tuple[int, bytes]:
         (KeepsOldWeights, "it still has the old weights: not a bit of its answer has changed"),
         (lambda: hang, "no answer to 'draw' within 3 seconds"),
         (lambda: faulty_draws(drop_a_row), "it has returned 3 completions of 4 prompts"),
-        (lambda: faulty_draws(shorten), "it has returned a completion of "),
+        (lambda: faulty_draws(shorten), " log-probabilities of "),
         (lambda: faulty_draws(other_weights), "it has answered by other weights than it was asked for"),
         (lambda: faulty_draws(beyond_the_vocabulary), "it has returned a token id that is not from 0 to "),
         (lambda: faulty_draws(no_number), "log-probabilities above 0, or that are not numbers"),
