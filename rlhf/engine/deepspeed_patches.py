@@ -133,7 +133,7 @@ def find_loss_scaler(optimizer: Any) -> Any:
 
 
 def missing_loss_scale(engine: Any, *, loss_scaling: bool, zero_stage: int) -> float:
-    """Return the factor by which DeepSpeed fails to multiply the loss; 1 if it does not.
+    """Return the factor that DeepSpeed should multiply the loss by and does not; 1 if nothing is missing.
 
     At ZeRO 0 it divides fp16 gradients by the loss scale without having multiplied the loss by it
     (https://github.com/deepspeedai/DeepSpeed/pull/8393).

@@ -44,8 +44,8 @@ class _Process:
 
     Attributes:
         client: the connection with the other ranks; None without a group, or with one rank.
-        waits: counter of waits, equal on all ranks. groups: counter of groups, so that no group reads entries of an
-        earlier one in the store.
+        waits: counter of waits, equal on all ranks.
+        groups: counter of groups, so that no group reads entries of an earlier one in the store.
     """
 
     client: WorkerClient | None = None

@@ -247,10 +247,10 @@ class TrainingEngine:
             boundary(f"{self.name}/loss")
             self.observation.report("loss", self.name, loss=value)
             patches.begin_micro_batch(self.engine)
-            # DeepSpeed averages over ranks; the loss is a part of a sum.
             self._scale = patches.missing_loss_scale(
                 self.engine, loss_scaling=self.precision.loss_scaling, zero_stage=self.zero_stage
             )
+            # DeepSpeed averages over ranks; the loss is a part of a sum.
             self.engine.backward(value * (world_size * self._scale), scale_wrt_gas=False)
             boundary(f"{self.name}/backward")
             if number < len(micro_batches):

@@ -103,7 +103,7 @@ class OptimizerTensors:
 
     @property
     def counters(self) -> dict[str, float]:
-        """What else the optimizer knows about the weights, such as the number of steps."""
+        """The optimizer's other states of the weights, such as the number of steps."""
         return {key: float(value) for key, value in self._state.items() if not self._has_its_shape(value)}
 
     def set_counter(self, key: str, value: float) -> None:

@@ -1,8 +1,8 @@
 """The tensors of a generation for one model, shape and sampling, and the step that samples one token for each row.
 
 The step reads and writes the tensors in place, takes its random numbers from a table that was filled before the first
-step, and never waits for the device, so an accelerator can capture it once and replay it. Only where nothing is
-captured does top-p read on the host. The step works on the part of the buffers that is in use
+step, and never waits for the device, so an accelerator can capture it once and replay it. Top-p reads on the host, but
+only if nothing is captured. The step works on the part of the buffers that is in use
 (`rlhf.generation.kv_cache`): the number of columns grows in windows, each of which is captured separately; rows that
 have ended are dropped if the device runs operators eagerly.
 """

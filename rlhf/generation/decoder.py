@@ -66,7 +66,8 @@ class Decoder:
         forced: the ids to draw in the next calls, [B, A] on the host, instead of sampled ones; None: ids are sampled.
         steps: the decoding steps of the latest call, in all of its batches; each adds a token to every row.
         copies: completions for which the latest call read a prompt once.
-        is_interrupted: another thread may set it; the call that generates then ends with `DecodingInterrupted`.
+        is_interrupted: another thread may set it; `generate` and `complete` then end with `DecodingInterrupted`, and
+            `stream` does not.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Switch one model from training to generation and back: the same weights, no second model.
 
 `choose_rank_group` chooses how rollouts read the weights of a policy that is sharded over ranks (ZeRO-3,
-`ppo.generation_weights`), and `generation_mode` makes them readable so. `check_generation` needs no torch and runs in
-the launcher too; `check_generation_model` also needs the model's outline.
+`ppo.generation_weights`), and `generation_mode` makes them readable in that way. `check_generation` needs no torch
+and runs in the launcher too; `check_generation_model` also needs the model's outline.
 """
 
 from __future__ import annotations
@@ -51,8 +51,10 @@ class GenerationMemory(NamedTuple):
         return self.used + needed <= _USABLE * self.total
 
     def __str__(self) -> str:
-        weights, cache, used, total = map(format_bytes, (self.weights, self.cache, self.used, self.total))
-        return f"whole weights of {weights} and a cache of {cache} do not fit next to {used} of {total} in use"
+        values = (self.weights, self.cache, self.logits, self.used, self.total)
+        weights, cache, logits, used, total = map(format_bytes, values)
+        needs = f"whole weights of {weights}, a cache of {cache} and logits of {logits}"
+        return f"{needs} do not fit into {_USABLE:.0%} of {total}, of which {used} is in use"
 
 
 def check_generation(config: Config, ranks: int) -> None:
@@ -121,6 +123,9 @@ def choose_rank_group(
     memories = distributed.all_gather_objects(_estimate_memory(engine, config, ranks, rows))
     memory = min(memories, key=lambda memory: memory.total - memory.used)
     if mode == "auto" and memory.fits():
+        if config.ppo.tensor_parallel:
+            reason = "whole weights fit; set ppo.generation_weights=tensor_parallel to split them"
+            say(f"{engine.name}: ppo.tensor_parallel is not used in rollouts, because {reason}")
         return SingleRank()
     reason = f", because {memory}" if mode == "auto" else ""
     size = 0

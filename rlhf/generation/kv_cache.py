@@ -136,7 +136,8 @@ class WindowedStaticCache(StaticCache):
         self.can_drop_rows = types <= {WindowedStaticLayer} | _EMPTY_LAYERS
         if not self.can_drop_rows:
             others = ", ".join(sorted(cls.__name__ for cls in types - {WindowedStaticLayer} - _EMPTY_LAYERS))
-            logger.debug("rows that have ended are still computed: %s of transformers needs all rows", others)
+            slower = "rows that have ended are still computed, and a prompt is read for each of its completions"
+            logger.debug("%s: %s of transformers needs all rows", slower, others)
 
     def show(self, rows: int, columns: int, current_columns: Tensor, seen: int | Tensor) -> None:
         """Set the window of the next forward pass; see `CacheWindow`."""

@@ -1,4 +1,4 @@
-"""What a trainer and a rollout server say to each other: JSON over HTTP, with token ids in both directions.
+"""Messages between a trainer and a rollout server: JSON over HTTP, with token ids in both directions.
 
 | call | |
 |---|---|

@@ -65,7 +65,7 @@ def _mean_square(sides: tuple[np.ndarray, np.ndarray]) -> float:
 
 @dataclass
 class Ledger:
-    """What a server has said about the probe, at each hand-over.
+    """A server's answers about the probe, at each hand-over.
 
     Attributes:
         precision: the coarser one of trainer and server.
@@ -86,7 +86,7 @@ class Ledger:
         """Record the log-probabilities [N] of both sides after a hand-over.
 
         Returns:
-            What is wrong with the server's, and the likely cause; empty if they follow from the weights.
+            The fault in the server's numbers, and its likely cause; empty if they follow from the weights.
         """
         if not np.isfinite(there).all():
             return "its log-probabilities of the probe are not finite"

@@ -2,7 +2,8 @@
 
 Heads that share keys are rows of one product, so no key is repeated in memory. Keys that a mask hides from a block of
 queries, such as those of later tokens, are left out. Training, scoring and decoding use this code, except for layers
-that `kernels/decode.c` computes. Torch's attention computes dtypes that are not in `DTYPES`.
+that `kernels/decode.c` computes. Torch's attention computes the rest (`_pays`): other dtypes, dropout, position biases,
+and 16-bit keys that would be copied first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """C code of the cpu backend, compiled on first use by the machine's compiler for its processor.
 
-That takes half a second. The user's cache keeps the result by source, compiler, processor and content, and it is only
-loaded if nobody else could have written it.
+Compiling takes half a second. The user's cache keeps the result by source, compiler, processor and content, and it is
+only loaded if nobody else could have written it.
 """
 
 from __future__ import annotations

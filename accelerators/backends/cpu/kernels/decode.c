@@ -529,7 +529,7 @@ void linear(const Linear *linear, const number *from, long rows, number *to, num
     threads.parallel(linear_share, &task, 0, 0);
 }
 
-// What the caller's memory depends on.
+// Sizes that the caller's buffers depend on.
 int lanes(void) { return LANES; }
 int heads_at_once(void) { return TOGETHER; }
 int rows_at_once(void) { return ROWS; }

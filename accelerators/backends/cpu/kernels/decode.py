@@ -197,7 +197,7 @@ def _output_of(module: Any) -> nn.Module | None:
     return cast(nn.Module, layer) if _fits_panels(families.weight_of(layer)) else None
 
 
-def _is_read(hidden: Tensor, dtype: torch.dtype) -> bool:
+def _is_computed_in_c(hidden: Tensor, dtype: torch.dtype) -> bool:
     """Return whether numbers have this dtype and need no gradient, and the order of sums does not matter."""
     return hidden.dtype == dtype and not (
         torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or invariant.is_active()
@@ -324,7 +324,9 @@ class _Stack:
     def _computed(self, start: int, hidden: Tensor, *others: Any, **named: Any) -> Tensor | None:
         """Return the output of the last layer of a run; None if this is no step with a known cache and masks."""
         rows, tokens = hidden.shape[:2]
-        if not _is_read(hidden, self._dtype) or (tokens > 1 and tokens * rows > MOST and self._functions.amx()):
+        if not _is_computed_in_c(hidden, self._dtype) or (
+            tokens > 1 and tokens * rows > MOST and self._functions.amx()
+        ):
             return None
         if others:
             named = dict(self._signature.bind(self._modules[start], hidden, *others, **named).arguments, **named)
@@ -454,7 +456,7 @@ class _Output:
 
     def __call__(self, input: Tensor) -> Tensor:
         rows = input.numel() // self._packed.inputs
-        if rows > MOST or not _is_read(input, self._dtype):
+        if rows > MOST or not _is_computed_in_c(input, self._dtype):
             plain: Tensor = self._plain(input)
             return plain
         input = input.contiguous()

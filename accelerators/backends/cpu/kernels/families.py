@@ -1,7 +1,8 @@
 """Decoder layers of transformers' families as data: which parts `decode.c` multiplies, normalizes and adds.
 
 A family is added by a row of `FAMILIES`, if its layers consist of the parts that `decode.c` knows: attention with
-rotary positions, alibi or none, whose key heads may be shared; an MLP with or without a gate; norms before and after.
+rotary positions, alibi or none, whose key heads may be shared; an MLP with or without a gate, or experts with a router;
+norms before and after.
 """
 
 from __future__ import annotations

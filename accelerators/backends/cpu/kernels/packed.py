@@ -200,6 +200,7 @@ class _Siblings:
         known = input is self._input and input._version == self._version
         if not known or number not in self._parts:
             if self._parts and not known:
+                logger.debug("layers of one input got several: each multiplies its plain weight from now on")
                 self._apart, self._input, self._parts = True, None, {}
                 return self._plain[number](input)
             parts = _multiplied(input, self._packed, self._bias).split(self._sizes, dim=-1)
