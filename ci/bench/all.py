@@ -27,7 +27,7 @@ import report
 import turns
 
 SHORT, LONG = "--prompt 16 --completion 32", "--prompt 128 --completion 128"
-LONGEST = "--prompt 512 --completion 512 --micro-batch 4 --rounds 2 --warmup 1"
+LONGEST = "--prompt 512 --completion 512 --micro-batch 4 --rounds 2"
 STAGES = ("sft", "reward", "dpo")
 SHAPES = ("--shape smollm2-360m", "--shape smollm2-1.7b --lora 8")
 ROWS = (
@@ -42,14 +42,14 @@ ROWS = (
     "supervised.py --stage reward --micro-batch 4",
     "supervised.py --stage reward --micro-batch 16",
     "supervised.py --stage dpo --micro-batch 4",
-    *(f"supervised.py --stage {stage} {LONG} --warmup 1 --rounds 3" for stage in STAGES),
+    *(f"supervised.py --stage {stage} {LONG} --rounds 3" for stage in STAGES),
     *(f"supervised.py --stage {stage} {LONGEST}" for stage in STAGES),
     *(f"ppo_step.py --estimator {estimator} {SHORT}" for estimator in ("rloo", "grpo")),
-    *(f"ppo_step.py --estimator {estimator} {LONG} --warmup 1" for estimator in ("rloo", "grpo")),
-    f"ppo_step.py {LONG} --warmup 1",
+    *(f"ppo_step.py --estimator {estimator} {LONG}" for estimator in ("rloo", "grpo")),
+    f"ppo_step.py {LONG}",
     *(f"ppo_step.py --estimator {estimator} {LONGEST}" for estimator in ("rloo", "grpo", "gae")),
-    *(f"supervised.py --stage {stage} {shape} --warmup 1 --rounds 2" for shape in SHAPES for stage in STAGES),
-    *(f"ppo_step.py --estimator grpo {shape} --warmup 1 --rounds 2" for shape in SHAPES),
+    *(f"supervised.py --stage {stage} {shape} --rounds 2" for shape in SHAPES for stage in STAGES),
+    *(f"ppo_step.py --estimator grpo {shape} --rounds 2" for shape in SHAPES),
 )
 ON_GPU = (
     "rollout.py --shape llama-2-7b --prompt 256 --completion 256 --batch 16",

@@ -93,6 +93,14 @@ def limits(accelerator: str, precision: str | None = None) -> dict[str, Any]:
     return measured
 
 
+def better(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Return the larger of both numbers for each speed: what slows a measurement is no limit of the machine."""
+    return {
+        key: better(value, second[key]) if isinstance(value, dict) else max(value, second[key])
+        for key, value in first.items()
+    }
+
+
 def measure(accelerator: str, precision: str | None = None, *, size: int = READ, side: int = 4096) -> dict[str, Any]:
     """Return the bytes and operations per second, by the operation that was measured.
 

@@ -120,7 +120,7 @@ def main() -> None:
     shares: list[dict[str, Any]] = []
     if arguments.estimator == "gae":
         flops = ppo_flops(shape, Work(arguments.batch, arguments.prompt, arguments.completion))
-        fastest = speeds(measured.limits, arguments.precision)["flops_per_second"]
+        fastest = speeds(measured.best_limits(), arguments.precision)["flops_per_second"]
         limit = round(sum(flops.values()) / fastest, 3)
         details["arithmetic"] = {"flops": flops, "seconds_at_the_limit": limit}
         if arguments.accelerator == "cpu":

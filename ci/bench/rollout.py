@@ -81,7 +81,7 @@ def main() -> None:
             return turns.start_worker(command, name, Path(folder), arguments.accelerator)
 
         measured.measure({name: partial(start, name) for name in (GENERATE, OURS)})
-    speed = speeds(measured.limits, arguments.precision)
+    speed = speeds(measured.best_limits(), arguments.precision)
     size_of_work = Work(arguments.batch, arguments.prompt, arguments.completion)
     limit = rollout_limit(sizes, size_of_work, **speed, precision=arguments.precision)
     measured.finish(rows(measured.sides(), limit["seconds"], arguments), limit=limit | speed)

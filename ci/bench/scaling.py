@@ -88,7 +88,7 @@ def main() -> None:
         models = {point.layers: model(Path(temporary), arguments.shape, point) for point in points["layers"]}
         shapes = {layers: Shape.of(folder) for layers, folder in models.items()}
     sides, rows, described = measured.sides(), [], {}
-    limit = {**speeds(measured.limits, arguments.precision), "precision": arguments.precision}
+    limit = {**speeds(measured.best_limits(), arguments.precision), "precision": arguments.precision}
     mark = turns.mark_precision(arguments, ", ")
     for stage in stages:
         for axis in (axis for axis in CURVES if axis in curves):

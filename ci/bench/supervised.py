@@ -110,7 +110,7 @@ def main() -> None:
     measured_sides = measured.sides()
     results = rows(measured_sides, arguments, lengths)
     if arguments.accelerator == "cpu" and arguments.stage != "dpo" and not arguments.lora:
-        seconds = flops / speeds(measured.limits, arguments.precision)["flops_per_second"]
+        seconds = flops / speeds(measured.best_limits(), arguments.precision)["flops_per_second"]
         ours = measured_sides[OURS]["median_seconds"]
         what = f"{describe_step(arguments, lengths)}, against its products alone"
         results.append(report.row(what, ours=ours, baseline=seconds, unit="s", target=SHARE))

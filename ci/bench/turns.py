@@ -23,7 +23,7 @@ from typing import Any
 
 import report
 from channel import Worker
-from machine import HERE, ROOT, describe_limits, device_file, limits, machine, results_file, usual_precision
+from machine import HERE, ROOT, better, describe_limits, device_file, limits, machine, results_file, usual_precision
 
 TRL_ENVIRONMENTS = {"ppo": ".trl-venv"}  # the last releases with a PPOTrainer; the newest for the other trainers
 UNFINISHED = 3  # exit code: time ran out, and the same command resumes
@@ -126,11 +126,7 @@ class Turns:
     def __init__(self, name: str, what: str, settings: dict[str, Any], arguments: argparse.Namespace) -> None:
         self.name, self.arguments = name, arguments
         self._start_time = time.perf_counter()
-        self.limits = (
-            json.loads(arguments.limits.read_text())
-            if arguments.limits
-            else limits(arguments.accelerator, getattr(arguments, "precision", None))
-        )
+        self.limits = json.loads(arguments.limits.read_text()) if arguments.limits else self._measure_limits()
         print(describe_limits(self.limits), flush=True)
         self._nested = arguments.accelerator != "cpu" and not arguments.output
         default = results_file(HERE, name) if arguments.accelerator == "cpu" else device_file(self.limits["chip"])
@@ -161,6 +157,15 @@ class Turns:
     def completed_rounds(self) -> int:
         """The number of rounds that all sides have taken."""
         return min(map(len, self.steps.values()), default=0)
+
+    def _measure_limits(self) -> dict[str, Any]:
+        return limits(self.arguments.accelerator, getattr(self.arguments, "precision", None))
+
+    def best_limits(self) -> dict[str, Any]:
+        """Return the machine's limits, of which each is the better of before and after the measurement."""
+        if not self.arguments.limits:
+            self.limits = better(self.limits, self._measure_limits())
+        return self.limits
 
     def choose_fastest(self, side: str, trials: Mapping[str, Callable[[], float]]) -> str:
         """Return the fastest setting of a side, and record the seconds of each; a single setting is not timed."""

@@ -56,6 +56,12 @@ def test_results_of_processors_of_one_name_are_apart(bench, tmp_path: Path) -> N
     }
 
 
+def test_limits_are_the_better_of_two_measurements(bench) -> None:
+    first = {"chip": "C", "threads": 2, "flops_per_second": {"fp32": 5, "bf16": 9}, "copy_bytes_per_second": 3}
+    second = {"chip": "C", "threads": 2, "flops_per_second": {"fp32": 7, "bf16": 8}, "copy_bytes_per_second": 2}
+    assert bench.machine.better(first, second) == first | {"flops_per_second": {"fp32": 7, "bf16": 9}}
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_script_help_prints_usage_and_commands(bench, name: str, monkeypatch, capsys) -> None:
     monkeypatch.setattr("sys.argv", [f"{name}.py", "--help"])
