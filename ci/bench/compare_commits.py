@@ -63,7 +63,7 @@ def main() -> None:
     what = f"{arguments.stage}, {arguments.shape}, {arguments.batch} rows, {supervised.describe_lengths(lengths)}"
     what += turns.mark_precision(arguments, ", ")
     settings = {"commit": commit, "what": what, "copies": arguments.copies, "micro_batch": arguments.micro_batch}
-    sizes = f"{arguments.batch}" if lengths is None else f"{lengths[0]}+{lengths[1]}-x{arguments.batch}"
+    sizes = str(arguments.batch) if lengths is None else f"{lengths[0]}+{lengths[1]}-x{arguments.batch}"
     name = f"commits-{arguments.stage}-{sizes}-{commit}{turns.mark_precision(arguments, '-')}"
     measured = turns.Turns(name, what, settings, arguments)
     with tempfile.TemporaryDirectory() as temporary:

@@ -95,10 +95,12 @@ def limits(accelerator: str, precision: str | None = None) -> dict[str, Any]:
 
 def better(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """Return the larger of both numbers for each speed: what slows a measurement is no limit of the machine."""
-    return {
+    both = {
         key: better(value, second[key]) if isinstance(value, dict) else max(value, second[key])
         for key, value in first.items()
+        if key in second
     }
+    return {**first, **second, **both}
 
 
 def measure(accelerator: str, precision: str | None = None, *, size: int = READ, side: int = 4096) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def common(work: dict[str, Any], precision: str, output: str) -> dict[str, Any]:
 
 
 def schedule(work: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of the supervised trainers: a constant rate and the order of the rows, until the end."""
+    """Return the options of the supervised trainers: a constant rate, and rows in the order of the work."""
     return {
         "num_train_epochs": 100_000,
         "learning_rate": work["learning_rate"],

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, rounds: int = 5, warmup: i
     parser.add_argument("--fresh", action="store_true", help="start again instead of resuming an earlier call")
     parser.add_argument("--once", action="store_true", help="measure nothing if complete results of this code exist")
     parser.add_argument("--rows", type=Path, help="additional file for the rows")
-    parser.add_argument("--limits", type=Path, help="output of machine.py --json (default: measure now)")
+    parser.add_argument("--limits", type=Path, help="output of machine.py --json, for the limits before the sides")
     parser.add_argument("--output", type=Path, help="JSON file (default: results/NAME-CHIP.json)")
 
 
@@ -162,9 +162,8 @@ class Turns:
         return limits(self.arguments.accelerator, getattr(self.arguments, "precision", None))
 
     def best_limits(self) -> dict[str, Any]:
-        """Return the machine's limits, of which each is the better of before and after the measurement."""
-        if not self.arguments.limits:
-            self.limits = better(self.limits, self._measure_limits())
+        """Measure the machine's limits again, and return the better of before and after the sides."""
+        self.limits = better(self.limits, self._measure_limits())
         return self.limits
 
     def choose_fastest(self, side: str, trials: Mapping[str, Callable[[], float]]) -> str:

@@ -78,19 +78,19 @@ def test_sums_with_products_in_place_are_those_of_a_result(inside):
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "product",
     [
-        lambda a: torch.bmm(a.new_ones(4, 2, 8), a.new_ones(1, 8, 3)),
-        lambda a: torch.baddbmm(a.new_ones(4, 2, 3), a.new_ones(4, 2, 8), a.new_ones(1, 8, 3)),
-        lambda a: torch.mm(a.new_ones(2, 2, 8), a.new_ones(2, 8, 3)),
-        lambda a: torch.mm(a.new_ones(2, 8), a.new_ones(7, 3)),
-        lambda a: torch.mm(a.new_ones(2, 8).bfloat16(), a.new_ones(8, 3).bfloat16(), out=a.new_ones(2, 3)),
-        lambda a: torch.addmm(a.new_ones(2, 3), a.new_ones(2, 8), a.new_ones(8, 3), out=a.new_ones(2, 3).double()),
+        lambda ones: torch.bmm(ones(4, 2, 8), ones(1, 8, 3)),
+        lambda ones: torch.baddbmm(ones(4, 2, 3), ones(4, 2, 8), ones(1, 8, 3)),
+        lambda ones: torch.mm(ones(2, 2, 8), ones(2, 8, 3)),
+        lambda ones: torch.mm(ones(2, 8), ones(7, 3)),
+        lambda ones: torch.mm(ones(2, 8).bfloat16(), ones(8, 3).bfloat16(), out=ones(2, 3)),
+        lambda ones: torch.addmm(ones(2, 3), ones(2, 8), ones(8, 3), out=ones(2, 3).double()),
     ],
 )
-def test_tensors_that_do_not_fit_are_an_error_as_without(inside, wrong):
+def test_wrong_shapes_and_dtypes_raise_as_in_torch(inside, product):
     with pytest.raises(RuntimeError):
-        wrong(torch.ones(1))
+        product(torch.ones)
 
 
 def test_softmax_keeps_what_is_not_a_number(inside):
@@ -131,25 +131,22 @@ def test_an_activation_of_a_part_is_that_of_the_whole(inside, name):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("threads", [3, 4, 8])
-def test_activations_are_the_same_in_parts_of_many_threads(accelerator, monkeypatch, threads, dtype):
-    """Of rows whose numbers torch divides into parts that are no whole vectors."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        with invariant.batch_invariant():
-            for name in invariant.ACTIVATIONS:
-                function = getattr(torch, name, None) or getattr(torch.nn.functional, name)
-                for rows, size in ((160, 512), (514, 32), (3, 21846), (97, 1536)):
-                    numbers = torch.randn(rows, size, generator=torch.Generator().manual_seed(0)).abs().to(dtype)
-                    whole = function(numbers)
-                    assert all(torch.equal(function(numbers[row].clone()), whole[row]) for row in range(rows)), name
-            assert find_batch_dependence(accelerator, dtype) == ""
-            monkeypatch.setattr(invariant, "_shares", lambda name, count: 1)
-            if threads > 3 and dtype == torch.float32:
-                assert "depends on the number of rows, if they are long" in find_batch_dependence(accelerator, dtype)
-    finally:
-        torch.set_num_threads(before)
+@pytest.mark.parametrize("inside", [3, 4, 8], indirect=True)
+def test_activations_do_not_depend_on_the_division_among_threads(accelerator, inside, dtype):
+    for name in invariant.ACTIVATIONS:
+        function = getattr(torch, name, None) or getattr(torch.nn.functional, name)
+        for rows, size in ((160, 512), (514, 32), (3, 21846), (97, 1536)):
+            numbers = torch.randn(rows, size, generator=torch.Generator().manual_seed(0)).abs().to(dtype)
+            whole = function(numbers)
+            assert all(torch.equal(function(numbers[row].clone()), whole[row]) for row in range(rows)), name
+    assert find_batch_dependence(accelerator, dtype) == ""
+
+
+@pytest.mark.parametrize("inside", [4, 8], indirect=True)
+def test_activations_of_long_rows_are_found_to_depend_on_the_batch(accelerator, inside, monkeypatch):
+    monkeypatch.setattr(invariant, "_shares", lambda name, count: 1)
+    found = find_batch_dependence(accelerator, torch.float32)
+    assert "depends on the number of rows, if they are long" in found
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -60,6 +60,9 @@ def test_limits_are_the_better_of_two_measurements(bench) -> None:
     first = {"chip": "C", "threads": 2, "flops_per_second": {"fp32": 5, "bf16": 9}, "copy_bytes_per_second": 3}
     second = {"chip": "C", "threads": 2, "flops_per_second": {"fp32": 7, "bf16": 8}, "copy_bytes_per_second": 2}
     assert bench.machine.better(first, second) == first | {"flops_per_second": {"fp32": 7, "bf16": 9}}
+    without = second | {"flops_per_second": {"fp32": 7}}  # of another precision
+    assert bench.machine.better(first, without)["flops_per_second"] == {"fp32": 7, "bf16": 9}
+    assert bench.machine.better(without, first)["flops_per_second"] == {"fp32": 7, "bf16": 9}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -240,15 +243,8 @@ def test_turns_resume_unless_complete_or_settings_changed(bench, tmp_path: Path,
     (tmp_path / "limits.json").write_text(json.dumps(limits))
 
     def make_turns(rounds: int, seconds: float | None = None, settings: str = "same", apart: bool = False):
-        words = [
-            "--apart" if apart else "--no-apart",
-            "--rounds",
-            str(rounds),
-            "--warmup",
-            "0",
-            "--limits",
-            str(tmp_path / "limits.json"),
-        ]
+        words = ["--apart" if apart else "--no-apart", "--rounds", str(rounds), "--warmup", "0"]
+        words += ["--limits", str(tmp_path / "limits.json")]
         words += ["--output", str(tmp_path / "results.json")]
         words += ["--seconds", str(seconds)] if seconds is not None else []
         parser = argparse.ArgumentParser()
