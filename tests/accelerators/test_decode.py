@@ -67,6 +67,27 @@ def test_layers_narrower_or_wider_than_their_heads(inner, hidden):
     check(model_of(hidden_size=hidden, intermediate_size=inner, num_hidden_layers=1), prompts(18))
 
 
+def test_numbers_do_not_depend_on_the_default_dtype(monkeypatch):
+    """Room that C writes to has a type of its own: too little of it would be found by its size."""
+    model, given, made, empty = model_of(), prompts(5), [], torch.empty
+
+    def recorded(*sizes: Any, **options: Any) -> torch.Tensor:
+        made.append(empty(*sizes, **options))
+        return made[-1]
+
+    restore = decode.prepare(model, True)
+    expected = logits_of(model, given)
+    monkeypatch.setattr(torch, "empty", recorded)
+    torch.set_default_dtype(torch.float64)
+    try:
+        logits = logits_of(model, given)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        restore()
+    assert torch.equal(logits, expected)
+    assert made and not any(tensor.dtype == torch.float64 for tensor in made)
+
+
 @pytest.mark.parametrize("kind", ["viewed", "grown"])
 def test_decoding_into_parts_of_buffers_or_growing_ones(kind, decode_calls):
     check(model_of(), prompts(5), kind)

@@ -14,6 +14,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from accelerators.backends.cpu.kernels import decode, families, invariant
+from rlhf.generation.kv_cache import WindowedStaticCache
 from rlhf.models.lora import merged_adapters
 from rlhf.models.transformers_patches import cache_argument
 from tests.accelerators.decoding import STEPS, check, logits_of, model_of, off, prompts, truth
@@ -67,6 +68,18 @@ def test_token_without_a_cache_is_left_to_the_layers(decode_calls):
     restore()
     assert off(logits, exact) <= 1.1 * off(plain, exact)
     assert decode_calls["linear"] and not decode_calls["decode"]
+
+
+def test_cache_of_another_dtype_is_left_to_the_layers_and_named(decode_calls, monkeypatch, caplog):
+    model, given = model_of(), prompts(5)
+    plain = logits_of(model, given)
+    buffers = [torch.zeros(5, 1, 20, 32) for _ in range(4)]  # in float32
+    monkeypatch.setattr(WindowedStaticCache, "decode_buffers", lambda *_: (buffers, 0))
+    restore = decode.prepare(model, True)
+    logits = logits_of(model, given)
+    restore()
+    assert off(logits, plain) < 0.1 and not decode_calls["decode"]
+    assert slower("its cache is of an unknown form", "LlamaDecoderLayer") in caplog.text
 
 
 @torch.no_grad()

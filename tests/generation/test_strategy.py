@@ -4,6 +4,7 @@ import pytest
 
 from rlhf.config.schema import build_config
 from rlhf.errors import ConfigError
+from rlhf.generation import hybrid_engine
 from rlhf.generation.hybrid_engine import (
     GenerationMemory,
     _resolve_group_size,
@@ -131,6 +132,16 @@ def test_below_zero_3_each_rank_generates_alone(accelerator):
     assert not lines
 
 
+def test_split_that_is_not_needed_is_named(accelerator, monkeypatch):
+    memory = GenerationMemory(weights=8, unpacked=8, cache=1, logits=1, used=3, total=100)
+    monkeypatch.setattr(hybrid_engine, "_estimate_memory", lambda *_: memory)
+    lines = []
+    group = choose_rank_group(trained(accelerator, 3), configuration(3, tensor_parallel=2), say=lines.append)
+    assert type(group).__name__ == "SingleRank"
+    (line,) = lines
+    assert "ppo.tensor_parallel is not used in rollouts, because whole weights fit; set ppo.generation_weights" in line
+
+
 @pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 4), (8, 4), (6, 2)])
 def test_largest_group_that_divides_ranks_and_heads_is_taken(ranks, size):
     assert _resolve_group_size(llama(60, num_key_value_heads=4), configuration().ppo, ranks) == size
@@ -143,3 +154,6 @@ def test_group_needs_its_share_of_weights_and_the_logits_of_all_its_rows():
     assert memory.fits(2) and not memory.fits(1)
     assert not memory._replace(total=99).fits(2)
     assert memory._replace(total=139).fits(1) and not memory._replace(total=138).fits(1)
+    needs = "whole weights of 80.0 GiB, a cache of 10.0 GiB and logits of 5.0 GiB do not fit into 90% of 100.0 GiB"
+    in_gib = GenerationMemory(*(size * 2**30 for size in memory))
+    assert str(in_gib) == f"{needs}, of which 30.0 GiB is in use"
