@@ -159,7 +159,13 @@ def build_deepspeed_config(
     _pop_managed(settings)
     for section in ("offload_optimizer", "offload_param"):  # an empty section would turn offloading on
         if section not in managed_settings["zero_optimization"]:
-            settings.get("zero_optimization", {}).pop(section, None)
+            ignored = settings.get("zero_optimization", {}).pop(section, None)
+            if ignored and trained:
+                logger.warning(
+                    "engine.deepspeed.zero_optimization.%s: ignored, since nothing of the %s model is offloaded by it; "
+                    "set engine.offload, or remove the section",
+                    *(section, placement.role.name),
+                )
     return _merge(managed_settings, settings)
 
 

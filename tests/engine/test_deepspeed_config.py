@@ -8,10 +8,10 @@ import pytest
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from rlhf.config.schema import build_config
-from rlhf.engine import deepspeed_config
 from rlhf.engine.deepspeed_config import (
     _RECIPE_KEYS,
     _ZERO_KEYS,
+    build_deepspeed_config,
     check_deepspeed_keys,
     check_nvme,
     check_zero_stages,
@@ -25,7 +25,7 @@ from tests.in_process import make_placement
 
 def built(accelerator, zero_stage=1, precision="fp32", **engine):
     placement = make_placement(zero_stage, **engine)
-    return deepspeed_config.build_deepspeed_config(placement, accelerator, accelerator.precision(precision), 2, 1)
+    return build_deepspeed_config(placement, accelerator, accelerator.precision(precision), 2, 1)
 
 
 def check(settings):
@@ -114,6 +114,14 @@ def test_offload_buffers_may_be_set_and_turn_nothing_on(accelerator):
     assert "offload_optimizer" not in zero
 
 
+def test_offload_buffers_of_a_model_without_offloading_are_named(accelerator, caplog):
+    own = {"zero_optimization": {"offload_param": {"buffer_count": 3}, "offload_optimizer": {"device": "cpu"}}}
+    placement = make_placement(3, offload="none", deepspeed=own)
+    build_deepspeed_config(placement, accelerator, accelerator.precision("fp32"), 2, 1, trained=1)
+    (line,) = caplog.messages  # the other section is empty without the device, which rlhf sets
+    assert line.startswith("engine.deepspeed.zero_optimization.offload_param: ignored, since nothing of the sft model")
+
+
 @pytest.mark.parametrize(("recipe_key", "keys"), _RECIPE_KEYS.items())
 def test_managed_key_is_rejected_with_the_recipe_key(recipe_key, keys):
     for key in keys:
@@ -180,9 +188,7 @@ def test_each_model_has_a_separate_nvme_folder(accelerator, tmp_path):
     config = build_config({"engine": {"zero_stage": 3, "offload": "all", "nvme": str(tmp_path)}})
     folders = []
     for placement in model_placements(config, "ppo").values():
-        built_config = deepspeed_config.build_deepspeed_config(
-            placement, accelerator, accelerator.precision("fp32"), 1, 1
-        )
+        built_config = build_deepspeed_config(placement, accelerator, accelerator.precision("fp32"), 1, 1)
         offload = built_config["zero_optimization"]["offload_param"]
         assert offload["device"] == "nvme"
         folders.append(offload["nvme_path"])
