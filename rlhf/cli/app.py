@@ -34,6 +34,7 @@ from rlhf.cli.options import (
     collect_options,
     join_lines,
     parse_stages,
+    refuse_options,
     report_interruption,
     shared,
     with_signature,
@@ -145,10 +146,13 @@ def run(
     selected = STAGES if stages is None else parse_stages(stages)
     if not context.invoked_subcommand:
         start(context, selected, **vars(options))
-    elif stages is None:
-        context.obj = options
-    else:
+        return
+    if stages is not None:
         raise ConfigError(f"--stages {stages}: not allowed with a command; leave out `{context.invoked_subcommand}`")
+    command = getattr(context.command, "commands", {}).get(context.invoked_subcommand)
+    if hasattr(command, "commands"):  # a group, whose commands take none of them
+        refuse_options(options, (), context.invoked_subcommand)
+    context.obj = options
 
 
 @report_interruption()

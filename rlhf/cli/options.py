@@ -198,13 +198,30 @@ def with_signature(
 
 
 def collect_options(context: typer.Context, names: Sequence[str], values: Mapping[str, Any]) -> Options:
-    """Return the options before the subcommand, overridden by those given after it (`values`)."""
+    """Return the options before the subcommand, overridden by those given after it (`values`).
+
+    Raises:
+        ConfigError: an option before the subcommand is not among `names`.
+    """
     before: Options = context.obj or Options()
-    # `is not False`: `--seed 0` is given.
-    overriding = {name: value for name in names if (value := values[name]) not in (None, []) and value is not False}
+    refuse_options(before, names, context.info_name)
+    overriding = {name: values[name] for name in names if _is_given(values[name])}
     if before.overrides and "overrides" in overriding:
         overriding["overrides"] = [*before.overrides, *overriding["overrides"]]
     return replace(before, **overriding)
+
+
+def refuse_options(before: Options, names: Sequence[str], command: str | None) -> None:
+    """Raise `ConfigError` if an option before a subcommand is not among its `names`; `--debug` suits every one."""
+    for field in fields(Options):
+        if field.name not in (*names, "debug") and _is_given(getattr(before, field.name)):
+            declared = _HINTS[field.name].__metadata__[0].default  # in an annotation, the option's name stands there
+            option = declared if isinstance(declared, str) else f"--{field.name.replace('_', '-')}"
+            raise ConfigError(f"{option}: `rlhf {command}` has no such option; leave it out")
+
+
+def _is_given(value: Any) -> bool:
+    return value not in (None, []) and value is not False  # `is not False`: `--seed 0` is given
 
 
 def join_lines(text: str | None) -> str:
