@@ -69,9 +69,9 @@ class StepNotTakenError(DivergedError):
         reason: what is not finite, and where.
     """
 
-    def __init__(self, reason: str, stage: str, last_checkpoint: str) -> None:
+    def __init__(self, reason: str, stage: str, last_checkpoint: str, rate_key: str) -> None:
         super().__init__(
-            f"{stage}: {reason}; {last_checkpoint}; lower {stage}.optimizer.learning_rate, look at these rows and this "
+            f"{stage}: {reason}; {last_checkpoint}; lower {rate_key}, look at these rows and this "
             "model, or set alarms.skip_not_finite to leave out such steps"
         )
         self.reason = reason

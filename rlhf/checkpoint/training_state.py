@@ -74,8 +74,7 @@ def save_checkpoint(
             if count := save_engine(engine, _partial(final) / name):
                 raise DivergedError(
                     f"{directory.name}: {count:,} weights of the {name} model are not finite after step {step}, so no "
-                    f"checkpoint was written; {directory.describe_last_checkpoint()}; lower "
-                    f"{directory.name}.optimizer.learning_rate"
+                    f"checkpoint was written; {directory.describe_last_checkpoint()}; lower {engine.placement.rate_key}"
                 )
         files = {_RANDOM.format(rank=distributed.world().rank): _encode(random)}
         if distributed.world().is_main:

@@ -80,6 +80,7 @@ class ModelPlacement:
         dropout: the rate in training; None for the model's own rates.
         lora: the settings for this model; `rank` is 0 if all weights are trained, and for a frozen model.
         engine: the settings for this model, with those of `roles` applied.
+        rate_key: the key of the learning rate at which its weights, or its adapters, are trained.
     """
 
     role: Role
@@ -88,6 +89,7 @@ class ModelPlacement:
     dropout: float | None
     lora: LoraConfig
     engine: EngineConfig
+    rate_key: str
 
     @property
     def zero_stage(self) -> int:
@@ -178,7 +180,18 @@ def _place_model(config: Config, stage: Stage, role: Role) -> ModelPlacement:
                 "frozen": overrides.get("frozen", config.engine.frozen),
             }
         ),
+        rate_key=_find_rate_key(config, stage, role),
     )
+
+
+def _find_rate_key(config: Config, stage: Stage, role: Role) -> str:
+    overrides = getattr(config.roles, role.name)
+    rank = config.lora.rank if overrides.lora_rank is None else overrides.lora_rank
+    if rank and overrides.lora_learning_rate is not None:
+        return f"roles.{role.name}.lora_learning_rate"
+    if rank and config.lora.learning_rate is not None:
+        return "lora.learning_rate"
+    return "ppo.critic_optimizer.learning_rate" if role.name == "critic" else f"{stage}.optimizer.learning_rate"
 
 
 def _dropout(config: Config, stage: Stage, role: Role) -> float | None:

@@ -22,6 +22,7 @@ from rlhf.reporting.console import console
 from rlhf.reporting.progress import progress
 from rlhf.reporting.recorder import metric_group
 from rlhf.reporting.rules import FINITE_GRADIENTS, LEFT_OUT
+from rlhf.roles.roles import model_placements
 from rlhf.runs.stage_directory import parse_step
 from rlhf.trainers.context import StageContext
 from rlhf.trainers.evaluation_schedule import EvaluationSchedule
@@ -231,6 +232,7 @@ def measure_step(trainer: Trainer, context: StageContext, index: int) -> Iterato
                 f"{explain_step(trainer, context, index + 1, failed)}",
                 context.directory.name,
                 context.directory.describe_last_checkpoint(),
+                failed.engine.placement.rate_key,
             ) from failed
         if index == 0:  # no resumed process repeats it, so records do not depend on where a run resumed
             metrics |= samples.count_unchanged()
@@ -329,8 +331,11 @@ def _check_finite(metrics: Metrics, context: StageContext, step: int) -> None:
     if not bad:
         return
     stage = context.directory.name
+    trained, *others = model_placements(context.config, stage).values()
+    of_critic = bad[0].startswith(("critic_", "value_"))
+    rate_key = next((other.rate_key for other in others if of_critic and other.role.name == "critic"), trained.rate_key)
     raise DivergedError(
         f"{stage}: {bad[0]} became {metrics[bad[0]]} at step {step} (batch {step - 1}); "
-        f"{context.directory.describe_last_checkpoint()}; lower {stage}.optimizer.learning_rate, or look "
+        f"{context.directory.describe_last_checkpoint()}; lower {rate_key}, or look "
         "for extreme rows in that batch"
     )

@@ -185,3 +185,27 @@ def test_adapter_learning_rate_by_role():
     placements = {role: place for stage in STAGES for role, place in model_placements(config, stage).items()}
     expected = {"sft": 1e-4, "reward": 5e-3, "actor": 4e-4, "critic": 1e-4}
     assert {role: place.lora.learning_rate for role, place in placements.items()} == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "actor", "critic"),
+    [
+        ("", "ppo.optimizer.learning_rate", "ppo.critic_optimizer.learning_rate"),
+        ("lora.rank=4", "ppo.optimizer.learning_rate", "ppo.critic_optimizer.learning_rate"),  # ten times the stage's
+        ("lora.learning_rate=1e-4", "ppo.optimizer.learning_rate", "ppo.critic_optimizer.learning_rate"),  # no adapters
+        ("lora.rank=4 lora.learning_rate=1e-4", "lora.learning_rate", "lora.learning_rate"),
+        (
+            "lora.rank=4 lora.learning_rate=1e-4 roles.critic.lora_learning_rate=1e-5",
+            "lora.learning_rate",
+            "roles.critic.lora_learning_rate",
+        ),
+        (
+            "lora.rank=4 lora.learning_rate=1e-4 roles.critic.lora_rank=0",
+            "lora.learning_rate",
+            "ppo.critic_optimizer.learning_rate",
+        ),
+    ],
+)
+def test_each_model_knows_the_key_of_its_learning_rate(settings, actor, critic):
+    placements = model_placements(configure(settings), "ppo")
+    assert [placements[name].rate_key for name in ("actor", "critic")] == [actor, critic]

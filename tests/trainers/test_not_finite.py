@@ -20,7 +20,7 @@ from rlhf.trainers.loop import take_step
 from tests.engine.engines import IDS, build, loss, masters, step
 from tests.forks import Forks
 from tests.helpers import llama
-from tests.in_process import StubTrainer, build_ppo, ppo_models, stage_context
+from tests.in_process import StubTrainer, build_ppo, make_placement, ppo_models, stage_context
 from tests.trainers.test_ppo import scalar
 
 
@@ -97,6 +97,8 @@ def test_first_layer_and_its_rows_are_named(ppo: Any, case: str, zero_stage: int
         take_step(trainer, trainer.context, 0)
     broken = "critic" if case == "critic" else "actor"
     assert f"ppo: the gradients of the {broken} model are not finite at step 1 (batch 0)" in str(caught.value)
+    optimizer = "critic_optimizer" if case == "critic" else "optimizer"
+    assert f"; lower ppo.{optimizer}.learning_rate, look at these rows" in str(caught.value)
     found = re.search(
         r"in the (\w+) of (\S+) \((\w+) model, [\d,]+ of [\d,]+ numbers\); their rows are in (\S+);", str(caught.value)
     )
@@ -165,7 +167,7 @@ def test_number_of_left_out_steps_survives_a_restart(accelerator, recipe, tmp_pa
 
         def fails(index: int) -> dict[str, float]:
             if index in wrong:
-                raise NotFiniteError(SimpleNamespace(name="sft"), [], None)
+                raise NotFiniteError(SimpleNamespace(name="sft", placement=make_placement()), [], None)
             return {"rows": 1.0}
 
         return loop.fit(StubTrainer(context.config.sft, fails, total_steps=total), context)
@@ -174,6 +176,16 @@ def test_number_of_left_out_steps_survives_a_restart(accelerator, recipe, tmp_pa
     assert run(5, {4})["left_out_steps"] == [2, 5]
     with pytest.raises(StepNotTakenError, match="the gradients of the sft model are not finite at step 6 "):
         run(6, {5})
+
+
+@pytest.mark.parametrize(
+    ("metric", "key"),
+    [("policy_loss", "optimizer"), ("value_loss", "critic_optimizer"), ("critic_grad_norm", "critic_optimizer")],
+)
+def test_number_that_is_not_finite_names_the_rate_of_its_model(accelerator, recipe, tmp_path, metric, key):
+    context = stage_context(accelerator, tmp_path, "ppo", recipe)
+    with pytest.raises(DivergedError, match=rf"{metric} became nan at step 3 .* lower ppo\.{key}\.learning_rate, or"):
+        loop._check_finite({metric: float("nan")}, context, 3)
 
 
 def test_no_checkpoint_is_written_of_weights_that_are_not_finite(accelerator, recipe, tmp_path):
