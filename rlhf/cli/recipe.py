@@ -275,6 +275,10 @@ def plan(
             accelerator = select_accelerator(config, options.accelerator).create()
             accelerator.bind(0)
             environment = detect_environment(accelerator, config, devices, local=devices)
+        if host_bytes and environment.unified_memory:
+            raise ConfigError(f"--host-memory: {accelerator.name} uses the host's memory; leave this option out")
+        if host_bytes:
+            environment = replace(environment, host_limit=host_bytes // devices)
     reports = [
         report_stage(config, name, environment, device=device, measured=measured, tflops=tflops, price=price, rows=rows)
         for name in stages

@@ -60,20 +60,20 @@ def resolve_auto(
     sharding, then rollouts at ZeRO-3 with `whole` before `tensor_parallel` before `layerwise` weights, then reuse of
     PPO's forward passes.
     """
-    multiple = environment.ranks > 1
+    multiple, can_offload = environment.ranks > 1, not environment.unified_memory
     alternatives: dict[str, Sequence[Any]] = {}
     if config.engine.offload == "auto":
-        alternatives["engine.offload"] = ("none", "optimizer", "all")
-    if config.engine.zero_stage == "auto":
-        alternatives["engine.zero_stage"] = environment.zero_stages if multiple else (0,)
+        alternatives["engine.offload"] = ("none", "optimizer", "all") if can_offload else ("none",)
+    if config.engine.zero_stage == "auto":  # on one rank, only offloading needs ZeRO
+        shards = multiple or (can_offload and config.engine.offload != "none")
+        alternatives["engine.zero_stage"] = environment.zero_stages if shards else (0,)
     if config.ppo.generation_weights == "auto":
         alternatives["ppo.generation_weights"] = ("whole", "tensor_parallel", "layerwise") if multiple else ("whole",)
     if config.ppo.reuse_forward and config.ppo.updates == 1:
         alternatives["ppo.reuse_forward"] = (True, False)
-    choices = [config]
-    for key, values in alternatives.items():
-        candidates = [apply_settings(choice, {key: value}) for choice in choices for value in values]
-        choices = [choice for choice in candidates if _is_possible(choice, stages)] or candidates[:1]
+    combinations = itertools.product(*alternatives.values())
+    candidates = [apply_settings(config, dict(zip(alternatives, values, strict=True))) for values in combinations]
+    choices = [choice for choice in candidates if _is_possible(choice, stages, environment.ranks)] or candidates[:1]
     for choice in choices:
         if all(plan_stage(choice, stage, environment, shapes).fits(environment) for stage in stages):
             return choice
@@ -104,7 +104,7 @@ def find_changes(
     possible = [
         change
         for change in list_changes(config, stages, environment)
-        if _is_possible(apply_settings(config, change.settings), stages)
+        if _is_possible(apply_settings(config, change.settings), stages, environment.ranks)
     ]
     for change in possible:
         if fit([change]):
@@ -149,7 +149,7 @@ def advise(
     """
     by_scope: dict[str, list[str]] = {"any time": [], "stage": [], "run": []}
     for change in list_changes(config, [stage], environment, failed_in=phase, best_precision=best_precision):
-        if _is_possible(apply_settings(config, change.settings), [stage]):
+        if _is_possible(apply_settings(config, change.settings), [stage], environment.ranks):
             by_scope[_scope(change)].append(str(change))
     now, later = by_scope["any time"], list[str]()
     (later if started else now).extend(by_scope["stage"])
@@ -234,9 +234,23 @@ def find_fewest_devices(config: Config, stages: Sequence[Stage], environment: En
     common = math.gcd(*(_rows_of_a_rank(config, stage, 1) for stage in stages))
     for ranks in (ranks for ranks in range(1, min(common, _MAX_DEVICES) + 1) if common % ranks == 0):
         with contextlib.suppress(ConfigError):  # a micro-batch that does not divide a share
-            if stages_fit(config, stages, replace(environment, ranks=ranks)):
+            if stages_fit(config, stages, _with_ranks(environment, ranks)):
                 return ranks
     return None
+
+
+def _with_ranks(environment: Environment, ranks: int) -> Environment:
+    """Return the same machine with another number of ranks, which share its host's memory."""
+
+    def share(limit: int) -> int:
+        return limit * environment.ranks // ranks
+
+    return replace(
+        environment,
+        ranks=ranks,
+        host_limit=environment.host_limit and share(environment.host_limit),
+        device_limit=share(environment.device_limit) if environment.unified_memory else environment.device_limit,
+    )
 
 
 def find_largest_micro_batch(config: Config, stage: Stage, environment: Environment) -> int | None:
@@ -244,7 +258,7 @@ def find_largest_micro_batch(config: Config, stage: Stage, environment: Environm
     rows = _rows_of_a_rank(config, stage, environment.ranks)
     for part in [rows, *_divisors(rows)]:
         changed = apply_settings(config, {f"{stage}.micro_batch_size": part})
-        if stages_fit(changed, [stage], environment):
+        if _is_possible(changed, [stage], environment.ranks) and stages_fit(changed, [stage], environment):
             return part
     return None
 
@@ -261,10 +275,15 @@ def apply_settings(config: Config, settings: dict[str, Any]) -> Config:
     return config
 
 
-def _is_possible(config: Config, stages: Sequence[Stage]) -> bool:
-    """Return whether the models can be placed as the settings say."""
+def _is_possible(config: Config, stages: Sequence[Stage], ranks: int) -> bool:
+    """Return whether the models can be placed, and the batches divided, as the settings say."""
     try:
         check_placements(config, stages)
+        for stage in stages:
+            if stage == "ppo":
+                config.ppo.pretraining(ranks)
+            else:
+                config.supervised(stage).micro_batch(ranks, section=stage)
     except ConfigError:
         return False
     return True
@@ -281,10 +300,10 @@ def _scope(change: Change) -> str:
 def _offloads(
     config: Config, stages: Sequence[Stage], failed_in: Phase | None, environment: Environment
 ) -> Iterator[Change]:
-    zero_stage = {} if config.engine.zero_stage else {"engine.zero_stage": 1}
+    zero_stage = {"engine.zero_stage": 1} if config.engine.zero_stage in (0, "auto") else {}
     optimizer = Change({"engine.offload": "optimizer"} | zero_stage, "the optimizer steps on the host: slower updates")
     if failed_in is None:
-        if config.engine.offload == "none":
+        if config.engine.offload in ("none", "auto"):
             yield optimizer
             if 3 in environment.zero_stages:
                 everything = {"engine.offload": "all", "engine.zero_stage": 3}
@@ -292,7 +311,7 @@ def _offloads(
         return
     for value in ("all", "optimizer", "parameters"):
         changed = apply_settings(config, {"engine.offload": value})
-        if _is_possible(changed, stages):
+        if _is_possible(changed, stages, environment.ranks):
             if _offloaded(changed, stages) != _offloaded(config, stages):
                 yield Change({"engine.offload": value}, "the host holds more, and the device waits for it: slower")
                 return

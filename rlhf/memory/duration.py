@@ -19,6 +19,7 @@ from rlhf.memory.environment import Environment
 from rlhf.memory.model_state import ModelMemory
 from rlhf.memory.stage import Models, build_models
 from rlhf.runs.description import read_summary
+from rlhf.utils.units import format_count
 
 if TYPE_CHECKING:
     from accelerators import KnownDevice
@@ -103,15 +104,16 @@ def find_speed(environment: Environment, device: KnownDevice | None, tflops: flo
     return Speed(generation * peak, training * peak, source)
 
 
-def measure_duration(config: Config, stage: Stage, measured: Path, rows: int | None) -> Duration | None:
+def measure_duration(config: Config, stage: Stage, measured: Path, rows: int | None, devices: int) -> Duration | None:
     """Return the duration of a stage at the speed of a run or a profile; None if it lacks the stage.
 
     Args:
         measured: the folder of a run, or a file that `rlhf profile --json` wrote.
         rows: rows of the stage in one epoch; None if they are not known.
+        devices: number of devices, one for each rank.
 
     Raises:
-        ConfigError: the folder contains no run, or the file no profiles.
+        ConfigError: the folder contains no run, or one on another number of devices; or the file has no profiles.
         RunError: the stage's summary was changed.
     """
     if measured.is_file():
@@ -125,6 +127,11 @@ def measure_duration(config: Config, stage: Stage, measured: Path, rows: int | N
     summary = read_summary(path) if path.is_file() else {}
     if not (summary.get("steps") and summary.get("seconds")):
         return None
+    if (ranks := summary.get("ranks", devices)) != devices:
+        raise ConfigError(
+            f"--measured {measured}: was measured on {format_count(ranks, 'ranks')}, and the plan has "
+            f"{format_count(devices, 'devices')}; give --devices {ranks}"
+        )
     set_up = summary.get("set_up_seconds", 0.0)
     seconds = (summary["seconds"] - set_up) / summary["steps"]
     return Duration(count_steps(config, stage, rows) or summary["steps"], seconds, outside=set_up)

@@ -169,7 +169,10 @@ def report_stage(
     devices = find_fewest_devices(config, [stage], environment)
     advice["fewest devices"] = f"{devices:,} of these" if devices else "with these settings no number is enough"
     most = find_largest_micro_batch(resolved, stage, environment)
-    advice["largest micro-batch"] = f"{most} rows at a time" if most else "with these settings not even one row fits"
+    unit = "pair" if stage in ("reward", "dpo") else "row"
+    advice["largest micro-batch"] = (
+        f"{format_count(most, unit + 's')} at a time" if most else f"with these settings not even one {unit} fits"
+    )
     times, texts = _estimate_times(resolved, stage, environment, device, measured, tflops, price, rows)
     return {
         "stage": stage,
@@ -225,7 +228,8 @@ def _estimate_times(
             "the folder of a run on as many"
         )
     if measured:
-        duration, source = measure_duration(config, stage, measured, rows), f"the speed of {measured}"
+        duration = measure_duration(config, stage, measured, rows, environment.ranks)
+        source = f"the speed of {measured}"
     elif speed := find_speed(environment, device, tflops):
         duration, source = estimate_duration(config, stage, environment, speed, rows), speed.source
     elif device:

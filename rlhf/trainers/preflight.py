@@ -160,12 +160,14 @@ def examine(
     directory: RunDirectory,
     accelerator: Accelerator,
     *,
+    ranks: int = 1,
     overwrite: bool = False,
     whole: bool = False,
 ) -> Findings:
     """Check that the stages still to be run can work with their models and rows; write nothing.
 
     Args:
+        ranks: number of ranks of the run.
         overwrite: existing results of the stages will be replaced.
         whole: tokenize all rows, so that their number and lengths can be shown; False: a sample.
 
@@ -192,7 +194,7 @@ def examine(
     for stage in pending:
         with exact_numbers(config, stage, accelerator):
             pass  # it fails if the device cannot do that
-    models = BaseModels(config, accelerator)
+    models = BaseModels(config, accelerator, ranks)
     bases = {stage: resolve_base_models(config, stage, pending, directory.finished_model) for stage in pending}
     for stage in pending:
         for base in bases[stage]:
@@ -263,8 +265,8 @@ class BaseModels:
     Only models are loaded for an accelerator; their tokenizers need none.
     """
 
-    def __init__(self, config: Config, accelerator: Accelerator | None = None) -> None:
-        self._config, self._accelerator = config, accelerator
+    def __init__(self, config: Config, accelerator: Accelerator | None = None, ranks: int = 1) -> None:
+        self._config, self._accelerator, self._ranks = config, accelerator, ranks
         self.attention: dict[str, AttentionChoice] = {}
         self._outlines: dict[tuple[str, bool, bool], PreTrainedModel] = {}
         self._tokenizers: dict[tuple[str | None, str | None], PreTrainedTokenizerBase] = {}
@@ -340,7 +342,7 @@ class BaseModels:
         if stage == "ppo":
             actor = bases[0]
             outline = self.outline(actor) or build_llama_on_meta(self.tokenizer(actor))
-            check_generation_model(outline, self._config.ppo, current_process().size)
+            check_generation_model(outline, self._config.ppo, self._ranks)
 
     def outline(self, base: ResolvedBaseModel) -> PreTrainedModel | None:
         """Build the model without its weights; None for the embedded one."""

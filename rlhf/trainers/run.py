@@ -97,7 +97,7 @@ def run(
         selection = select_accelerator(config, accelerator)
         if current_process().rank == 0:
             _announce(config, selection, stages, pending, recipe)
-        request = Request(stages, resume, overwrite, dry_run)
+        request = Request(stages, size, resume, overwrite, dry_run)
         try:
             with termination.report_errors(), _open(config, selection, request, pending) as opened:
                 signals.raise_if_interrupted()  # a library may have swallowed one
@@ -135,10 +135,11 @@ def open_run(
     Raises:
         RLHFError, AcceleratorError: as `run`; or the stages are complete.
     """
-    pending = preflight.check(config, stages, current_process().size, resume=resume, overwrite=overwrite)
+    ranks = current_process().size
+    pending = preflight.check(config, stages, ranks, resume=resume, overwrite=overwrite)
     if not pending:
         raise RunError(f"{config.output}: {', '.join(stages)} is complete; replace it with overwrite=True")
-    request = Request(stages, resume, overwrite)
+    request = Request(stages, ranks, resume, overwrite)
     termination = RunTermination(RunDirectory(config.output), stages)
     try:
         with (
@@ -152,9 +153,10 @@ def open_run(
 
 
 class Request(NamedTuple):
-    """The stages to run, and what to do with those that the run's folder contains."""
+    """The stages to run, on how many ranks, and what to do with the stages that the run's folder contains."""
 
     stages: Sequence[Stage]
+    ranks: int
     resume: bool
     overwrite: bool
     dry_run: bool = False
@@ -193,7 +195,7 @@ def _open(config: Config, selection: Selection, request: Request, pending: Seque
         settings = config.model_dump(mode="json")
         if differing := find_first_difference(distributed.all_gather_objects(settings)):
             raise ConfigError(f"ranks were started with different settings: {differing}; start all with the same")
-        config = _resolve_auto(config, pending, accelerator)
+        config = _resolve_auto(config, pending, accelerator, request.ranks)
         choose_kernels(config, accelerator)
         remaining: tuple[str, ...] = ()
         if config.engine.deterministic:  # else the caller's program may have asked torch for it
@@ -207,7 +209,10 @@ def _open(config: Config, selection: Selection, request: Request, pending: Seque
                 _print_warnings(preflight.describe_divisions(config, pending))
                 _print_warnings([f"engine.deterministic: may still differ: {part}" for part in remaining])
                 findings = preflight.examine(
-                    config, pending, directory, accelerator, overwrite=request.overwrite, whole=request.dry_run
+                    *(config, pending, directory, accelerator),
+                    ranks=request.ranks,
+                    overwrite=request.overwrite,
+                    whole=request.dry_run,
                 )
                 arguments: dict[str, Any] = {
                     "stages": request.stages,
@@ -220,7 +225,7 @@ def _open(config: Config, selection: Selection, request: Request, pending: Seque
                 }
                 if request.dry_run:
                     directory.check(config, **arguments)
-                    _print_plans(config, findings, accelerator)
+                    _print_plans(config, findings, accelerator, request.ranks)
                 else:
                     stack.enter_context(directory.open_for(config, **arguments))
                     if directory.remove_stop_file():
@@ -229,7 +234,7 @@ def _open(config: Config, selection: Selection, request: Request, pending: Seque
                     stack.callback(directory.remove_stop_file)
                     steps = {plan.stage: plan.steps(config) for plan in findings.plans}
                     with suppress(ConfigError):  # the shape of a model is not known
-                        environment = detect_environment(accelerator, config, distributed.world().size)
+                        environment = detect_environment(accelerator, config, request.ranks)
                         later = compare_later_stages(config, steps, environment)
                 del findings  # frees the rows
         if not request.dry_run:
@@ -251,12 +256,12 @@ def _tell(line: str) -> None:
         console.copy = copy
 
 
-def _resolve_auto(config: Config, pending: Sequence[Stage], accelerator: Accelerator) -> Config:
+def _resolve_auto(config: Config, pending: Sequence[Stage], accelerator: Accelerator, ranks: int) -> Config:
     """Replace each `auto` of `engine` by the plan's choice, the same on all ranks."""
     from rlhf.engine import distributed
     from rlhf.memory.report import resolve_engine
 
-    directory, resolved, ranks = RunDirectory(config.output), config, distributed.world().size
+    directory, resolved = RunDirectory(config.output), config
     with distributed.on_main("planning the run") as main:
         if main:
             started = [stage for stage in pending if directory.stage(stage).started]
@@ -283,8 +288,8 @@ def _check_shared(directory: RunDirectory) -> None:
             )
 
 
-def _print_plans(config: Config, findings: preflight.Findings, accelerator: Accelerator) -> None:
-    """Print what each stage would do in a dry run.
+def _print_plans(config: Config, findings: preflight.Findings, accelerator: Accelerator, ranks: int) -> None:
+    """Print what each stage would do on `ranks` ranks, in a dry run.
 
     Raises:
         OutOfMemory: a stage would be refused for lack of memory.
@@ -299,7 +304,7 @@ def _print_plans(config: Config, findings: preflight.Findings, accelerator: Acce
             plan.stage,
             accelerator,
             plan.bases,
-            ranks=current_process().size,
+            ranks=ranks,
             fused_attention=fused,
         )
         print_stage(plan, config, start.lines, console)

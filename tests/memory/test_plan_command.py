@@ -58,6 +58,31 @@ def test_fewest_devices_suffice_and_half_of_them_do_not(forks: Forks) -> None:
     assert not plan_reports(forks, *sharded, "--devices", str(few // 2), code=3)[0]["fits"]
 
 
+def test_fewest_devices_share_the_memory_of_one_host(forks: Forks) -> None:
+    """All optimizer states are on the host: 12 bytes of 6.7e9 numbers, 75 GiB, whatever the number of devices."""
+    offloaded = ["--set", "engine.zero_stage=3", "--set", "engine.offload=all", "--stage", "sft", "--memory", "40GiB"]
+    offloaded += ["--host-memory", "192GiB", "--set", "sft.micro_batch_size=1"]
+    (eight,), (one,) = plan_reports(forks, *offloaded, "--devices", "8"), plan_reports(forks, *offloaded)
+    assert one["fits"] and eight["advice"]["fewest devices"] == one["advice"]["fewest devices"] == "1 of these"
+
+
+def test_fewest_devices_of_a_host_share_its_memory(forks: Forks) -> None:
+    large = ["--accelerator", "cpu", "--set", "model.path=opt-13b", "--stage", "sft", "--set", "engine.zero_stage=3"]
+    (report,) = plan_reports(forks, *large, code=3)
+    assert report["advice"]["fewest devices"] == "with these settings no number is enough"
+
+
+def test_host_memory_limits_a_plan_of_this_machine_too(forks: Forks) -> None:
+    done = forks.run("plan", *SEVEN, "--accelerator", "cpu", "--host-memory", "1GiB", timeout=60)
+    assert done.returncode == 2 and "--host-memory: cpu uses the host's memory; leave this option out" in done.stderr
+
+
+def test_rows_of_the_largest_micro_batch_are_pairs_where_the_key_counts_pairs(forks: Forks) -> None:
+    stages = [part for stage in ("sft", "reward", "dpo") for part in ("--stage", stage)]
+    most = [report["advice"]["largest micro-batch"] for report in plan_reports(forks, *stages, "--memory", "10TB")]
+    assert [text.split(maxsplit=1)[1] for text in most] == ["rows at a time", "pairs at a time", "pairs at a time"]
+
+
 def test_largest_micro_batch_fits_and_twice_its_rows_do_not(forks: Forks) -> None:
     lora = ["--set", "lora.rank=8", "--stage", "ppo", "--memory", "40GiB", "--set", "ppo.batch_size=1024"]
     lora += ["--set", "ppo.generation_batch_size=1"]
@@ -165,6 +190,18 @@ def test_measured_run_gives_its_pace(forks: Forks, tmp_path: Path) -> None:
     (tmp_path / "ppo" / "stage.json").write_text(json.dumps({"stage": "ppo", "steps": 10, "seconds": 50.0}))
     measured = ["--memory", "1TB", "--measured", str(tmp_path), "--stage", "ppo", "--set", "ppo.steps=720"]
     assert plan_reports(forks, *measured)[0]["hours"] == pytest.approx(1.0)
+
+
+def test_run_on_other_devices_predicts_no_hours(forks: Forks, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "sft").mkdir()
+    summary = {"stage": "sft", "steps": 10, "seconds": 50.0, "ranks": 8}
+    (tmp_path / "sft" / "stage.json").write_text(json.dumps(summary))
+    measured = ["plan", *SEVEN, "--memory", "1TB", "--measured", str(tmp_path), "--stage", "sft"]
+    done = forks.run(*measured, timeout=60)
+    assert done.returncode == 2
+    assert "was measured on 8 ranks, and the plan has 1 device; give --devices 8" in done.stderr
+    assert forks.run(*measured, "--devices", "8", timeout=60).returncode == 0
 
 
 def test_measured_run_sets_up_once(forks: Forks, tmp_path: Path) -> None:

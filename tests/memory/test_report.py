@@ -15,6 +15,7 @@ from rlhf.config.schema import build_config
 from rlhf.memory.advice import apply_settings
 from rlhf.memory.report import StartPlan, plan_next_stage, resolve_engine
 from rlhf.roles.lineage import MODEL, ResolvedBaseModel
+from rlhf.utils.units import parse_bytes
 
 MIB = 2**20
 
@@ -25,6 +26,7 @@ def test_stage_prints_its_plan_and_records_it_with_its_peak(finished_run: Path) 
         line = rf"^{stage}: plan: peak about [\d.,]+ [MG]iB of [\d.,]+ [MG]iB on each device \(.+\)$"
         assert re.search(line, console, re.MULTILINE), console
         summary = json.loads((finished_run / stage / "stage.json").read_text())
+        assert summary["ranks"] == 1
         assert summary["planned_memory"] == pytest.approx(summary["peak_memory"], rel=0.35)  # nearly all of libraries
         assert summary["planned_phase"] in console
 
@@ -37,6 +39,17 @@ def test_auto_settings_are_resolved_once_and_recorded(rlhf: Any, tmp_path: Path)
     assert line.startswith("auto: engine.zero_stage=0, engine.offload=none (sft: peak about ")
     engine = json.loads((tmp_path / "run" / "run.json").read_text())["config"]["engine"]
     assert (engine["zero_stage"], engine["offload"]) == (0, "none")
+
+
+def test_dry_run_plans_for_its_ranks(rlhf: Any, tmp_path: Path) -> None:
+    """Each of four ranks on a host has a quarter of its memory."""
+
+    def memory(ranks: int) -> float:
+        done = rlhf("sft", "--output", tmp_path / "run", "--ranks", ranks, "--dry-run", "--set", "sft.batch_size=16")
+        (text,) = re.findall(r"peak about [\d.]+ MiB of ([\d.]+ [MG]iB) on each device", done.stdout)
+        return parse_bytes(text.replace(" ", ""), "memory")
+
+    assert memory(4) == pytest.approx(memory(1) / 4, rel=0.02)
 
 
 class Small:

@@ -15,7 +15,14 @@ from accelerators.backends.hpu.backend import HPU
 from rlhf.config.schema import Stage, build_config
 from rlhf.data.toy_world import build_world_tokenizer
 from rlhf.generation.decode_state import plan_windows
-from rlhf.memory.advice import advise, find_changes, list_changes, plan_stages, resolve_auto
+from rlhf.memory.advice import (
+    advise,
+    find_changes,
+    find_largest_micro_batch,
+    list_changes,
+    plan_stages,
+    resolve_auto,
+)
 from rlhf.memory.duration import compare_later_stages, count_flops
 from rlhf.memory.environment import Environment, describe_environment, detect_environment
 from rlhf.memory.stage import Rows, _update, build_models, count_recordings, plan_stage
@@ -449,6 +456,58 @@ def test_plan_proposes_no_zero_stage_that_the_device_refuses() -> None:
         assert resolve_auto(config, ["sft"], full).engine.zero_stage == last
         proposed = [change.settings.get("engine.zero_stage", 0) for change in list_changes(one, ["sft"], full)]
         assert max(proposed) == last
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gib", "zero_stage", "expected"),
+    [
+        (1, 200, "auto", ("none", 0)),
+        (1, 60, "auto", ("optimizer", 1)),  # 16-bit weights and float32 gradients: 6 bytes of 6.7e9 numbers, 38 GiB
+        (1, 60, 2, ("optimizer", 2)),
+        (8, 7, "auto", ("optimizer", 3)),
+        (8, 6, "auto", ("all", 3)),
+        (1, 200, 0, ("none", 0)),
+    ],
+)
+def test_auto_offloads_as_little_as_fits(ranks: int, gib: int, zero_stage: Any, expected: tuple[str, int]) -> None:
+    engine = {"zero_stage": zero_stage, "offload": "auto"}
+    data = {"max_prompt_length": 16, "max_completion_length": 16}
+    sft = {"batch_size": 8, "micro_batch_size": 1}
+    config = build_config({"model": {"path": "llama-2-7b"}, "engine": engine, "data": data, "sft": sft})
+    environment = Environment(ranks, "bf16", device_limit=gib * 2**30)
+    chosen = resolve_auto(config, ["sft"], environment).engine
+    assert find_changes(config, ["sft"], environment) == [], "it fits"
+    assert (chosen.offload, chosen.zero_stage) == expected
+
+
+def test_auto_offloads_nothing_where_the_devices_memory_is_the_hosts() -> None:
+    config = build_config({"model": {"path": "llama-2-7b"}, "engine": {"zero_stage": "auto", "offload": "auto"}})
+    chosen = resolve_auto(config, ["sft"], replace(HOST, device_limit=0)).engine
+    assert (chosen.offload, chosen.zero_stage) == ("none", 3)
+
+
+def test_offloading_is_proposed_to_a_recipe_that_leaves_it_to_the_plan() -> None:
+    for engine in ({"offload": "auto"}, {"zero_stage": "auto"}):
+        config = build_config({"model": {"path": "llama-2-7b"}, "engine": engine, "sft": {"micro_batch_size": 1}})
+        small = Environment(1, "bf16", device_limit=60 * 2**30)
+        (change,) = find_changes(config, ["sft"], small)
+        assert change.settings == {"engine.offload": "optimizer", "engine.zero_stage": 1}
+
+
+def test_micro_batches_that_do_not_divide_the_texts_of_pretraining_are_not_tried() -> None:
+    """With 12 rows of text, 8 rows at a time are refused; the largest micro-batch is no error, nor is the advice."""
+    ppo = {"batch_size": 32, "ptx_coef": 1.0, "ptx_batch_size": 12}
+    config = build_config({"model": {"path": "opt-1.3b"}, "ppo": ppo, "data": {"pretraining": "texts"}})
+    changes = list_changes(config, ["ppo"], Environment())
+    refused = [change for change in changes if change.settings == {"ppo.micro_batch_size": 8}]
+    assert refused, "the plan would try it"
+    for gib in range(2, 60, 4):
+        limited = Environment(device_limit=gib * 2**30)
+        rows = find_largest_micro_batch(config, "ppo", limited)
+        assert rows in (None, 32, 16, 4, 2, 1)
+        assert all(
+            change.settings.get("ppo.micro_batch_size") != 8 for change in find_changes(config, ["ppo"], limited)
+        )
 
 
 def test_rollouts_of_servers_take_no_cache_here() -> None:

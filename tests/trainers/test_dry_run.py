@@ -60,6 +60,6 @@ def test_dry_run_fails_if_the_run_would_be_refused(
     start = StartPlan(lines=["sft: plan: will hardly fit"], refusal="sft: too little memory")
     monkeypatch.setattr("rlhf.memory.report.plan_next_stage", lambda *args, **options: start)
     with pytest.raises(OutOfMemory, match="too little memory"):
-        _print_plans(config, Findings((plan,), {}, {}, {}), accelerator)
+        _print_plans(config, Findings((plan,), {}, {}, {}), accelerator, 1)
     shown = capsys.readouterr().out
     assert "will hardly fit" in shown and "nothing found" not in shown
