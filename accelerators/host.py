@@ -63,22 +63,41 @@ def is_private(file: Path) -> bool:
     return owned and not status.st_mode & _WRITE_OF_OTHERS
 
 
+def processor_quota() -> float | None:
+    """Return the processor time that this process may use, in cores: the least quota of its groups; None without one.
+
+    A container of Kubernetes or of `docker --cpus` sees all cores of the machine, and is stopped when its time is used.
+    """
+    quotas = []
+    for folder in _group_folders("cpu"):
+        old = [read_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+        texts = [text.strip() for text in old] if all(old) else read_text(folder / "cpu.max").split()
+        if len(texts) == 2 and all(text.isdigit() for text in texts):  # else `max`, or -1
+            quotas.append(int(texts[0]) / int(texts[1]))
+    return min(quotas, default=None)
+
+
 def _group_memory() -> Iterator[tuple[int, int]]:
     """Yield the limit of each control group that this process is in, and the bytes in use without cached files."""
-    folders = {GROUPS: "/", GROUPS / "memory": "/"}  # versions 2 and 1; in a container, the container's group
+    for folder in _group_folders("memory"):
+        for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            if (text := read_text(folder / limit).strip()).isdigit():
+                cached = _read_numbers(folder / "memory.stat")
+                prefix = "" if limit == "memory.max" else "total_"
+                files = sum(cached.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
+                yield int(text), int(read_text(folder / used).strip() or 0) - files
+
+
+def _group_folders(controller: str) -> Iterator[Path]:
+    """Yield the folder of each control group that this process is in and that may limit it, the innermost first."""
+    folders = {GROUPS: "/", GROUPS / controller: "/"}  # versions 2 and 1; in a container, the container's group
     for line in read_text(MEMBERSHIP).splitlines():
         _, controllers, path = line.split(":", 2)
-        if not controllers or "memory" in controllers.split(","):
-            folders[GROUPS / "memory" if controllers else GROUPS] = path
+        if not controllers or controller in controllers.split(","):
+            folders[GROUPS / controller if controllers else GROUPS] = path
     for root, path in folders.items():
         inner = root / path.strip("/")
-        for folder in (inner, *(outer for outer in inner.parents if outer.is_relative_to(root))):
-            for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-                if (text := read_text(folder / limit).strip()).isdigit():
-                    cached = _read_numbers(folder / "memory.stat")
-                    prefix = "" if limit == "memory.max" else "total_"
-                    files = sum(cached.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
-                    yield int(text), int(read_text(folder / used).strip() or 0) - files
+        yield from (inner, *(outer for outer in inner.parents if outer.is_relative_to(root)))
 
 
 def _read_numbers(path: Path) -> dict[str, int]:

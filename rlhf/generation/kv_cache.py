@@ -144,7 +144,7 @@ class WindowedStaticCache(StaticCache):
         self.window.current_columns, self.window.seen = current_columns, seen
         if (self.window.rows, self.window.columns) != (rows, columns):
             self.window.rows, self.window.columns = rows, columns
-            self._states = []
+            self._states.clear()  # a kernel may keep the list, and would keep the tensors that layers replace
             for layer in self._windowed_layers():
                 layer.show()
 

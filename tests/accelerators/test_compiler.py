@@ -317,3 +317,26 @@ def test_the_backend_takes_the_next_best_and_says_so(monkeypatch):
     ]
     assert [(name, support.ok) for name, support in candidates] == [("onednn", True), ("native", False)]
     assert candidates[1][1].reason.startswith("/no/such/compiler does not run (")
+
+
+@needs_compiler
+def test_file_that_changes_meanwhile_is_not_compiled(tmp_path, monkeypatch):
+    """The library is found by the text that was read, so it is compiled from this text."""
+    monkeypatch.setattr(compiler, "__file__", str(tmp_path / "compiler.py"))
+    (source := tmp_path / "answer.c").write_text("int answer(void) { return 1; }")
+    run = compiler._run
+
+    def update(command: list[str]) -> str:
+        source.write_text("int answer(void) { return 2; }")
+        return run(command)
+
+    monkeypatch.setattr(compiler, "_run", lambda command: update(command) if "-o" in command else run(command))
+    assert compiler.compiled("answer.c").answer() == 1
+
+
+def test_missing_compiler_is_named_once(monkeypatch, caplog):
+    monkeypatch.setenv("CC", "/absent/gcc")
+    for kernel in (decode, sampling):
+        assert not kernel.supported(None)
+    (line,) = caplog.messages
+    assert line.startswith("the C kernels of this package are not used, which makes runs slower: /absent/gcc ")

@@ -84,6 +84,7 @@ def test_unsupported_precision_is_an_error_with_remedy(cpu, processor, flags, wi
         ({"LOCAL_WORLD_SIZE": "4", "OMP_NUM_THREADS": "3"}, []),
         ({"LOCAL_WORLD_SIZE": "1"}, []),
         ({}, []),
+        ({"LOCAL_WORLD_SIZE": "1", "threads": "64"}, [8]),  # torch does not know of a container's quota
     ],
 )
 def test_ranks_share_the_cores_unless_the_user_decides(monkeypatch, environment, threads):
@@ -91,6 +92,7 @@ def test_ranks_share_the_cores_unless_the_user_decides(monkeypatch, environment,
         monkeypatch.delenv(variable, raising=False)
     for variable, value in environment.items():
         monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: int(environment.get("threads", 8)))
     calls: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", calls.append)
     monkeypatch.setattr(cpu_info, "cores", lambda: 8)
@@ -191,6 +193,30 @@ def test_limits_of_control_groups_bound_the_memory(cpu, monkeypatch, tmp_path, v
     assert cpu.memory().available == 12345 - (4000 - 1100)  # cached files are dropped first
     (tmp_path / "memory_info").write_text("MemTotal: 9000 kB\n")
     assert cpu.memory().available is None
+
+
+@pytest.mark.parametrize(
+    ("texts", "cores"),
+    [
+        ({}, 8),
+        ({"cpu.max": "max 100000\n"}, 8),
+        ({"cpu.max": "250000 100000\n"}, 3),
+        ({"cpu.max": "20000 100000\n"}, 1),
+        ({"cpu.max": "1600000 100000\n"}, 8),
+        ({"user/run/cpu.max": "max 100000\n", "user/cpu.max": "400000 100000\n"}, 4),
+        ({"cpu/user/run/cpu.cfs_quota_us": "200000\n", "cpu/user/run/cpu.cfs_period_us": "100000\n"}, 2),
+        ({"cpu/user/run/cpu.cfs_quota_us": "-1\n", "cpu/user/run/cpu.cfs_period_us": "100000\n"}, 8),
+    ],
+)
+def test_quotas_of_control_groups_bound_the_cores(monkeypatch, tmp_path, texts, cores):
+    monkeypatch.setattr(cpu_info.os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    (tmp_path / "membership").write_text("0::/user/run\n4:cpu,cpuacct:/user/run\n")
+    for name, text in texts.items():
+        (file := tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    monkeypatch.setattr(host, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(host, "GROUPS", tmp_path / "groups")
+    assert cpu_info.cores() == cores
 
 
 # the rest of the interface

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import platform
 import shutil
+import weakref
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from transformers import CONFIG_MAPPING
 from accelerators.backends.cpu import info as cpu_info
 from accelerators.backends.cpu.kernels import compiler, decode, dtypes, families
 from rlhf.generation.hybrid_engine import generation_mode
-from tests.accelerators.decoding import FAMILIES, STEPS, check, logits_of, model_of, off, prompts, truth
+from tests.accelerators.decoding import FAMILIES, STEPS, Viewed, check, logits_of, model_of, off, prompts, truth
 from tests.accelerators.test_packed import snapshot
 from tests.generation.test_hybrid_engine import build, train
 
@@ -143,6 +144,19 @@ def test_products_without_amx_are_as_near(monkeypatch):
     assert not decode._functions().amx()
     for rows in (1, 9, 40):
         check(model_of("qwen2"), prompts(rows))
+
+
+def test_cache_that_grows_frees_what_it_replaces():
+    """A kernel keeps the list of a cache's tensors from call to call."""
+    config = model_of("qwen2").config
+    view = Viewed(config, 20, grows=True)
+    view.show(2, 0, 5)
+    kept, _ = view.cache.decode_buffers(config.num_key_value_heads, 8, torch.float32)
+    replaced = [weakref.ref(tensor) for tensor in kept]
+    assert replaced
+    view.show(2, 5, 8)
+    assert [tensor() for tensor in replaced] == [None] * len(replaced)
+    assert len(view.cache.decode_buffers(config.num_key_value_heads, 8, torch.float32)[0]) == len(replaced)
 
 
 def use_compiled(monkeypatch: pytest.MonkeyPatch, *flags: str) -> None:

@@ -33,9 +33,9 @@ class CPU(Accelerator):
     def bind(self, local_rank: int) -> torch.device:
         """Return the CPU; ranks on one machine share its cores, unless OMP_NUM_THREADS is set."""
         _keep_freed_memory()
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, cpu_info.cores() // ranks))
+        share = max(1, cpu_info.cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        if share < torch.get_num_threads() and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(share)
         return torch.device("cpu")
 
     def info(self) -> DeviceInfo:

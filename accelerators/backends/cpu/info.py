@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import re
 from pathlib import Path
 
-from accelerators.host import read_text
+from accelerators.host import processor_quota, read_text
 
 BF16 = ("avx512_bf16", "amx_bf16")
 """Extensions that multiply bf16."""
@@ -16,10 +17,10 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def cores() -> int:
-    """Return the number of cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Return the number of cores that this process may use: those that it may run on, or a container's quota."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = processor_quota()
+    return allowed if quota is None else max(1, min(allowed, math.ceil(quota)))
 
 
 def cpu_model() -> str:

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 
 from accelerators import host
 from accelerators.backends.cpu import info
+
+logger = logging.getLogger(__name__)
 
 _NOT_PRIVATE = "may hold code of others, because it is a link, another user's, or writable by others"
 
@@ -42,8 +45,15 @@ def why_not(load: Callable[[], object], without: str) -> str:
     try:
         load()
     except NotCompiled as error:
+        _warn(str(error))
         return f"{error}; without its code, {without}"
     return ""
+
+
+@cache
+def _warn(reason: str) -> None:
+    """Print a line, once for all kernels of which this is the reason."""
+    logger.warning("the C kernels of this package are not used, which makes runs slower: %s", reason)
 
 
 @cache
@@ -60,15 +70,15 @@ def compiled(name: str, *flags: str) -> ctypes.CDLL:
     source = Path(__file__).with_name(name)
     command = find_compiler()
     version = _run([*command, "--version"])
-    texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
+    texts = {path.name: path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))}
     command += [*FLAGS, *flags]
-    parts = (*texts, version, *command, *sorted(info.cpu_flags()))
+    parts = (*texts.values(), version, *command, *sorted(info.cpu_flags()))
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     place = folder() / f"{source.stem}-{key}"
     try:
         if not host.make_private(place.parent):
             raise NotCompiled(f"{place.parent} {_NOT_PRIVATE}; remove it, or name another cache in XDG_CACHE_HOME")
-        functions = ctypes.CDLL(str(_find_library(place) or _compile(command, source, place)))
+        functions = ctypes.CDLL(str(_find_library(place) or _compile(command, texts, place)))
     except OSError as error:
         raise NotCompiled(f"{place}.so cannot be written or loaded ({error})") from error
     if hasattr(functions, "use_threads"):
@@ -138,11 +148,18 @@ def _find_library(place: Path) -> Path | None:
     return None
 
 
-def _compile(command: list[str], source: Path, place: Path) -> Path:
-    """Write the library in one step: several ranks of a machine may do so at the same time; return its path."""
+def _compile(command: list[str], texts: Mapping[str, str], place: Path) -> Path:
+    """Write the library in one step: several ranks of a machine may do so at the same time; return its path.
+
+    Args:
+        texts: the C file and its headers, by name. Not the files, which an update may change meanwhile.
+    """
     with tempfile.TemporaryDirectory(dir=place.parent) as temporary:
-        output = Path(temporary) / f"{place.name}.so"
-        _run([*command, str(source), "-o", str(output)])
+        folder = Path(temporary)
+        for name, text in texts.items():
+            (folder / name).write_text(text)
+        output = folder / f"{place.name}.so"
+        _run([*command, str(folder / next(iter(texts))), "-o", str(output)])
         output.chmod(0o700)
         return output.replace(_name_by_content(place, output))
 

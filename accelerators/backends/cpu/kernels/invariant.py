@@ -104,7 +104,10 @@ def multiply(
 
 
 def _is_ours(*tensors: Tensor) -> bool:
-    """Return whether operators on these tensors are replaced: everywhere but in the formulas of backward passes."""
+    """Return whether operators on these tensors are replaced: everywhere but in the formulas of backward passes.
+
+    Attention that the backward pass computes again, for `model.gradient_checkpointing`, is not told from a formula.
+    """
     if torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled():
         return False
     return tensors[0].dtype in DTYPES and all(

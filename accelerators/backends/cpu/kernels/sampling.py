@@ -52,11 +52,14 @@ def draw(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, T
 @functools.cache
 def supported(accelerator: object) -> Support:
     """Test that a compiler is installed, and that draws are right in each dtype."""
-    if reason := compiler.why_not(_functions, "each token of a rollout takes up to a tenth longer"):
+    if reason := compiler.why_not(
+        lambda: [_functions(dtype) for dtype in DTYPES], "each token of a rollout takes up to a tenth longer"
+    ):
         return Support(False, reason)
-    probabilities = torch.tensor([0.5, 0.25, 0.125, 0.125])
+    probabilities = torch.tensor([0.5, 0.25, 0.125, 0.125], dtype=torch.float32)
+    uniform = torch.tensor([0.4, 0.6, 0.8], dtype=torch.float32)
     for dtype in DTYPES:
-        tokens, log_probs = draw(probabilities.log().to(dtype).repeat(3, 1), torch.tensor([0.4, 0.6, 0.8]), 1.0)
+        tokens, log_probs = draw(probabilities.log().to(dtype).repeat(3, 1), uniform, 1.0)
         if tokens.tolist() != [0, 1, 2] or not torch.allclose(log_probs, probabilities[:3].log(), atol=0.02):
             return Support(False, f"the compiled draws from {dtype} are wrong here")
     return Support(True, "two passes over the logits, compiled for this processor")
