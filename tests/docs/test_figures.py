@@ -28,7 +28,7 @@ UNIT = (
     r"(?:tokens|steps|rows|pairs|completions)(?:/s| per second| a second))\b)"
 )
 WORD = r"(?:a few|half an|quarter of an|two|three|four|five|six|eight|ten|twelve|twenty|thirty)"
-FIGURE = re.compile(rf"{NUMBER} ?{UNIT}|\b(?:{WORD} (?:seconds?|minutes?|hours?)|(?:a|an) (?:minute|hour))\b")
+FIGURE = re.compile(rf"{NUMBER} ?{UNIT}|\b(?:{WORD}\s+(?:seconds?|minutes?|hours?)|(?:a|an) (?:minute|hour))\b")
 FENCE = re.compile(r"^( *)```(?!text)\S*[^\n]*\n.*?^\1```$", re.MULTILINE | re.DOTALL)
 """Code; blocks of `text` show what a program prints."""
 SPAN = re.compile(r"`[^`\n]+`|\]\([^)\n]*\)|\b\d+GiB\b")
