@@ -333,6 +333,17 @@ class Config(ConfigModel):
         section: EpochConfig = getattr(self, stage)
         return section
 
+    def check_batches(self, stage: Stage, ranks: int) -> None:
+        """Check that the batches of a stage can be divided among ranks and micro-batches.
+
+        Raises:
+            ConfigError: they cannot be.
+        """
+        if stage == "ppo":
+            self.ppo.pretraining(ranks)
+        else:
+            self.supervised(stage).micro_batch(ranks, section=stage)
+
     def title(self, stage: Stage) -> str:
         """Return the name of a stage for people; for ppo, that of its algorithm."""
         return self.ppo.method.title if stage == "ppo" else _TITLES[stage]

@@ -48,11 +48,11 @@ class PackedTokens(Sequence[list[int]]):
         return len(self._tokens)
 
 
-def check_pretraining(config: Config, ranks: int) -> None:
+def check_pretraining(config: Config) -> None:
     """Check that PPO's settings and the sources of raw text fit together; no source is opened.
 
     Raises:
-        ConfigError: there is a weight without sources or the reverse, or the rows cannot be divided among `ranks`.
+        ConfigError: there is a weight without sources or the reverse.
         DataError: a source does not exist.
     """
     has_sources, has_loss = bool(config.data.pretraining), config.ppo.ptx_coef > 0
@@ -62,8 +62,6 @@ def check_pretraining(config: Config, ranks: int) -> None:
         raise ConfigError("data.pretraining: no loss uses it; set ppo.ptx_coef, or remove data.pretraining")
     for source in config.data.pretraining:
         readers.check_source_exists(source.path, "data.pretraining")
-    if has_loss:
-        config.ppo.pretraining(ranks)
 
 
 def row_length(config: Config) -> int:

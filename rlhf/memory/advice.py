@@ -280,10 +280,7 @@ def _is_possible(config: Config, stages: Sequence[Stage], ranks: int) -> bool:
     try:
         check_placements(config, stages)
         for stage in stages:
-            if stage == "ppo":
-                config.ppo.pretraining(ranks)
-            else:
-                config.supervised(stage).micro_batch(ranks, section=stage)
+            config.check_batches(stage, ranks)
     except ConfigError:
         return False
     return True

@@ -240,10 +240,10 @@ def finish(context: StageContext, summary: dict[str, Any]) -> None:
     with distributed.on_main(f"finishing {stage}") as main:
         if main:
             took = {"seconds": context.clock.seconds(), "peak_memory": peak, **context.phases.summary()}
-            took["ranks"] = context.world.size
             warnings = list(context.health.lines.values())
             title = context.config.title(stage)
-            context.directory.finish({"stage": stage, "title": title, **summary, **took, "warnings": warnings})
+            whole = {"stage": stage, "title": title, "ranks": context.world.size, **summary, **took}
+            context.directory.finish({**whole, "warnings": warnings})
             try:
                 write_cards(context.run.path, stage)
             except Exception as error:  # the stage is complete: nothing about a text may end the run

@@ -106,15 +106,12 @@ def check(
     if pending and current_process().rank == 0:
         check_sinks(config)
     for stage in pending:
-        if stage == "ppo":
-            config.ppo.minibatch(ranks)
-        else:
-            config.supervised(stage).micro_batch(ranks, section=stage)
+        config.check_batches(stage, ranks)
     _check_rule(config, pending)
     check_placements(config, pending)
     if "ppo" in pending:
         check_rollouts(config, ranks)
-        pretraining.check_pretraining(config, ranks)
+        pretraining.check_pretraining(config)
         if current_process().rank == 0:
             check_reward_functions(config, ranks, run_code=run_code)
     if overwrite:

@@ -14,12 +14,16 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from accelerators import host
 from accelerators.backends.cpu import info
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -35,15 +39,18 @@ class NotCompiled(Exception):
     """The library cannot be compiled or loaded; the message is one line."""
 
 
-def why_not(load: Callable[[], object], without: str) -> str:
+def why_not(load: Callable[..., object], without: str, dtypes: Iterable[torch.dtype] = ()) -> str:
     """Return why the functions that `load` returns cannot be used; "" if they can.
 
     Args:
         load: loads the library.
         without: the disadvantage if there is no compiler.
+        dtypes: arguments of `load`, if there is a library of each dtype.
     """
+    calls: list[tuple[torch.dtype, ...]] = [(dtype,) for dtype in dtypes]
     try:
-        load()
+        for arguments in calls or [()]:
+            load(*arguments)
     except NotCompiled as error:
         _warn(str(error))
         return f"{error}; without its code, {without}"

@@ -470,9 +470,7 @@ class _Output:
 @functools.cache
 def supported(accelerator: object) -> Support:
     """Test that a compiler is installed, and that a product is right in each dtype."""
-    if reason := compiler.why_not(
-        lambda: [_functions(dtype) for dtype in DTYPES], "generation takes about twice as long"
-    ):
+    if reason := compiler.why_not(_functions, "generation takes about twice as long", DTYPES):
         return Support(False, reason)
     for dtype in DTYPES:
         weight = torch.linspace(-1, 1, 48 * 64).sin().view(48, 64).to(dtype)

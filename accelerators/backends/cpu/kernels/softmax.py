@@ -41,9 +41,7 @@ _operators.define("softmax_(Tensor(a!) scores, Tensor? mask, float scale) -> ()"
 @cache
 def why_not() -> str:
     """Return why the code cannot be used; "" if it can."""
-    if reason := compiler.why_not(
-        lambda: [_functions(dtype) for dtype in DTYPES], "attention takes 1.2 to 2 times as long"
-    ):
+    if reason := compiler.why_not(_functions, "attention takes 1.2 to 2 times as long", DTYPES):
         return reason
     for dtype in DTYPES:
         with _disable_current_modes():
